@@ -1,0 +1,74 @@
+"""Every error that Lockstep raises on purpose.
+
+    LockstepError            exit code 1: the run failed
+    ├── SpecError            exit code 2: the spec, an override or the usage is wrong
+    │   └── JobImportError   exit code 2: `job.use` does not lead to a Job
+    ├── JobError             the job's own code broke, or broke a rule of training
+    ├── DeterminismError     `determinism: strict` cannot be kept here
+    ├── NumericsError        a loss or a gradient is not finite
+    ├── DriftError           ranks that must agree do not
+    ├── StorageError         a file or folder of the run cannot be read or written
+    ├── RecordError          the tracking store cannot be reached or refuses
+    └── ClusterError         workers cannot be placed, or were lost
+
+A message is one line: what, what was got, what is wanted, what to do; the spec's field comes first where
+there is one. Every error takes that one string, so all of them survive pickling between processes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LockstepError(Exception):
+    """A failure that Lockstep understands. `str(error)` is the one line that a person is shown."""
+
+    exit_code = 1
+
+
+class SpecError(LockstepError):
+    """The spec, an override or the command line is wrong. Example: `batch.micro: got 48, which does not divide batch.global = 256; …`."""
+
+    exit_code = 2
+
+
+class JobImportError(SpecError):
+    """`job.use` does not lead to a subclass of Job. Example: the module has a syntax error, or no such class."""
+
+
+class JobError(LockstepError):
+    """The job broke a rule of training. Example: a parameter that gets no gradient."""
+
+
+class DeterminismError(LockstepError):
+    """The same bits cannot be promised. Example: an operator without a deterministic kernel."""
+
+
+class NumericsError(LockstepError):
+    """A loss or gradient is not finite. Example: the loss of step 412, micro-batch 3 is nan."""
+
+
+class DriftError(LockstepError):
+    """Ranks that must hold the same bits do not. Example: a cluster of mixed processors under strict."""
+
+
+class StorageError(LockstepError):
+    """A file or folder of the run cannot be read or written."""
+
+
+class RecordError(LockstepError):
+    """The tracking store cannot be reached or refuses what it is given."""
+
+
+class ClusterError(LockstepError):
+    """Workers cannot be placed, or one was lost."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'lr'?` for the closest of `known`, or the list of them where none is close."""
+    candidates = sorted(known)
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.55)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known here: {', '.join(candidates)}" if candidates else ""

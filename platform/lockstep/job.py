@@ -1,0 +1,159 @@
+"""What a user writes: the model, the data and the loss.
+
+A job holds no training loop, no device, no rank and no seed: the same job runs in one process or in many.
+Importing this module costs nothing but torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pydantic
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from lockstep.errors import JobError, JobImportError, SpecError, nearest
+
+
+class Params(pydantic.BaseModel):
+    """A job's own settings, filled from the spec's `job.params`; unknown names are refused."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that is not divided yet: `total / weight` once all micro-batches are summed.
+
+    `total` and `weight` are scalars, tensors of no dimension or numbers. A weight is what the total is
+    divided by in the end: samples, or tokens.
+    """
+
+    total: Tensor | float
+    weight: Tensor | float
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of one micro-batch as a sum and its weight, with further means to record beside it.
+
+    `total` is a tensor of no dimension with a gradient: the *sum* of the losses, never their mean.
+    `parts` are recorded as `train/<name>` and `eval/<name>`; every micro-batch gives the same names.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+    parts: Mapping[str, Mean] = field(default_factory=dict)
+
+
+class Job:
+    """Base of every job. Override `model`, `train_data` and `loss`; the rest has defaults."""
+
+    Params: ClassVar[type[Params]] = Params
+    params: Any
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    def model(self) -> nn.Module:
+        """A freshly initialised model on the CPU; the generators are seeded before the call."""
+        raise NotImplementedError
+
+    def train_data(self) -> Dataset[Any]:
+        """A map-style dataset: `__len__` and `__getitem__`, or `__getitems__` for a whole micro-batch at once."""
+        raise NotImplementedError
+
+    def eval_data(self) -> Dataset[Any] | None:
+        """The held-out dataset, or None for a run without evaluation."""
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Loss of one collated micro-batch, already on the worker's device."""
+        raise NotImplementedError
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        """Further means of one evaluation micro-batch. The loss and its parts are always recorded."""
+        return {}
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """One micro-batch out of its samples; torch's `default_collate` unless overridden."""
+        return default_collate(list(samples))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """An optimizer of the job's own, or None for the one that the spec names."""
+        return None
+
+    def example_input(self) -> Any:
+        """Arguments for one call of the model, for export and for the record; None where there are none."""
+        return None
+
+    def activation_checkpoints(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Modules whose activations are recomputed in backward when `activation_checkpointing` is on."""
+        return ()
+
+    def conditional_parameters(self, model: nn.Module) -> Iterable[str]:
+        """Names of parameters that some micro-batches rightly leave without a gradient; they get zeros then."""
+        return ()
+
+
+def load_job(use: str, params: Mapping[str, Any]) -> Job:
+    """The job that `use` names, such as `"jobs.digits.job:Digits"`, built with `params`.
+
+    Raises JobImportError where the name leads nowhere and SpecError where the params do not fit.
+    """
+    job_class = _job_class(use)
+    try:
+        return job_class(job_class.Params.model_validate(dict(params)))
+    except pydantic.ValidationError as error:
+        raise SpecError(_params_message(error, job_class)) from error
+
+
+def _job_class(use: str) -> type[Job]:
+    module_name, colon, class_name = use.partition(":")
+    if not colon or not module_name or not class_name:
+        raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+        raise JobImportError(
+            f"job.use: cannot import {module_name!r}: {_brief(error)}; paths are looked up from {sys.path[0] or '.'!r}"
+        ) from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Job)]
+        raise JobImportError(f"job.use: {module_name!r} has no {class_name!r}{nearest(class_name, classes)}")
+    if not (isinstance(found, type) and issubclass(found, Job)):
+        raise JobImportError(f"job.use: {use!r} is no subclass of lockstep.Job")
+    return found
+
+
+def _params_message(error: pydantic.ValidationError, job_class: type[Job]) -> str:
+    first = error.errors()[0]
+    where = ".".join(["job.params", *(str(part) for part in first["loc"])])
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key{nearest(str(first['loc'][-1]), job_class.Params.model_fields)}"
+    if first["type"] == "missing":
+        return f"{where}: missing; {job_class.__name__} needs it"
+    return f"{where}: got {first['input']!r}; {first['msg']}"
+
+
+def _brief(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError in {error.filename}, line {error.lineno}: {error.msg}"
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def dataset_size(dataset: Dataset[Any], name: str) -> int:
+    """Number of samples of a map-style dataset; JobError for one without a length."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise JobError(
+            f"{name}: {type(dataset).__name__} has no __len__; Lockstep reads map-style datasets, whose samples can be named by an index"
+        ) from error
