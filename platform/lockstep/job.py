@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pydantic
@@ -18,10 +19,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.errors import JobError, JobImportError, SpecError, nearest
+from lockstep.spec_errors import one_line
 
 
 class Params(pydantic.BaseModel):
-    """A job's own settings, filled from the spec's `job.params`; unknown names are refused."""
+    """A job's own settings, filled from the spec's `job.params`; unknown names are refused.
+
+    Types are converted as pydantic usually does, so that a tuple, a path or an enum can be written in YAML.
+    """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
@@ -110,36 +115,38 @@ def load_job(use: str, params: Mapping[str, Any]) -> Job:
     try:
         return job_class(job_class.Params.model_validate(dict(params)))
     except pydantic.ValidationError as error:
-        raise SpecError(_params_message(error, job_class)) from error
+        raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
 
 
 def _job_class(use: str) -> type[Job]:
     module_name, colon, class_name = use.partition(":")
-    if not colon or not module_name or not class_name:
+    if not colon or not module_name or not class_name or "/" in module_name:
         raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-        raise JobImportError(
-            f"job.use: cannot import {module_name!r}: {_brief(error)}; paths are looked up from {sys.path[0] or '.'!r}"
-        ) from error
+    module = _module(module_name)
     found = getattr(module, class_name, None)
     if found is None:
-        classes = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Job)]
-        raise JobImportError(f"job.use: {module_name!r} has no {class_name!r}{nearest(class_name, classes)}")
-    if not (isinstance(found, type) and issubclass(found, Job)):
+        classes = [name for name, value in vars(module).items() if _is_job(value) and value is not Job]
+        known = nearest(class_name, classes) or "; it holds no subclass of lockstep.Job"
+        raise JobImportError(f"job.use: {module_name!r} has no {class_name!r}{known}")
+    if not _is_job(found):
         raise JobImportError(f"job.use: {use!r} is no subclass of lockstep.Job")
-    return found
+    job_class: type[Job] = found
+    if not (isinstance(job_class.Params, type) and issubclass(job_class.Params, Params)):
+        raise JobImportError(f"job.use: the Params of {use!r} are no subclass of lockstep.Params")
+    return job_class
 
 
-def _params_message(error: pydantic.ValidationError, job_class: type[Job]) -> str:
-    first = error.errors()[0]
-    where = ".".join(["job.params", *(str(part) for part in first["loc"])])
-    if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key{nearest(str(first['loc'][-1]), job_class.Params.model_fields)}"
-    if first["type"] == "missing":
-        return f"{where}: missing; {job_class.__name__} needs it"
-    return f"{where}: got {first['input']!r}; {first['msg']}"
+def _is_job(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Job)
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits
+        raise JobImportError(
+            f"job.use: cannot import {name!r}: {_brief(error)}; paths are looked up from {sys.path[0] or '.'!r}"
+        ) from error
 
 
 def _brief(error: BaseException) -> str:

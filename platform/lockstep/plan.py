@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,9 @@ def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
     most = -(-micro_batches // workers)
     slack = most * workers - micro_batches
     if workers * (slack + 1) * min(most, slack + 1) > _SEARCHED:
-        return tuple(range(micro_batches * r // workers, micro_batches * (r + 1) // workers) for r in range(workers))
+        return tuple(
+            range(micro_batches * r // workers, micro_batches * (r + 1) // workers) for r in range(workers)
+        )
     # best[end]: (largest k, sum of k, balance, starts) over the ways to give the first workers the first `end` micro-batches
     best: dict[int, tuple[int, int, int, tuple[int, ...]]] = {0: (0, 0, 0, ())}
     for worker in range(workers):
@@ -182,4 +185,4 @@ def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
                     reached[end] = cost
         best = reached
     starts = (*best[micro_batches][3], micro_batches)
-    return tuple(range(a, b) for a, b in zip(starts, starts[1:], strict=False))
+    return tuple(range(a, b) for a, b in pairwise(starts))

@@ -2,80 +2,127 @@
 
 A spec is read once, in the driver: unknown keys are refused with the nearest real one, relative paths and
 URIs become absolute, defaults are filled in. What leaves this module is complete and immutable.
+
+Types are strict, for a spec is compared and digested: a number is no text and no truth value, "3" is not 3.
+A whole number will do where any number is wanted. (`job.params` are the job's own; pydantic's usual rules
+hold there.) Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3` is a number.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import yaml
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from lockstep.errors import SpecError, nearest
+from lockstep.errors import SpecError
+from lockstep.spec_errors import one_line, shown
 
 RECORD_OFF = "off"
 """The value of `record.uri` that keeps a run out of MLflow."""
 
 
 class _Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Plain data come back from JSON as they went; anything else would not survive a record or a resume."""
+    try:
+        same = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(
+            "wanted plain data: text, finite numbers, true, false, null, lists, mappings of text"
+        )
+    return value
 
 
 class JobSpec(_Section):
     """Which job, with which params."""
 
-    use: str
-    params: dict[str, Any] = {}
+    use: str = Field(examples=['"package.module:Class"'])
+    params: dict[str, Annotated[Any, AfterValidator(_plain)]] = {}
 
 
-class Length(_Section):
-    """How long to train: whole epochs, or optimizer steps. Exactly one of the two."""
+class _Count(_Section):
+    """Whole epochs, or optimizer steps: exactly one of the two."""
 
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
 
-    @pydantic.model_validator(mode="after")
+    @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give either epochs or steps")
+            raise ValueError("wanted exactly one of epochs and steps")
         return self
+
+
+class Length(_Count):
+    """How long to train, in epochs or in steps."""
+
+
+class Every(_Count):
+    """A cadence: each so many epochs, or each so many steps."""
 
 
 class Batch(_Section):
     """Samples of a step and of one forward/backward; their ratio is the number of micro-batches M."""
 
     global_: PositiveInt = Field(default=64, alias="global")
-    micro: PositiveInt
+    micro: PositiveInt = Field(default_factory=lambda batch: _spread(batch["global_"]))
 
-    @pydantic.model_validator(mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _default_micro(cls, given: Any) -> Any:
-        """An eighth of the global batch where that divides, so that a run can spread over eight workers."""
-        if isinstance(given, dict) and given.get("micro") is None:
-            size = given.get("global", 64)
-            if isinstance(size, int) and size > 0:
-                given = {**given, "micro": next(size // m for m in range(8, 0, -1) if size % m == 0)}
+    def _null_is_default(cls, given: Any) -> Any:
+        """`batch.micro=null` takes back the micro that a file gives."""
+        if isinstance(given, dict) and given.get("micro", 0) is None:
+            return {key: value for key, value in given.items() if key != "micro"}
         return given
 
-    @pydantic.model_validator(mode="after")
-    def _divides(self) -> Self:
-        if self.global_ % self.micro:
-            divisors = [d for d in range(1, self.global_ + 1) if self.global_ % d == 0]
-            near = min(divisors, key=lambda d: (abs(d - self.micro), d))
-            raise ValueError(
-                f"batch.micro = {self.micro} does not divide batch.global = {self.global_}; nearest that does: {near}"
-            )
-        return self
+    @field_validator("micro")
+    @classmethod
+    def _divides(cls, micro: int, info: ValidationInfo) -> int:
+        size = info.data.get("global_", micro)  # absent where it is wrong itself
+        if size % micro:
+            near = min(_divisors(size), key=lambda divisor: (abs(divisor - micro), divisor))
+            raise ValueError(f"wanted a divisor of batch.global = {size}; the nearest is {near}")
+        return micro
 
     @property
     def micro_batches(self) -> int:
         """M, the number of micro-batches of a full step."""
         return self.global_ // self.micro
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _spread(size: int) -> int:
+    """An eighth of the global batch, or the nearest larger part that divides it: a run can spread over that many."""
+    return next(size // parts for parts in range(8, 0, -1) if size % parts == 0)
 
 
 class Data(_Section):
@@ -86,13 +133,17 @@ class Data(_Section):
     loader_processes: NonNegativeInt = 0
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]  # a list, as YAML has no tuples
+
+
 class AdamW(_Section):
     """torch.optim.AdamW."""
 
     name: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: _Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
 
 
@@ -102,7 +153,7 @@ class Adam(_Section):
     name: Literal["adam"] = "adam"
     lr: PositiveFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: _Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
 
 
@@ -114,6 +165,13 @@ class SGD(_Section):
     weight_decay: NonNegativeFloat = 0.0
     momentum: NonNegativeFloat = 0.0
     nesterov: bool = False
+
+    @field_validator("nesterov")
+    @classmethod
+    def _needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
+        if nesterov and info.data.get("momentum") == 0:
+            raise ValueError("wanted false, or optimizer.momentum above 0")
+        return nesterov
 
 
 class Constant(_Section):
@@ -144,21 +202,8 @@ class StepDecay(_Section):
 
     name: Literal["step"] = "step"
     warmup_steps: NonNegativeInt = 0
-    every: PositiveInt
+    every: PositiveInt = Field(examples=[1000])
     gamma: PositiveFloat = 0.1
-
-
-class Every(_Section):
-    """A cadence: each so many epochs, or each so many steps. Exactly one of the two."""
-
-    epochs: PositiveInt | None = None
-    steps: PositiveInt | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _one(self) -> Self:
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give either epochs or steps")
-        return self
 
 
 class Evaluate(_Section):
@@ -179,15 +224,18 @@ class Workers(_Section):
     """How many processes execute the run, and what each is given."""
 
     min: PositiveInt = 1
-    max: PositiveInt = 1
-    cpus_each: PositiveFloat = 1
+    max: PositiveInt = Field(default_factory=lambda workers: int(workers["min"]))
+    cpus_each: PositiveFloat = 1.0
     gpus_each: NonNegativeFloat | Literal["auto"] = "auto"
+    bucket_mb: PositiveFloat = 25.0
 
-    @pydantic.model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            raise ValueError(f"workers.min = {self.min} is above workers.max = {self.max}")
-        return self
+    @field_validator("max")
+    @classmethod
+    def _ordered(cls, most: int, info: ValidationInfo) -> int:
+        least = info.data.get("min", most)  # absent where it is wrong itself
+        if most < least:
+            raise ValueError(f"wanted at least workers.min = {least}")
+        return most
 
 
 class Storage(_Section):
@@ -203,29 +251,31 @@ class Record(_Section):
     experiment: str | None = None
 
 
-def _named(default: str) -> pydantic.BeforeValidator:
+def _named(default: str) -> BeforeValidator:
     """Fill in the name that tells the kinds of a section apart, so that it may be left out."""
-    return pydantic.BeforeValidator(lambda given: {"name": default, **given} if isinstance(given, dict) else given)
+    return BeforeValidator(lambda given: {"name": default, **given} if isinstance(given, dict) else given)
 
 
-Optimizer = Annotated[
-    Annotated[AdamW | Adam | SGD, Field(discriminator="name")],
-    _named("adamw"),
-]
+def _one_word(name: str) -> str:
+    if "/" in name or "\\" in name or not name.isprintable():
+        raise ValueError("wanted a name without slashes or control characters")
+    return name
+
+
+Optimizer = Annotated[Annotated[AdamW | Adam | SGD, Field(discriminator="name")], _named("adamw")]
 Schedule = Annotated[
-    Annotated[Constant | Linear | Cosine | StepDecay, Field(discriminator="name")],
-    _named("constant"),
+    Annotated[Constant | Linear | Cosine | StepDecay, Field(discriminator="name")], _named("constant")
 ]
 
 
 class Spec(_Section):
     """A run as it is configured. The shortest valid one names a job and nothing else."""
 
-    name: str = Field(default="", pattern=r"^[^/\\\x00]*$")
-    job: JobSpec
-    seed: NonNegativeInt = 0
+    name: Annotated[str, AfterValidator(_one_word)] = ""
+    job: JobSpec = Field(examples=['{use: "package.module:Class"}'])
+    seed: int = Field(default=0, ge=0, lt=2**63)  # torch's generators take no larger one
     length: Length = Length(epochs=1)
-    batch: Batch = Field(default_factory=lambda: Batch.model_validate({}))
+    batch: Batch = Batch()
     data: Data = Data()
     optimizer: Optimizer = AdamW()
     schedule: Schedule = Constant()
@@ -242,12 +292,12 @@ class Spec(_Section):
     checkpoint: Storage = Storage()
     record: Record = Record()
 
-    @pydantic.model_validator(mode="after")
+    @model_validator(mode="after")
     def _workers_fit(self) -> Self:
         if self.workers.min > self.batch.micro_batches:
             raise ValueError(
-                f"workers.min = {self.workers.min} is more than the {self.batch.micro_batches} micro-batches of a step; "
-                "a worker runs at least one: lower workers.min or batch.micro"
+                f"workers.min: got {self.workers.min}, wanted at most the {self.batch.micro_batches} micro-batches of a step, "
+                "for a worker runs at least one; lower workers.min or batch.micro"
             )
         return self
 
@@ -265,11 +315,11 @@ def load_spec(
 ) -> Spec:
     """Read a spec from a YAML file or from plain data, apply `key=value` overrides, resolve paths.
 
+    An override replaces what is at its dotted key, whole sections included, and creates the sections above it.
     Raises SpecError: one line that names the field, what was got and what is wanted.
     """
     document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(Path(source))
-    for override in overrides:
-        _apply(document, override)
+    _override(document, overrides)
     spec = validate(document)
     return _resolve(spec, default_name=spec.name or _default_name(source, spec), uri=uri)
 
@@ -277,62 +327,108 @@ def load_spec(
 def validate(document: Mapping[str, Any]) -> Spec:
     """The spec of a complete document; SpecError for the first thing that is wrong with it."""
     try:
-        return Spec.model_validate(document)
+        return Spec.model_validate(document, by_alias=True, by_name=False)
     except pydantic.ValidationError as error:
-        raise SpecError(_message(error)) from error
+        raise SpecError(one_line(error, Spec, document)) from error
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+class _Yaml(yaml.SafeLoader):
+    """Reads plain words as YAML 1.2 does, and refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for i, key in enumerate(keys):
+            if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+_Yaml.yaml_implicit_resolvers = {}  # none of YAML 1.1's
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", "<<", ["<"]),
+):
+    _Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Yaml)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        words = [
+            getattr(error, "context", None),
+            getattr(error, "problem", None) or str(error).splitlines()[0],
+        ]
+        line = f"line {mark.line + 1}, " if mark else ""
+        raise SpecError(f"{what} is not YAML: {line}{', '.join(filter(None, words))}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"spec: cannot read {str(path)!r}: {error}") from error
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        raise SpecError(f"spec: {path}{line} is not YAML: {getattr(error, 'problem', None) or error}") from error
+    except OSError as error:
+        raise SpecError(f"spec: cannot read {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"spec: {str(path)!r} is not text in UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    document = _parse(text, f"spec: {str(path)!r}")
+    if document is None:
+        raise SpecError(f'spec: {str(path)!r} is empty; name at least a job: {{use: "package.module:Class"}}')
     if not isinstance(document, dict):
-        raise SpecError(f"spec: {path} holds {type(document).__name__}, wanted a mapping of fields")
+        raise SpecError(f"spec: {str(path)!r} holds {shown(document)}, wanted a mapping of fields")
     return document
 
 
-def _apply(document: dict[str, Any], override: str) -> None:
+def _override(document: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Apply `key=value` pairs. Epochs and steps exclude each other, so the one that is given replaces the other."""
+    pairs = [_pair(override) for override in overrides]
+    given = {key for key, _ in pairs}
+    rivals = {"epochs": "steps", "steps": "epochs"}
+    for key, value in pairs:
+        above, _, leaf = key.rpartition(".")
+        section = _section(document, key)
+        section[leaf] = value
+        rival = rivals.get(leaf, "")
+        if value is not None and f"{above}.{rival}" not in given and not above.startswith("job."):
+            section.pop(rival, None)
+
+
+def _pair(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
-    parts = key.split(".")
-    if not equals or not all(parts):
+    if not equals or not all(key.split(".")):
         raise SpecError(f"override: got {override!r}, wanted key=value such as optimizer.lr=1e-3")
-    try:
-        value = _number(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise SpecError(f"override: the value of {override!r} is not YAML") from error
+    return key, _parse(text, f"{key}: {text!r}")
+
+
+def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
+    """The mapping that holds the dotted `key`; what is missing on the way is created."""
+    *above, _ = key.split(".")
     section = document
-    for part in parts[:-1]:
-        inner = section.setdefault(part, {})
-        if inner is None:
-            inner = section[part] = {}
-        if not isinstance(inner, dict):
-            raise SpecError(f"override: {override!r} goes into {part!r}, which holds {inner!r} and has no fields")
-        section = inner
-    leaf = parts[-1]
-    if isinstance(value, dict) or parts[0] not in {"length", "evaluate"}:
-        section[leaf] = value
-    else:  # epochs and steps exclude each other: the one that is given replaces the other
-        for rival in {"epochs", "steps"} - {leaf}:
-            if leaf in {"epochs", "steps"}:
-                section.pop(rival, None)
-        section[leaf] = value
+    for depth, part in enumerate(above, start=1):
+        if section.get(part) is None:
+            section[part] = {}
+        if not isinstance(section[part], dict):
+            name = ".".join(above[:depth])
+            raise SpecError(f"{key}: {name} is {shown(section[part])} and has no fields; set {name} itself")
+        section = section[part]
+    return section
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads `1e-3` as a string; a person means a number."""
-    if isinstance(value, str):
-        try:
-            return float(value) if any(c.isdigit() for c in value) else value
-        except ValueError:
-            return value
-    return value
+# --- names, paths and URIs --------------------------------------------------------------------------------
 
 
 def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
@@ -347,7 +443,7 @@ def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
     return spec.model_copy(
         update={
             "name": default_name,
-            "initial_weights": _absolute(spec.initial_weights) if spec.initial_weights else None,
+            "initial_weights": _absolute_weights(spec.initial_weights) if spec.initial_weights else None,
             "checkpoint": spec.checkpoint.model_copy(update={"storage": _absolute(spec.checkpoint.storage)}),
             "record": record.model_copy(
                 update={"uri": _absolute_uri(tracking), "experiment": record.experiment or default_name}
@@ -360,58 +456,18 @@ def _absolute(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
+def _absolute_weights(given: str) -> str:
+    """A run id stays as it is: a word of hexadecimal digits that is no file here."""
+    return given if re.fullmatch("[0-9a-f]{32}", given) and not Path(given).exists() else _absolute(given)
+
+
 def _absolute_uri(uri: str) -> str:
     """A tracking URI that means the same from every working directory."""
+    if uri.partition(":")[0] in {RECORD_OFF, "databricks", "databricks-uc", "uc"}:
+        return uri
     scheme, separator, rest = uri.partition(":///")
-    if separator and scheme.startswith("sqlite"):
-        return f"{scheme}:///{Path(rest).expanduser().absolute()}" if rest and rest != ":memory:" else uri
-    return uri
-
-
-def _message(error: pydantic.ValidationError) -> str:
-    """One line for the first finding; pydantic's own words where they say it well."""
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"] if part not in _KINDS]
-    field = ".".join(location)
-    kind = first["type"]
-    if kind == "extra_forbidden":
-        return f"{field}: unknown key{nearest(location[-1], _keys_at(location[:-1], first['loc']))}"
-    if kind == "missing":
-        return f"{field}: missing; a spec names at least its job, such as job: {{use: \"package.module:Class\"}}" if field.startswith(
-            "job"
-        ) else f"{field}: missing"
-    if kind == "value_error":
-        text = str(first["ctx"]["error"])
-        return text if not field or text.startswith(field.split(".")[0] + ".") else f"{field}: {text}"
-    if kind == "union_tag_invalid":
-        return f"{field}.name: got {first['ctx']['tag']!r}, wanted one of {first['ctx']['expected_tags']}"
-    return f"{field}: got {first['input']!r}; {first['msg'][0].lower()}{first['msg'][1:]}"
-
-
-_KINDS = {"adamw", "adam", "sgd", "constant", "linear", "cosine", "step", "float", "literal['auto']", "constrained-float"}
-
-
-def _keys_at(path: list[str], location: tuple[int | str, ...]) -> list[str]:
-    """Names of the fields of the section at `path`, for the kind that `location` chose."""
-    model: type[pydantic.BaseModel] = Spec
-    kind = next((str(part) for part in location if part in _OPTIMIZERS or part in _SCHEDULES), None)
-    for part in path:
-        if part == "optimizer" and kind in _OPTIMIZERS:
-            model = _OPTIMIZERS[kind]
-        elif part == "schedule" and kind in _SCHEDULES:
-            model = _SCHEDULES[kind]
-        else:
-            field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
-            annotation = field.annotation if field else None
-            options = [annotation, *getattr(annotation, "__args__", ())]
-            model = next((o for o in options if isinstance(o, type) and issubclass(o, pydantic.BaseModel)), model)
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-_OPTIMIZERS: dict[str, type[pydantic.BaseModel]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
-_SCHEDULES: dict[str, type[pydantic.BaseModel]] = {
-    "constant": Constant,
-    "linear": Linear,
-    "cosine": Cosine,
-    "step": StepDecay,
-}
+    if separator and scheme.startswith("sqlite") and rest and rest != ":memory:":
+        return f"{scheme}:///{Path(rest).expanduser().absolute()}"
+    if uri.startswith("file:") and not uri.startswith("file:/"):
+        return Path(uri.removeprefix("file:")).absolute().as_uri()
+    return uri if ":" in uri else _absolute(uri)

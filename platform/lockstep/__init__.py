@@ -1,0 +1,38 @@
+"""Lockstep: distributed training for PyTorch in which a run is exact.
+
+What a job needs (`Job`, `Params`, `Loss`, `Mean`, `rng`) and what runs it (`train`). Names are imported when
+they are first used, so that `import lockstep` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.errors import LockstepError
+    from lockstep.job import Job, Loss, Mean, Params
+    from lockstep.orchestration.runs import Result, train
+    from lockstep.randomness import rng
+    from lockstep.spec import Spec, load_spec
+
+__all__ = ["Job", "LockstepError", "Loss", "Mean", "Params", "Result", "Spec", "load_spec", "rng", "train"]
+
+_HOME = {
+    "Job": "lockstep.job",
+    "LockstepError": "lockstep.errors",
+    "Loss": "lockstep.job",
+    "Mean": "lockstep.job",
+    "Params": "lockstep.job",
+    "Result": "lockstep.orchestration.runs",
+    "Spec": "lockstep.spec",
+    "load_spec": "lockstep.spec",
+    "rng": "lockstep.randomness",
+    "train": "lockstep.orchestration.runs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,135 @@
+"""Fetches whole micro-batches, in this process or in loader processes, with the same bits either way.
+
+A micro-batch is fetched and collated in one call by one process, after that process seeded its generators from
+(seed, "data", step, m): neither the number of loader processes nor where a run was resumed can change a draw.
+Without loader processes the training thread fetches: a background thread would draw from the same generators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.data.sampler import MicroBatch
+from lockstep.errors import JobError, LockstepError
+from lockstep.randomness import seed_all
+
+ALIGNMENT = 64
+"""Bytes at which torch allocates; some kernels give other bits for inputs that lie elsewhere."""
+
+
+class MicroBatches(Dataset[Any]):
+    """A job's dataset seen as micro-batches: indexed by MicroBatch, giving the collated samples."""
+
+    def __init__(
+        self,
+        samples: Dataset[Any],
+        collate: Callable[[Sequence[Any]], Any],
+        *,
+        seed: int,
+        purpose: str,
+    ) -> None:
+        self.samples = samples
+        self.collate = collate
+        self.seed = seed
+        self.purpose = purpose
+        self.fetch_many: Callable[[list[int]], Sequence[Any]] | None = getattr(samples, "__getitems__", None)
+
+    def __getitem__(self, batch: MicroBatch) -> Any:
+        """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
+        seed_all(self.seed, self.purpose, batch.step, batch.index)
+        try:
+            return map_tensors(self._collated(batch, self._fetched(batch)), aligned)
+        except LockstepError as error:
+            return error
+
+    def _fetched(self, batch: MicroBatch) -> Sequence[Any]:
+        if self.fetch_many is None:
+            return [self._told(batch, f"sample {i}", self.samples.__getitem__, i) for i in batch.ids]
+        return self._told(batch, _named(batch.ids), self.fetch_many, batch.ids)  # type: ignore[no-any-return]
+
+    def _collated(self, batch: MicroBatch, samples: Sequence[Any]) -> Any:
+        return self._told(batch, f"the collation of {_named(batch.ids)}", self.collate, samples)
+
+    def _told(self, batch: MicroBatch, what: str, call: Callable[[Any], Any], argument: Any) -> Any:
+        """Call the job's code; what it raises is told with the samples and the step."""
+        try:
+            return call(argument)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise JobError(
+                f"data: {what} failed (step {batch.step + 1}, micro-batch {batch.index}): {type(error).__name__}: {error}"
+            ) from error
+
+
+def _named(ids: Sequence[int]) -> str:
+    return f"samples {', '.join(map(str, ids[:8]))}{', …' if len(ids) > 8 else ''}"
+
+
+class Loader:
+    """Gives micro-batches on the worker's device, in order, and measures the time spent waiting for them."""
+
+    def __init__(
+        self,
+        dataset: MicroBatches,
+        batches: Iterable[MicroBatch],
+        device: torch.device,
+        processes: int = 0,
+    ) -> None:
+        self.device = device
+        self.waited_s = 0.0
+        self._loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=batches,  # type: ignore[arg-type]  # keys of a mapping-like dataset
+            num_workers=processes,
+            multiprocessing_context="fork" if processes else None,  # shares the dataset's memory, needs no pickling
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
+        )
+        self._batches: Iterator[Any] = iter(self._loader)
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        batch = next(self._batches)
+        if isinstance(batch, LockstepError):
+            raise batch
+        if self.device.type != "cpu":
+            batch = map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+        self.waited_s += time.perf_counter() - began
+        return batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def close(self) -> None:
+        """End the loader processes; nothing is left running when this returns."""
+        shut_down = getattr(self._batches, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor itself where its memory is aligned, else a copy that is."""
+    if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+        return tensor.clone()
+    return tensor
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor in its tuples, lists and dicts changed; other objects pass as they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return type(value)({key: map_tensors(inner, change) for key, inner in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(inner, change) for inner in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(inner, change) for inner in value)
+    return value

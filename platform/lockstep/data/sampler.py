@@ -1,0 +1,73 @@
+"""Which ids a worker fetches, in which order: DistributedSampler at M logical ranks, for any number of workers.
+
+There is no state to save. The micro-batches from step t on are a pure function of (seed, epoch, t) and of
+the worker's range, so seeking is arithmetic and a resume on other workers needs nothing but the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from lockstep.data.order import epoch_order
+from lockstep.plan import Plan, Position, clip
+
+
+class MicroBatch(NamedTuple):
+    """What a worker fetches at once: the samples `ids` of micro-batch `index` of step `step`."""
+
+    step: int
+    index: int
+    ids: list[int]
+
+
+class MicroBatchSampler(DistributedSampler[MicroBatch]):
+    """Yields the micro-batches of one worker from step `start` to the end of the run.
+
+    Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
+    replicas of its range. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        plan: Plan,
+        micro_batches: range,
+        *,
+        seed: int,
+        shuffle: Literal["full", "none"],
+        start: int = 0,
+    ) -> None:
+        super().__init__(
+            dataset,
+            num_replicas=plan.micro_batches,
+            rank=micro_batches.start,
+            shuffle=shuffle == "full",
+            seed=seed,
+            drop_last=plan.drop_last,
+        )
+        self.plan = plan
+        self.micro_batches = micro_batches
+        self.order = shuffle
+        self.start = start
+
+    def __len__(self) -> int:
+        positions = self.plan.positions(self.start)
+        return sum(len(clip(self.micro_batches, position.micro_batches)) for position in positions)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        epoch, order = -1, None
+        for position in self.plan.positions(self.start):
+            if position.epoch != epoch or order is None:
+                epoch, order = position.epoch, self._order(position.epoch)
+            for m in clip(self.micro_batches, position.micro_batches):
+                yield self._micro_batch(order, position, m)
+
+    def _order(self, epoch: int) -> Tensor:
+        return epoch_order(self.seed, epoch, self.plan.samples, self.order)
+
+    def _micro_batch(self, order: Tensor, position: Position, m: int) -> MicroBatch:
+        return MicroBatch(position.step, m, order[self.plan.sample_slice(position, m)].tolist())

@@ -1,0 +1,157 @@
+"""What a process runs on: versions, machine, device, determinism flags, and the state of the source.
+
+These are facts to record. The host's name is one of them and never a part of a run's identity.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lockstep.spec import Spec
+
+_DISTRIBUTIONS = {
+    "lockstep": "lockstep-train",
+    **{name: name for name in ("torch", "numpy", "ray", "mlflow", "pyarrow", "pydantic", "safetensors")},
+}
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTHONHASHSEED",
+    "MKL_CBWR",
+    "OMP_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+)
+_GIT_S = 5.0
+_LONGEST_DIFF = 2_000_000
+
+
+def environment(spec: Spec) -> dict[str, Any]:
+    """Flat facts of this process and its machine. Call it in a worker: it looks at the device, which begins CUDA there."""
+    return {**_versions(), **_machine(), **_device(spec), **_determinism()}
+
+
+def _versions() -> dict[str, str]:
+    """Of the libraries, without importing them; one that is not installed is left out."""
+    found = {"python": platform.python_version(), "python_implementation": sys.implementation.name}
+    for name, distribution in _DISTRIBUTIONS.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # the record may do without MLflow, and a plain process without Ray
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    import psutil  # type: ignore[import-untyped]
+
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "hostname": socket.gethostname(),
+        "cpu": _cpu_model(),
+        "cores": psutil.cpu_count(logical=False) or 0,
+        "logical_cores": psutil.cpu_count() or 0,
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+
+
+def _cpu_model() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found.group(1) if found else platform.processor()
+
+
+def _device(spec: Spec) -> dict[str, Any]:
+    import torch
+
+    if spec.workers.gpus_each == 0 or not torch.cuda.is_available():
+        return {"device_kind": "cpu", "device_name": _cpu_model()}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    driver = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", _text(Path("/proc/driver/nvidia/version")))
+    return {
+        "device_kind": "cuda",
+        "device_name": properties.name,
+        "device_count": torch.cuda.device_count(),
+        "device_memory_bytes": properties.total_memory,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda or "",
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        "driver": driver.group(1) if driver else "",
+    }
+
+
+def _determinism() -> dict[str, Any]:
+    """Flags that may change the bits, as they are set now; a variable that is not set is left out."""
+    import torch
+
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": cudnn.deterministic,
+        "cudnn_benchmark": cudnn.benchmark,
+        "cudnn_tf32": cudnn.allow_tf32,
+        "matmul_tf32": matmul.allow_tf32,
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def git_state(folder: Path | str) -> dict[str, Any]:
+    """`commit`, `dirty` and, where dirty, the `diff` and the `untracked` names of the repository around `folder`.
+
+    Empty without git, a repository or a commit, and where one of git's answers takes longer than five seconds. Never raises.
+    """
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "-z")
+    if commit is None or changes is None:
+        return {}
+    state: dict[str, Any] = {"commit": commit.strip(), "dirty": bool(changes)}
+    if changes:
+        state["diff"] = _bounded(
+            _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") or ""
+        )
+        state["untracked"] = [entry[3:] for entry in changes.split("\0") if entry.startswith("??")]
+    return state
+
+
+def _git(folder: Path | str, *arguments: str) -> str | None:
+    variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
+    # Into a file: after a timeout, a pipe would be waited on for as long as any process that git started holds it.
+    with tempfile.TemporaryFile() as told:
+        try:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=told,
+                stderr=subprocess.DEVNULL,
+                timeout=_GIT_S,
+                env=variables,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None  # no git, no repository, no commit or too slow: a run does without
+        told.seek(0)
+        return told.read().decode("utf-8", errors="replace")
+
+
+def _bounded(diff: str) -> str:
+    if len(diff) <= _LONGEST_DIFF:
+        return diff
+    return f"{diff[:_LONGEST_DIFF]}\n… cut here by lockstep: {_LONGEST_DIFF} of {len(diff)} characters\n"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""  # not a Linux, or no such driver

@@ -1,0 +1,100 @@
+"""A run kept in its own folder, `<storage>/<run_id>/`, for `record.uri: off`: needs nothing but a disk.
+
+`run.json` holds its status, parameters and tags. Metrics are nowhere but in the ledger, which the recorder writes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RecordError
+from lockstep.record.documents import as_json
+from lockstep.record.files import write_text
+from lockstep.record.points import Point
+from lockstep.record.run_store import Status
+
+
+class FolderStore:
+    """The RunStore of `record.uri: off`."""
+
+    def __init__(self, storage: Path, run_name: str) -> None:
+        self._storage = storage
+        self._name = run_name
+        self._folder = storage
+        self._run: dict[str, Any] = {}
+
+    def open(self, run_id: str | None) -> str:
+        known = run_id or uuid.uuid4().hex
+        self._folder = self._storage / known
+        if run_id is None:
+            self._run = {
+                "run_id": known,
+                "name": self._name,
+                "started": time.time(),
+                "params": {},
+                "tags": {},
+            }
+        else:
+            self._run = self._existing(run_id)
+        self.set_status("RUNNING")
+        return known
+
+    def _existing(self, run_id: str) -> dict[str, Any]:
+        try:
+            run: dict[str, Any] = json.loads((self._folder / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
+        return run
+
+    def last_steps(self) -> Mapping[str, int]:
+        return {}
+
+    def log_metrics(self, points: Sequence[Point]) -> None:
+        """Nothing: the ledger has them."""
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        changed = {
+            n: [self._run["params"][n], v] for n, v in params.items() if self._run["params"].get(n, v) != v
+        }
+        self._run["params"] = {**params, **self._run["params"]}
+        if changed:
+            self._run["tags"]["lockstep.changed"] = json.dumps(changed)
+        self._save()
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        self._run["tags"].update(tags)
+        self._save()
+
+    def log_file(self, path: Path, folder: str) -> None:
+        kept = self._folder / folder / path.name
+        if kept == path:
+            return
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, kept)
+        except OSError as error:
+            raise RecordError(
+                f"record: cannot copy {str(path)!r} to {str(kept)!r}: {error.strerror}"
+            ) from error
+
+    def set_status(self, status: Status) -> None:
+        self._run["status"] = status
+        self._run["ended"] = None if status == "RUNNING" else time.time()
+        self._save()
+
+    def url(self) -> str:
+        return ""
+
+    def _save(self) -> None:
+        try:
+            write_text(self._folder / "run.json", as_json(self._run))
+        except OSError as error:
+            raise RecordError(
+                f"checkpoint.storage: cannot write {str(self._folder)!r}: {error.strerror or error}; name a folder that can be written"
+            ) from error

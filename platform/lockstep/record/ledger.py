@@ -1,0 +1,141 @@
+"""The ledger: a row a step and a row an evaluation, kept in Parquet bit for bit.
+
+The deterministic columns are equal, bit for bit, in every execution of a run; `verify`, `diff` and the guarantees
+compare them. The timing columns are not. Every float is a float64, of which NaN with its payload, infinities and the
+sign of zero survive. A part that a step did not have is null, a part that was NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lockstep.errors import StorageError
+from lockstep.record.files import replacing
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # 0.1 s to import: only the process that writes pays
+
+
+class StepRow(NamedTuple):
+    """One optimizer step that was done. Given to the recorder, a row and its `parts` do not change any more.
+
+    `loss` and `parts` are means over the global batch, `weight` what the loss was divided by; `grad_norm` is the norm
+    before clipping and `clipped_norm` after; `step_s` is the whole step, the wait for data included.
+    """
+
+    step: int
+    """Number of the step in the run, counted from 1."""
+    epoch: int
+    """Epoch it belongs to, counted from 0."""
+    samples: int
+    """Training samples consumed by the run so far, this step's included."""
+    loss: float
+    weight: float
+    parts: Mapping[str, float]
+    lr: float
+    grad_norm: float
+    clipped_norm: float
+    scale: float
+    skipped: bool
+    data_wait_s: float
+    step_s: float
+    wall_clock: float
+    """Unix time in seconds at which the step was done; its metrics carry it, however late they are written."""
+    attempt: int
+
+
+class EvaluationRow(NamedTuple):
+    """One evaluation, after step number `step`; `metrics` are named `eval/…` already."""
+
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    seconds: float
+    wall_clock: float
+
+
+TIMING = ("data_wait_s", "step_s", "wall_clock", "attempt")
+"""Columns that differ from one execution of a run to the next."""
+
+DETERMINISTIC = tuple(name for name in StepRow._fields if name not in TIMING)
+"""Columns that are the same bits in every execution of a run. `parts` stands for all the columns `part/<name>`."""
+
+_STEP_TYPES = {
+    **dict.fromkeys(("step", "epoch", "samples"), "int64"),
+    **dict.fromkeys(("loss", "weight", "lr", "grad_norm", "clipped_norm", "scale"), "double"),
+    "skipped": "bool",
+    **dict.fromkeys(("data_wait_s", "step_s", "wall_clock"), "double"),
+    "attempt": "int64",
+}
+_EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
+_PART = "part/"
+
+
+def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
+    """Write steps as `path`, whole or not at all. StorageError where that fails."""
+    parts = [{_PART + name: value for name, value in row.parts.items()} for row in rows]
+    _write(_table(rows, parts, _STEP_TYPES), path)
+
+
+def read_parquet(path: Path) -> list[StepRow]:
+    """The steps that `write_parquet` wrote, bit for bit. StorageError where there are none to be read."""
+    return [
+        StepRow(**fields, parts={name.removeprefix(_PART): value for name, value in parts.items()})
+        for fields, parts in _read(path, _STEP_TYPES)
+    ]
+
+
+def write_evaluations(rows: Sequence[EvaluationRow], path: Path) -> None:
+    """Write evaluations as `path`, whole or not at all. StorageError where that fails."""
+    _write(_table(rows, [row.metrics for row in rows], _EVALUATION_TYPES), path)
+
+
+def read_evaluations(path: Path) -> list[EvaluationRow]:
+    """The evaluations that `write_evaluations` wrote, bit for bit. StorageError where there are none to be read."""
+    return [EvaluationRow(**fields, metrics=metrics) for fields, metrics in _read(path, _EVALUATION_TYPES)]
+
+
+def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Mapping[str, str]) -> pa.Table:
+    """A column for each field in `types`, then one for each name that any row has, null where a row lacks it."""
+    import pyarrow as pa
+
+    columns = {
+        field: pa.array([getattr(row, field) for row in rows], pa.type_for_alias(kind))
+        for field, kind in types.items()
+    }
+    for name in sorted({name for values in named for name in values}):
+        columns[name] = pa.array([values.get(name) for values in named], pa.float64())
+    return pa.table(columns)
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    try:
+        with replacing(path) as file:
+            pq.write_table(
+                table, file, compression="zstd", use_dictionary=False
+            )  # floats of a run hardly repeat
+    except OSError as error:
+        raise StorageError(f"ledger: cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def _read(path: Path, types: Mapping[str, str]) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    """Each row as its fields and the rest of its columns, without those that are null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with path.open("rb") as file:
+            rows = pq.read_table(file).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"ledger: cannot read {str(path)!r}: {error}") from error
+    return [
+        (
+            {field: row[field] for field in types},
+            {name: value for name, value in row.items() if name not in types and value is not None},
+        )
+        for row in rows
+    ]

@@ -1,0 +1,86 @@
+"""Metric points: what rows become on their way to a store.
+
+A point's key, step and timestamp are fixed by the row that it is made from, never by when it is written: sending it
+again changes nothing. Keys are legal in MLflow and no two names share one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from lockstep.record.ledger import EvaluationRow, StepRow
+
+
+class Point(NamedTuple):
+    """One value of one metric. MLflow keeps NaN as NaN, infinity as ±1.8e308 and -0.0 as 0.0; the ledger keeps the bits."""
+
+    key: str
+    value: float
+    timestamp_ms: int
+    step: int
+
+
+def step_points(row: StepRow, before: StepRow | None, *, scaled: bool) -> Iterator[Point]:
+    """The points of a step; `before` is the step before it, where known, and `scaled` whether a loss scaler runs.
+
+    The fixed names come first: a part that bears one of them never takes its place.
+    """
+    values = {
+        "train/loss": row.loss,
+        "train/lr": row.lr,
+        "train/grad_norm": row.grad_norm,
+        "train/clipped_norm": row.clipped_norm,
+        **({"train/scale": row.scale, "train/skipped": float(row.skipped)} if scaled else {}),
+        "perf/step_s": row.step_s,
+        "perf/data_wait_s": row.data_wait_s,
+    }
+    consumed_before = (
+        0 if row.step == 1 else before.samples if before and before.step == row.step - 1 else None
+    )
+    if consumed_before is not None and row.step_s > 0:
+        values["perf/samples_per_s"] = (row.samples - consumed_before) / row.step_s
+    for name, value in row.parts.items():
+        values.setdefault(f"train/{name}", value)
+    timestamp_ms = int(row.wall_clock * 1000)
+    return (Point(store_key(name), value, timestamp_ms, row.step) for name, value in values.items())
+
+
+def evaluation_points(row: EvaluationRow) -> Iterator[Point]:
+    """The points of an evaluation."""
+    values = {**row.metrics, "perf/evaluation_s": row.seconds}
+    timestamp_ms = int(row.wall_clock * 1000)
+    return (Point(store_key(name), value, timestamp_ms, row.step) for name, value in values.items())
+
+
+_ILLEGAL = re.compile(r"[^/\w.\- ]")
+_LONGEST = 250
+
+
+@lru_cache(maxsize=4096)
+def store_key(name: str) -> str:
+    """`name` as a key that MLflow takes: each character it refuses becomes its code point between colons.
+
+    `accuracy@5` becomes `accuracy:40:5`. A colon is written so as well, so the name can be had back, except where
+    the key would pass MLflow's 250 characters: that one ends in a digest of the whole name.
+    """
+    parts = [
+        _code(part) if part in {"", ".", ".."} else _ILLEGAL.sub(_coded, part) for part in name.split("/")
+    ]
+    key = "/".join(parts)
+    if key.startswith(".."):
+        key = _code(".") + key[1:]
+    if len(key) > _LONGEST:
+        key = f"{key[: _LONGEST - 18]}:{hashlib.sha256(name.encode()).hexdigest()[:16]}:"
+    return key
+
+
+def _coded(match: re.Match[str]) -> str:
+    return _code(match.group())
+
+
+def _code(characters: str) -> str:
+    return "".join(f":{ord(character):x}:" for character in characters) or "::"

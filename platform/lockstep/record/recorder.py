@@ -1,0 +1,123 @@
+"""The recorder: what the driver tells of a run, written down by a thread of its own.
+
+No call but `run_id`, `run_folder` and `close` waits for anything: the thread that trains or drives pays for putting a
+value into a queue. The recorder is the run's only writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lockstep.errors import RecordError, StorageError
+from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.run_store import RunStore, store_for
+from lockstep.record.writer import Writer
+from lockstep.spec import Spec
+
+__all__ = ["Latest", "Recorder", "RunStore"]
+
+
+class Latest(NamedTuple):
+    """The newest rows that a recorder was given, for a line of progress."""
+
+    step: StepRow | None
+    evaluation: EvaluationRow | None
+
+
+class Recorder:
+    """Records one run: a new one, or where `run_id` is given the one that goes on.
+
+    Call `start`, then any of the others, and `close` at the end in every case. A store that does not answer is tried
+    again until `close`; `failure` tells of it once it has lasted `patience_s`.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        store_factory: Callable[[Spec], RunStore] | None = None,
+        run_id: str | None = None,
+        *,
+        patience_s: float = 60.0,
+    ) -> None:
+        self._writer = Writer(spec, store_factory or store_for, run_id, patience_s)
+        self._step: StepRow | None = None
+        self._evaluation: EvaluationRow | None = None
+
+    def start(self) -> None:
+        """Start the thread; it opens the store and creates the run."""
+        self._writer.start()
+
+    def run_id(self) -> str:
+        """Wait until the run exists; its id. RecordError where the store could not be opened."""
+        self._writer.opened.wait()
+        if self._writer.run_id is None:
+            raise self._writer.failure() or RecordError("record: the run was not created")
+        return self._writer.run_id
+
+    def url(self) -> str:
+        """Wait until the run exists; the link of its page, or nothing where the store has no pages."""
+        self.run_id()
+        return self._writer.url
+
+    def run_folder(self) -> Path:
+        """Wait until the run exists; its folder, created."""
+        folder = Path(self._writer.spec.checkpoint.storage) / self.run_id()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"checkpoint.storage: cannot create {str(folder)!r}: {error.strerror or error}"
+            ) from error
+        return folder
+
+    def failure(self) -> RecordError | None:
+        """What could not be recorded so far, or None. Never waits."""
+        return self._writer.failure()
+
+    @property
+    def latest(self) -> Latest:
+        """The newest rows that were given. Never waits."""
+        return Latest(self._step, self._evaluation)
+
+    def started(self, facts: Mapping[str, Any]) -> None:
+        """Facts that are known when training begins; may be told again, by each attempt.
+
+        `plan` (a mapping) becomes parameters, `environment` environment.json and some tags, `git` (see `git_state`) tags
+        and git.diff. Of the others a single value becomes the tag `lockstep.<name>` and anything else `<name>.json`.
+        """
+        self._writer.tell(partial(self._writer.started, dict(facts)))
+
+    def steps(self, rows: Sequence[StepRow]) -> None:
+        """Steps that were done, in order. Steps that are recorded already are passed over."""
+        if rows:
+            self._step = rows[-1]
+            self._writer.tell(partial(self._writer.steps, tuple(rows)))
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        """An evaluation, after the step that it belongs to."""
+        self._evaluation = row
+        self._writer.tell(partial(self._writer.evaluation, row))
+
+    def finished(self, summary: Mapping[str, Any], files: Sequence[Path] = ()) -> None:
+        """The run is done: keep the ledger, the summary, and `files` that lie in the run's folder; status FINISHED.
+
+        Single values of the summary become tags `lockstep.<name>`, all of it is summary.json.
+        """
+        self._writer.tell(partial(self._writer.finished, dict(summary), tuple(files)))
+
+    def failed(self, message: str, details: str = "", status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
+        """The run has ended early: `message` is the one line, `details` the traceback. The ledger is kept as well."""
+        self._writer.tell(partial(self._writer.failed, message, details, status))
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Write what is left, for up to `timeout_s`. RecordError where something given could not be written.
+
+        A run that was told neither `finished` nor `failed` is marked FAILED.
+        """
+        self._writer.close(timeout_s)
+        failure = self._writer.failure()
+        if failure:
+            raise failure

@@ -1,0 +1,79 @@
+"""What the recorder asks of a place that keeps runs, and which one a spec names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from lockstep.errors import RecordError
+from lockstep.record.documents import without_password
+from lockstep.record.points import Point
+from lockstep.spec import RECORD_OFF, Spec
+
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+
+POINTS_PER_CALL = 1000
+"""The most metric points that one call may bring; MLflow refuses more in one request."""
+
+
+class UnavailableError(RecordError):
+    """The store does not answer now; the same call may succeed later. Example: the tracking server restarts."""
+
+
+class RunStore(Protocol):
+    """One run in a store. Calls come from one thread, `open` first, and all but `open` may be made twice: the second changes nothing.
+
+    Every call raises UnavailableError where trying again may help and RecordError where it cannot.
+    """
+
+    def open(self, run_id: str | None) -> str:
+        """Create a run, or reopen the one that is named, with status RUNNING; its id."""
+
+    def last_steps(self) -> Mapping[str, int]:
+        """The highest step that the opened run already has of each metric key."""
+
+    def log_metrics(self, points: Sequence[Point]) -> None:
+        """Add up to POINTS_PER_CALL points."""
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        """Set parameters. One that the run has with another value keeps it; the difference is told in a tag."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set or replace tags."""
+
+    def log_file(self, path: Path, folder: str) -> None:
+        """Keep a copy of a file under `folder`, or at the top where that is empty."""
+
+    def set_status(self, status: Status) -> None:
+        """End the run, or mark it RUNNING again."""
+
+    def url(self) -> str:
+        """A link that lands on the run's page, or nothing where the store has no pages."""
+
+
+def store_for(spec: Spec) -> RunStore:
+    """The store that `record.uri` names, not opened yet."""
+    from lockstep.record.folder_store import FolderStore
+    from lockstep.record.mlflow_store import MlflowStore
+
+    uri = spec.record.uri
+    if uri is None:
+        raise RecordError(
+            "record.uri: missing; read the spec with load_spec, which fills it in, or set record.uri=off"
+        )
+    if uri == RECORD_OFF:
+        return FolderStore(Path(spec.checkpoint.storage), spec.name)
+    storage = spec.checkpoint.storage
+    artifacts = storage if "://" in storage else Path(storage).as_uri()
+    return MlflowStore(
+        uri, spec.record.experiment or spec.name or "lockstep", spec.name, f"{artifacts}/mlartifacts"
+    )
+
+
+def unreachable(uri: str, reason: str) -> str:
+    """One line for a store that does not answer."""
+    return (
+        f"record.uri: {without_password(uri)!r} does not answer ({without_password(reason)}); "
+        "start it, name another with --uri, or set record.uri=off"
+    )

@@ -1,0 +1,80 @@
+"""Buffers such as BatchNorm's statistics, as DDP treats them at world size M.
+
+Every micro-batch of a step starts from the step's buffers, and the update of micro-batch 0 is the one that is
+kept. Only buffers that a forward writes to are copied or sent; constant ones cost one comparison of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.train.group import Group
+
+
+class StepBuffers:
+    """Restores the model's buffers between micro-batches and spreads micro-batch 0's update at the step's end.
+
+    A write is seen by the tensor's version. torch's batch norm writes its running statistics without raising it,
+    so those, and whatever the rehearsal saw change (`written`), count as written in every micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, written: frozenset[int]) -> None:
+        self.group = group
+        self.written = written | statistics(model)
+        self.buffers: list[Tensor] = list(model.buffers())
+        self._before = [buffer.detach().clone() for buffer in self.buffers]
+        self._versions = [buffer._version for buffer in self.buffers]
+        self._kept: dict[int, Tensor] = {}
+
+    def keep(self) -> list[int]:
+        """Set aside what micro-batch 0's forward wrote. Returns which buffers those are."""
+        changed = self._changed()
+        self._kept = {i: self.buffers[i].detach().clone() for i in changed}
+        return changed
+
+    def restore(self) -> None:
+        """Put the step's buffers back, once backward is done: it may still read what forward left."""
+        with torch.no_grad():
+            for i in self._changed():
+                self.buffers[i].copy_(self._before[i])
+                self._versions[i] = self.buffers[i]._version
+
+    def _changed(self) -> list[int]:
+        """Which buffers were written to since the step's start or the last restoration."""
+        return [i for i, b in enumerate(self.buffers) if b._version != self._versions[i] or i in self.written]
+
+    def end_step(self, flagged: Sequence[int]) -> None:
+        """Give every rank micro-batch 0's update of the `flagged` buffers, in one broadcast."""
+        if not flagged:
+            return
+        values = [self._kept.get(i, self._before[i]) for i in flagged]
+        if self.group.size > 1:
+            joined = torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
+            self.group.broadcast(joined)
+            parts = joined.split([value.numel() * value.element_size() for value in values])
+            values = [_typed(part, value) for part, value in zip(parts, values, strict=True)]
+        with torch.no_grad():
+            for i, value in zip(flagged, values, strict=True):
+                self.buffers[i].copy_(value)
+                self._before[i].copy_(value)
+                self._versions[i] = self.buffers[i]._version
+        self._kept = {}
+
+
+def statistics(model: nn.Module) -> frozenset[int]:
+    """Indices, among the model's buffers, of those of its normalisation layers."""
+    owned = {
+        id(buffer)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for buffer in module.buffers(recurse=False)
+    }
+    return frozenset(i for i, buffer in enumerate(model.buffers()) if id(buffer) in owned)
+
+
+def _typed(part: Tensor, like: Tensor) -> Tensor:
+    """Raw bytes seen as `like`; copied first, since a view of another type must start aligned."""
+    return part.clone().view(like.dtype).view(like.shape)

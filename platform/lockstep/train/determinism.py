@@ -1,0 +1,112 @@
+"""What `determinism: strict` sets in a process, and the numerics probe that tells one machine's bits from another's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.errors import DeterminismError
+
+WORKER_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",  # the order of sets of strings
+    "MKL_CBWR": "AVX2",  # matrix products that do not depend on where the inputs lie; no measurable cost
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what cuBLAS needs for deterministic products
+}
+"""Set before a worker process starts, or at the latest before its first matrix product."""
+
+
+@contextmanager
+def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]:
+    """Put this process into the given determinism and number of intra-op threads; restore both on the way out.
+
+    Raises DeterminismError where python's string hashing was left random at start-up.
+    """
+    if kind == "strict" and sys.flags.hash_randomization and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise DeterminismError(
+            "determinism strict: this python hashes strings at random; start it with PYTHONHASHSEED=0, "
+            "or use the lockstep command, which does"
+        )
+    for name, value in WORKER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        cudnn.benchmark,
+    )
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(kind == "strict")
+    # Filling every new tensor with NaN costs more than it finds; the rehearsal turns it on for one micro-batch.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    cudnn.benchmark = kind == "fast"
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
+        torch.utils.deterministic.fill_uninitialized_memory = before[3]
+        cudnn.benchmark = before[4]
+
+
+def numerics_probe(device: torch.device) -> str:
+    """sha256 (first 16 digits) over the results of some forty kernels on fixed inputs, in tens of milliseconds.
+
+    Two processes with one probe may be expected to give the same bits for the same program; two that differ
+    (another instruction set, library build or number of threads) certainly do not.
+    """
+    digest = hashlib.sha256()
+    for name, result in _probe_results(device):
+        values = result.detach().float().cpu().contiguous()
+        digest.update(name.encode())
+        digest.update(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()[:16]
+
+
+def _values(device: torch.device, *shape: int) -> Tensor:
+    """Irregular numbers in about [-1, 1], made on the CPU from whole numbers and without any generator."""
+    count = torch.Size(shape).numel()
+    mixed = (torch.arange(count, dtype=torch.int64) * 2654435761 + 12345) % 65521
+    return (mixed.float() / 32760.5 - 1.0).reshape(shape).to(device)
+
+
+def _probe_results(device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    x = _values(device, 33, 127)
+    for rows, inner, columns in ((1, 64, 10), (7, 100, 33), (32, 256, 64), (65, 31, 17), (128, 384, 128)):
+        a, b = _values(device, rows, inner), _values(device, columns, inner)
+        yield f"linear {rows}x{inner}x{columns}", F.linear(a, b)
+        yield f"linear bf16 {rows}x{inner}x{columns}", F.linear(a.bfloat16(), b.bfloat16())
+    yield "bmm", torch.bmm(_values(device, 4, 9, 21), _values(device, 4, 21, 13))
+    images = _values(device, 3, 5, 12, 12)
+    for stride in (1, 2):
+        yield f"conv {stride}", F.conv2d(images, _values(device, 8, 5, 3, 3), stride=stride, padding=1)
+    heads = _values(device, 2, 3, 17, 16)
+    yield "attention", F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    pointwise: tuple[Callable[[Tensor], Tensor], ...] = (
+        torch.exp, torch.tanh, torch.sigmoid, torch.sin, torch.cos, torch.erf, torch.rsqrt, torch.log1p,
+        F.gelu, F.silu, F.softplus, torch.sqrt, torch.reciprocal,
+    )  # fmt: skip
+    for function in pointwise:
+        yield function.__name__, function(x.abs() + 0.01)
+    reductions: tuple[Callable[[Tensor], Tensor], ...] = (
+        torch.sum, torch.mean, torch.var, torch.linalg.vector_norm, torch.prod,
+    )  # fmt: skip
+    for reduce in reductions:
+        yield reduce.__name__, reduce(x)
+    yield "sum rows", x.sum(0)
+    yield "cumsum", x.cumsum(1)
+    yield "softmax", F.softmax(x, 1)
+    yield "log softmax", F.log_softmax(x, 1)
+    yield "logsumexp", x.logsumexp(1)
+    yield "layer norm", F.layer_norm(x, (127,))
+    yield "batch norm", F.batch_norm(images, None, None, training=True)
+    yield "cross entropy", F.cross_entropy(x, torch.arange(33, device=device) % 127)

@@ -1,0 +1,94 @@
+"""Evaluation: every held-out sample once, the same bits whatever the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.sampler import MicroBatch
+from lockstep.errors import JobError, LockstepError
+from lockstep.job import Job, Mean, dataset_size
+from lockstep.plan import evaluation_ranges
+from lockstep.randomness import seed_all
+from lockstep.train.failure import told
+from lockstep.train.group import Group
+from lockstep.train.precision import Precision
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and without gradients; every module's own mode is restored after it."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+class Evaluation:
+    """The held-out data of a run, and their metrics for the model as it stands.
+
+    Micro-batch i is samples `i*micro … (i+1)*micro - 1`. Each one's totals are taken alone and added up in index
+    order in float64, so which worker ran it cannot show. Seeds are the same in every evaluation.
+    """
+
+    def __init__(
+        self, job: Job, data: Dataset[Any], group: Group, precision: Precision, *, micro_batch: int, seed: int, processes: int
+    ) -> None:
+        self.job = job
+        self.group = group
+        self.precision = precision
+        self.seed = seed
+        self.processes = processes
+        self.samples = dataset_size(data, "eval_data")
+        if self.samples == 0:
+            raise JobError("eval_data: holds no sample; return None for a run without evaluation")
+        self.batches = MicroBatches(data, job.collate, seed=seed, purpose="eval data")
+        self.micro_batch = micro_batch
+        self.own = evaluation_ranges(self.samples, micro_batch, group.size)[group.rank]
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Metrics by name, `eval/` in front, equal on every rank."""
+        with evaluating(model):
+            own = self._own_totals(model)
+        totals: dict[str, tuple[float, float]] = {}
+        for rank_rows in self.group.gather(own):
+            for row in rank_rows:
+                for name, (total, weight) in row.items():
+                    before = totals.get(name, (0.0, 0.0))
+                    totals[name] = (before[0] + total, before[1] + weight)
+        return {f"eval/{name}": total / weight if weight else float("nan") for name, (total, weight) in totals.items()}
+
+    def _own_totals(self, model: nn.Module) -> list[dict[str, tuple[float, float]]]:
+        keys = (MicroBatch(0, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own)
+        loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.own)))
+        try:
+            means = [self._means(model, i, batch) for i, batch in zip(self.own, loader, strict=True)]
+        finally:
+            loader.close()
+        return [{name: (float(mean.total), float(mean.weight)) for name, mean in row.items()} for row in means]
+
+    def _end(self, i: int) -> int:
+        return min((i + 1) * self.micro_batch, self.samples)
+
+    def _means(self, model: nn.Module, i: int, batch: Any) -> dict[str, Mean]:
+        """Still on the device: nothing waits for it before the last micro-batch is under way."""
+        seed_all(self.seed, "eval", i, cuda=self.group.device if self.group.device.type == "cuda" else None)
+        try:
+            with self.precision.autocast():
+                loss = self.job.loss(model, batch)
+                further = self.job.metrics(model, batch)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise told(error, f"evaluation micro-batch {i}, rank {self.group.rank}") from error
+        return {"loss": Mean(loss.total, loss.weight), **loss.parts, **further}

@@ -1,0 +1,31 @@
+"""What went wrong in the job's own code, told so that its writer can act on it."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from lockstep.errors import DeterminismError, JobError, LockstepError
+
+
+def told(error: Exception, where: str) -> LockstepError:
+    """The one line for an exception out of the job's model or loss; raise it `from` the error.
+
+    `where` is the place in the run, such as `step 7, micro-batch 3, rank 0`.
+    """
+    text = " ".join(str(error).split())
+    operator = re.match(r"(\S+) does not have a deterministic implementation", text)
+    if operator:
+        return DeterminismError(
+            f"determinism strict: {operator[1]} has no deterministic kernel on this device ({where}); "
+            "use another operator, or determinism=fast, whose runs cannot be repeated bit for bit"
+        )
+    if isinstance(error, IndexError) and re.search(r"Target -?\d+ is out of bounds", text) or "Assertion `t >= 0 && t < n_classes`" in text:
+        return JobError(
+            f"job.loss: a label is out of range ({where}): {text}; labels must be 0 … classes - 1: "
+            "check the labels of the data against the width of the model's output"
+        )
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return JobError(f"out of GPU memory ({where}): lower batch.micro, or set activation_checkpointing=true; {text[:200]}")
+    return JobError(f"the job failed ({where}): {type(error).__name__}: {text or 'no message'}")

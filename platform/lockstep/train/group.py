@@ -1,0 +1,62 @@
+"""The processes that execute a run together, and what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=15)
+"""How long a rank waits for the others in one collective before it gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One worker's view of the group: its `rank` of `size`, its `device`, and a channel of their own.
+
+    `channel` is a process group apart from the default one, on which DDP itself talks. Everything Lockstep
+    sends in a step goes through it in one order: the exchange, then the buckets, then the buffers.
+    None in a group of one.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    channel: Any = None
+
+    @classmethod
+    def join(cls, device: torch.device) -> Group:
+        """The group of the initialised default process group, or a group of one without any."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(rank=0, size=1, device=device)
+        channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
+        return cls(dist.get_rank(), dist.get_world_size(), device, channel)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, by rank. For small objects outside the step."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.channel)
+        return gathered
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` on every rank with that of rank 0."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0, group=self.channel)
+
+
+@contextmanager
+def distributed(backend: str) -> Iterator[None]:
+    """The default process group as `torchrun` describes it in the environment, ended on the way out."""
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,177 @@
+"""The loop: `fit` reads as the run is lived. It runs unchanged in a Ray worker, under torchrun and in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lockstep.data.loader import Loader
+from lockstep.errors import DriftError, SpecError, nearest
+from lockstep.job import Job
+from lockstep.plan import Position
+from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.spec import Spec
+from lockstep.train.determinism import determinism
+from lockstep.train.digest import weights_digest
+from lockstep.train.group import Group
+from lockstep.train.setup import Run, prepare
+from lockstep.train.state import tensors
+from lockstep.train.step import StepResult
+
+
+class RunRecord(Protocol):
+    """Where a run's rows go. Rank 0's leads to the recorder, the other ranks' nowhere; no call waits for a store."""
+
+    def started(self, facts: Mapping[str, Any]) -> None:
+        """The run is prepared: its identity and what it runs on."""
+
+    def step(self, row: StepRow) -> None:
+        """One step is done."""
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        """One evaluation is done."""
+
+    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The run is over: its figures, and the weights to keep by name (`final`, `best`)."""
+
+
+def fit(spec: Spec, job: Job, group: Group, record: RunRecord) -> dict[str, Any]:
+    """Train one run to its end as one worker of `group`. Returns its summary, the same on every rank.
+
+    Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
+    """
+    with determinism(spec.determinism, spec.threads):
+        run = prepare(spec, job, group)
+        record.started(run.facts)
+        metrics: dict[str, float] = {}
+        clock = Clock()
+
+        with closing(run.loader()) as batches:
+            for position in run.plan.positions(run.state.counters.step):
+                result = run.step(position, batches)
+                record.step(clock.row(run, position, result, batches))
+
+                if evaluation_is_due(run, position):
+                    metrics, stop = evaluate(run, position, record)
+                    clock.leave_out()
+                    if stop:
+                        break
+
+        summary = summarise(run, metrics, clock)
+        record.finished(summary, kept_weights(run))
+        return summary
+
+
+def evaluation_is_due(run: Run, position: Position) -> bool:
+    """Whether this step ends with an evaluation; the last step of the run always does."""
+    if run.evaluate is None:
+        return False
+    every, done = run.spec.evaluate.every, position.step + 1
+    if done == run.plan.total_steps:
+        return True
+    if every.steps is not None:
+        return done % every.steps == 0
+    return position.ends_epoch and every.epochs is not None and (position.epoch + 1) % every.epochs == 0
+
+
+def evaluate(run: Run, position: Position, record: RunRecord) -> tuple[dict[str, float], bool]:
+    """The metrics of the model as it stands, and whether the run should end here."""
+    assert run.evaluate is not None
+    began = time.perf_counter()
+    metrics = run.evaluate(run.state.model)
+    record.evaluation(EvaluationRow(position.step + 1, position.epoch, metrics, time.perf_counter() - began, time.time()))
+    rule = run.spec.early_stop
+    if rule is None:
+        return metrics, False
+    if rule.metric not in metrics:
+        raise SpecError(f"early_stop.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
+    return metrics, run.state.best.judge(rule, metrics[rule.metric], position.step + 1, run.state.model)
+
+
+def kept_weights(run: Run) -> dict[str, Mapping[str, Tensor]]:
+    """The weights of the last step, and the best ones where early stopping kept them."""
+    best = run.state.best.weights
+    return {"final": tensors(run.state.model)} | ({"best": best} if best is not None else {})
+
+
+def summarise(run: Run, metrics: dict[str, float], clock: Clock) -> dict[str, Any]:
+    """The run in figures. Raises DriftError where the ranks' weights are not the same bits."""
+    state = run.state
+    digest = weights_digest(state.model.state_dict())
+    digests = run.group.gather(digest)
+    if len(set(digests)) > 1:
+        strays = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        raise DriftError(f"after step {state.counters.step} ranks {strays} hold other weights than rank 0; this run is void")
+    best = state.best.weights
+    return {
+        "identity": run.facts["identity"],
+        "step": state.counters.step,
+        "epoch": state.epoch(run.plan),
+        "samples": state.counters.samples,
+        "skipped": state.counters.skipped,
+        "workers": run.group.size,
+        "metrics": {**clock.last, **metrics},
+        "weights_digest": digest,
+        "best_digest": weights_digest(best) if best is not None else None,
+        "best_step": state.best.step if best is not None else None,
+        **clock.figures(),
+    }
+
+
+class Clock:
+    """The timing columns: what a run took, apart from what it computed."""
+
+    def __init__(self) -> None:
+        self.first_step_at: float | None = None
+        self.last: dict[str, float] = {}
+        self._mark = time.perf_counter()
+        self._waited_s = 0.0
+        self._steps = self._samples = 0
+        self._steady_s = self._steady_wait_s = 0.0
+
+    def row(self, run: Run, position: Position, result: StepResult, batches: Loader) -> StepRow:
+        """The ledger's row of the step that has just ended."""
+        now, wall = time.perf_counter(), time.time()
+        step_s, wait_s = now - self._mark, batches.waited_s - self._waited_s
+        self._mark, self._waited_s = now, batches.waited_s
+        if self.first_step_at is None:
+            self.first_step_at = wall
+        else:
+            self._steps, self._samples = self._steps + 1, self._samples + position.samples
+            self._steady_s, self._steady_wait_s = self._steady_s + step_s, self._steady_wait_s + wait_s
+        self.last = {"train/loss": result.loss, **{f"train/{name}": value for name, value in result.parts.items()}}
+        return StepRow(
+            step=position.step + 1,
+            epoch=position.epoch,
+            samples=run.state.counters.samples,
+            loss=result.loss,
+            weight=result.weight,
+            parts=result.parts,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            clipped_norm=result.clipped_norm,
+            scale=result.scale,
+            skipped=result.skipped,
+            data_wait_s=wait_s,
+            step_s=step_s,
+            wall_clock=wall,
+            attempt=1,
+        )
+
+    def leave_out(self) -> None:
+        """Start the next step's time here: an evaluation is not part of it."""
+        self._mark = time.perf_counter()
+
+    def figures(self) -> dict[str, float | None]:
+        """Rates over all steps but the first, which pays for warming up."""
+        seconds = self._steady_s
+        return {
+            "first_step_at": self.first_step_at,
+            "steps_per_s": self._steps / seconds if seconds else None,
+            "samples_per_s": self._samples / seconds if seconds else None,
+            "data_wait_share": self._steady_wait_s / seconds if seconds else None,
+        }

@@ -1,0 +1,62 @@
+"""fp32, bf16 and fp16: where autocast and the gradient scaler belong, and nowhere else."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from lockstep.errors import NumericsError
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+MOST_SKIPS_IN_A_ROW = 50
+"""Halving 2**16 so often leaves no scale at all: the gradients themselves are not finite."""
+
+
+class Precision:
+    """The arithmetic of forward and backward. Only fp16 scales its loss; the scale is always a power of two."""
+
+    def __init__(self, name: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.scaler = GradScaler(device.type, enabled=name == "fp16")
+        self.skips_in_a_row = 0
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context of one forward pass, entered anew for each: weights cast in it are forgotten with it."""
+        if self.name == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name])
+
+    @property
+    def scale(self) -> float:
+        """The factor that the loss is multiplied by; 1 unless fp16."""
+        return float(self.scaler.get_scale())
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss) if self.scaler.is_enabled() else loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer and the scale. False where the step was skipped for gradients that overflowed."""
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return True
+        before = self.scale
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        done = self.scale >= before
+        self.skips_in_a_row = 0 if done else self.skips_in_a_row + 1
+        if self.skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
+            raise NumericsError(
+                f"precision fp16: {self.skips_in_a_row} steps in a row overflowed and the loss scale fell to {self.scale:g}; "
+                "the loss or its gradients are not finite at any scale: lower optimizer.lr, or use precision bf16 or fp32"
+            )
+        return done

@@ -1,0 +1,187 @@
+"""From the spec and the job to everything the loop needs, checked before the first step.
+
+Every rank builds the same from the same seeds; what they must agree on is compared before they train.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.sampler import MicroBatch, MicroBatchSampler
+from lockstep.errors import DriftError, JobError, SpecError
+from lockstep.identity import identity_digest, identity_fields
+from lockstep.job import Job, dataset_size
+from lockstep.plan import Plan
+from lockstep.randomness import seed_all
+from lockstep.record.environment import environment
+from lockstep.spec import Spec
+from lockstep.train.activations import checkpoint_activations
+from lockstep.train.determinism import numerics_probe
+from lockstep.train.digest import weights_digest
+from lockstep.train.evaluate import Evaluation
+from lockstep.train.failure import told
+from lockstep.train.group import Group
+from lockstep.train.optimizer import make_optimizer
+from lockstep.train.precision import Precision
+from lockstep.train.rehearsal import check_model, rehearse
+from lockstep.train.state import TrainState
+from lockstep.train.step import LossModule, Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run, ready to be trained: what `fit` walks through."""
+
+    spec: Spec
+    plan: Plan
+    group: Group
+    state: TrainState
+    step: Stepper
+    evaluate: Evaluation | None
+    batches: MicroBatches
+    facts: dict[str, Any]
+
+    def loader(self) -> Loader:
+        """This worker's micro-batches from the state's step to the end of the run."""
+        sampler = MicroBatchSampler(
+            self.batches.samples,
+            self.plan,
+            self.step.own,
+            seed=self.spec.seed,
+            shuffle=self.spec.data.shuffle,
+            start=self.state.counters.step,
+        )
+        return Loader(self.batches, sampler, self.group.device, self.spec.data.loader_processes)
+
+
+def prepare(spec: Spec, job: Job, group: Group) -> Run:
+    """Build the run on this rank, rehearse one micro-batch, and agree with the other ranks on what was built."""
+    train_data, eval_data = _data(job)
+    plan = make_plan(spec, dataset_size(train_data, "train_data"))
+    model = _model(spec, job, plan, group.device)
+    precision = Precision(spec.precision, group.device)
+    state = TrainState(model, make_optimizer(job, model, spec.optimizer), precision)
+    batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
+    rehearsal = rehearse(
+        LossModule(job, model), _first(plan, batches, spec, group), precision, seed=spec.seed, device=group.device
+    )
+    evaluate = eval_data and Evaluation(
+        job, eval_data, group, precision, micro_batch=plan.micro_batch, seed=spec.seed, processes=spec.data.loader_processes
+    )
+    if evaluate is None and spec.early_stop is not None:
+        raise SpecError("early_stop: the job has no eval_data; give it some, or leave early_stop out")
+    facts = _facts(spec, group, plan, evaluate, weights_digest(model.state_dict()))
+    _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
+    step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
+    return Run(spec, plan, group, state, step, evaluate or None, batches, facts)
+
+
+def make_plan(spec: Spec, samples: int) -> Plan:
+    """The arithmetic of the run over `samples` training samples."""
+    try:
+        return Plan.of(
+            samples,
+            spec.batch.global_,
+            spec.batch.micro,
+            drop_last=spec.data.drop_last,
+            epochs=spec.length.epochs,
+            steps=spec.length.steps,
+        )
+    except ValueError as error:
+        advice = "; lower batch.global or set data.drop_last=false" if samples else "; train_data holds no sample"
+        raise SpecError(f"batch.global: {error}{advice}") from error
+
+
+def _data(job: Job) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    try:
+        return job.train_data(), job.eval_data()
+    except Exception as error:
+        raise told(error, "while its data were opened") from error
+
+
+def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
+    seed_all(spec.seed, "model")
+    try:
+        model = job.model()
+    except Exception as error:
+        raise told(error, "while its model was made") from error
+    if not isinstance(model, nn.Module):
+        raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
+    check_model(model, plan)
+    if spec.initial_weights is not None:
+        _load_weights(model, Path(spec.initial_weights))
+    if spec.activation_checkpointing:
+        checkpoint_activations(job, model)
+    return model.to(device).train()
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    """Fill the model from a safetensors file; nothing in such a file can run."""
+    try:
+        weights = safetensors.torch.load_file(path)
+        model.load_state_dict(weights)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise SpecError(f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file") from error
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise SpecError(f"initial_weights: {str(path)!r} does not fit the job's model: {text}") from error
+
+
+def _first(plan: Plan, batches: MicroBatches, spec: Spec, group: Group) -> Any:
+    """Micro-batch 0 of the first step, on the device."""
+    every = MicroBatchSampler(batches.samples, plan, range(1), seed=spec.seed, shuffle=spec.data.shuffle)
+    first: MicroBatch = next(iter(every))
+    return next(Loader(batches, [first], group.device))
+
+
+def _facts(
+    spec: Spec, group: Group, plan: Plan, evaluate: Evaluation | None, initial_digest: str
+) -> dict[str, Any]:
+    device = group.device
+    fields = identity_fields(
+        spec,
+        {
+            "data.train_samples": plan.samples,
+            "data.eval_samples": evaluate.samples if evaluate else 0,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "numerics_probe": numerics_probe(device) if spec.determinism == "strict" else "not taken",
+            "initial_weights_digest": initial_digest,
+            "workers": group.size,
+        },
+    )
+    return {
+        "identity": identity_digest(fields),
+        "fields": fields,
+        "environment": environment(spec),
+        "workers": group.size,
+        "steps": plan.total_steps,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "version": importlib.metadata.version("torch"),
+    }
+
+
+def _agree(group: Group, own: dict[str, Any], spec: Spec) -> None:
+    """Refuse to train where ranks differ in anything that enters the identity."""
+    every = group.gather(own)
+    for rank, other in enumerate(every):
+        for field in own:
+            if other[field] == every[0][field]:
+                continue
+            advice = {
+                "numerics_probe": "these machines give other bits for the same program (another processor, library or number of "
+                "threads): use machines of one kind, or determinism=fast",
+                "initial_weights_digest": "the job's model must be made from the seeded generators alone",
+            }.get(field, "all workers must run the same code on the same data")
+            if spec.determinism == "strict":
+                raise DriftError(
+                    f"{field}: rank 0 has {every[0][field]}, rank {rank} has {other[field]}; {advice}"
+                )

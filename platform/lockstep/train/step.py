@@ -1,0 +1,270 @@
+"""One optimizer step, exactly.
+
+Each micro-batch back-propagates its loss *sum* times a power of two; the gradients are added along the plan's
+tree and divided once by the whole batch's weight. The result is the gradient of the weighted mean loss over the
+global batch, however ragged the micro-batches and however many the workers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.errors import JobError, LockstepError, NumericsError
+from lockstep.job import Job, Loss
+from lockstep.plan import Plan, Position, clip
+from lockstep.randomness import seed_all
+from lockstep.spec import Spec
+from lockstep.train.buffers import StepBuffers
+from lockstep.train.exchange import Exchange, Totals
+from lockstep.train.failure import told
+from lockstep.train.group import Group
+from lockstep.train.reduction import TreeReduction, TreeSum
+from lockstep.train.schedule import base_rates, rate_factor, set_rates
+from lockstep.train.state import TrainState, power_of_two
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step came to, in Python numbers, equal on every rank."""
+
+    loss: float
+    weight: float
+    parts: dict[str, float]
+    lr: float
+    grad_norm: float
+    clipped_norm: float
+    scale: float
+    skipped: bool
+
+
+class LossModule(nn.Module):
+    """What DDP wraps: a module whose forward is the job's loss, so that the job sees its own model.
+
+    A call without a batch gives a loss whose gradient is zero everywhere: the share of a worker that a ragged
+    step leaves without a micro-batch.
+    """
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        super().__init__()
+        self.job = job
+        self.model = model
+        parameters = dict(model.named_parameters())
+        self.conditional = list(job.conditional_parameters(model))
+        unknown = [name for name in self.conditional if name not in parameters]
+        if unknown:
+            raise JobError(f"job.conditional_parameters: the model has no parameter {unknown[0]!r}")
+
+    def forward(self, batch: Any) -> Loss:
+        if batch is None:
+            return Loss(zero_term(p for p in self.model.parameters() if p.requires_grad), 0.0)
+        loss = self.job.loss(self.model, batch)
+        if not self.conditional:
+            return loss
+        parameters = dict(self.model.named_parameters())
+        return Loss(loss.total + zero_term(parameters[name] for name in self.conditional), loss.weight, loss.parts)
+
+
+def zero_term(parameters: Iterator[Tensor]) -> Tensor:
+    """Zero, with a gradient of exactly zero for every parameter, even one that holds infinities."""
+    return torch.stack([parameter.reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
+
+
+class Stepper:
+    """Takes the steps of one worker: forward and backward of its micro-batches, then the update."""
+
+    def __init__(
+        self,
+        job: Job,
+        spec: Spec,
+        plan: Plan,
+        group: Group,
+        state: TrainState,
+        *,
+        parts: tuple[str, ...],
+        written_buffers: frozenset[int],
+    ) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.group = group
+        self.state = state
+        self.own = plan.ranges(group.size)[group.rank]
+        self.names = [name for name, p in state.model.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in state.model.parameters() if p.requires_grad]
+        self.base_rates = base_rates(state.optimizer)
+        self.buffers = StepBuffers(state.model, group, written_buffers)
+        self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
+        self.module = LossModule(job, state.model)
+        self.reduction: TreeReduction | None = None
+        self.wrapped: nn.Module = self.module
+        self._cuda = group.device if group.device.type == "cuda" else None
+        if group.size > 1:
+            self.wrapped = self._in_ddp()
+
+    def _in_ddp(self) -> DistributedDataParallel:
+        """DDP around the loss; it broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        wrapped = DistributedDataParallel(
+            self.module,
+            bucket_cap_mb=self.spec.workers.bucket_mb,
+            gradient_as_bucket_view=True,
+            **{buffers: False},
+        )
+        if self.spec.reduction == "exact":
+            self.reduction = TreeReduction(self.group, self.plan, self.parameters)
+            wrapped.register_comm_hook(None, named_hook(self.reduction))
+        return wrapped
+
+    def __call__(self, position: Position, batches: Iterator[Any]) -> StepResult:
+        """Train on the global batch at `position`; `batches` gives this worker's micro-batches of it, in order."""
+        exponent = self.state.counters.weight_exponent
+        down = 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
+        self._accumulate(position, batches, down)
+        totals, flagged = self.exchange.read(position.micro_batches)
+        self._check(position, totals)
+        self.buffers.end_step(flagged)
+        return self._update(position, totals, down)
+
+    # --- forward and backward -----------------------------------------------------------------------------
+
+    def _accumulate(self, position: Position, batches: Iterator[Any], down: float) -> None:
+        """Leave in every `.grad` the tree sum of all micro-batches' gradients, `down` times too large by the weight."""
+        own = clip(self.own, position.micro_batches)
+        tree = TreeSum(position.micro_batches)
+        self._forget_gradients()
+        for m in own[:-1]:
+            with self._no_sync():
+                self._backward(position, m, next(batches), down, post=False)
+            if self.spec.reduction == "exact":
+                tree.add(range(m, m + 1), self._take_gradients(position, m))
+        folded, apart = tree.close(own[-1]) if own else ([], [])
+        if self.reduction is not None:
+            self.reduction.begin(position, folded, apart)
+        if own:
+            self._backward(position, own[-1], next(batches), down, post=True)
+        else:
+            self._backward_nothing()
+        if self.reduction is not None and not self.reduction.finished:
+            raise self._without_gradient(position, own[-1] if own else 0)
+        if self.group.size == 1:
+            gradients = self._gradients(position, own[-1])
+            for total in folded:
+                torch._foreach_add_(gradients, total)
+
+    def _backward(self, position: Position, m: int, batch: Any, down: float, *, post: bool) -> None:
+        seed_all(self.spec.seed, "step", position.step, m, cuda=self._cuda)
+        try:
+            with self.state.precision.autocast():
+                loss: Loss = self.wrapped(batch)
+            self.exchange.put(m, loss)
+            if m == 0:
+                self.exchange.flag(self.buffers.keep())
+            if post:
+                self.exchange.post()
+            torch.autograd.backward(self.state.precision.scaled(loss.total * down))
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise told(error, self._where(position, m)) from error
+        self.buffers.restore()
+
+    def _backward_nothing(self) -> None:
+        loss: Loss = self.wrapped(None)
+        self.exchange.post()
+        torch.autograd.backward(loss.total)
+
+    def _no_sync(self) -> Any:
+        return self.wrapped.no_sync() if isinstance(self.wrapped, DistributedDataParallel) else nullcontext()
+
+    # --- gradients ----------------------------------------------------------------------------------------
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _gradients(self, position: Position, m: int) -> list[Tensor]:
+        gradients = [parameter.grad for parameter in self.parameters]
+        if any(gradient is None for gradient in gradients):
+            raise self._without_gradient(position, m)
+        return gradients  # type: ignore[return-value]
+
+    def _take_gradients(self, position: Position, m: int) -> list[Tensor]:
+        gradients = self._gradients(position, m)
+        self._forget_gradients()
+        return gradients
+
+    def _without_gradient(self, position: Position, m: int) -> JobError:
+        names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
+        return missing_gradient(names, self._where(position, m))
+
+    # --- update -------------------------------------------------------------------------------------------
+
+    def _check(self, position: Position, totals: Totals) -> None:
+        if totals.first_bad is not None and self.spec.precision != "fp16":
+            raise NumericsError(
+                f"the loss of step {position.step + 1}, micro-batch {totals.first_bad} is {totals.loss}; usual causes: a learning "
+                f"rate that is too high (optimizer.lr is {self.base_rates[0]:g}), a label or an input that is not finite, a division by zero"
+            )
+        if not totals.weight > 0.0 or not math.isfinite(totals.weight):
+            raise JobError(
+                f"job.loss: the weights of step {position.step + 1} add up to {totals.weight}, wanted more than 0; "
+                "a step without any weight has no mean"
+            )
+
+    def _update(self, position: Position, totals: Totals, down: float) -> StepResult:
+        spec, state = self.spec, self.state
+        gradients = self._gradients(position, 0)
+        state.precision.unscale(state.optimizer)
+        factor = 1.0 / (totals.weight * down)
+        if self.group.size > 1 and self.reduction is None:
+            factor *= self.group.size  # DDP's own all-reduce divides by it
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if spec.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, spec.clip_norm, norm)
+        grad_norm, scale = float(norm), state.precision.scale
+        if not math.isfinite(grad_norm) and spec.precision != "fp16":
+            raise NumericsError(
+                f"the gradient of step {position.step + 1} has the norm {grad_norm} though its loss is finite; "
+                f"lower optimizer.lr (now {self.base_rates[0]:g}), or look for a square root or a logarithm at zero in the model"
+            )
+        rate = rate_factor(spec.schedule, state.counters.updates, self.plan.total_steps)
+        lr = set_rates(state.optimizer, self.base_rates, rate)
+        skipped = not state.precision.update(state.optimizer)
+        state.advance(position, skipped=skipped, weight=totals.weight)
+        parts = {name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()}
+        clipped = grad_norm * min(1.0, spec.clip_norm / (grad_norm + 1e-6)) if spec.clip_norm else grad_norm
+        return StepResult(totals.loss / totals.weight, totals.weight, parts, lr, grad_norm, clipped, scale, skipped)
+
+    def _where(self, position: Position, m: int) -> str:
+        return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}"
+
+
+def named_hook(reduction: TreeReduction) -> Any:
+    """The reduction as DDP wants a hook: a function with a name, whose second parameter is called `bucket`.
+
+    DDP compares annotations with the types themselves, and those of this module are strings: it has none.
+    """
+
+    def exact_reduction(state, bucket):  # type: ignore[no-untyped-def]
+        return reduction(state, bucket)
+
+    return exact_reduction
+
+
+def missing_gradient(names: list[str], where: str) -> JobError:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return JobError(
+        f"parameter {names[0]!r}{others} got no gradient ({where}); use it in the loss, set requires_grad to False, "
+        "or name it in conditional_parameters if some micro-batches rightly leave it out"
+    )

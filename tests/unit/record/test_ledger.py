@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import StorageError
+from lockstep.record.files import replacing
+from lockstep.record.ledger import (
+    DETERMINISTIC,
+    TIMING,
+    EvaluationRow,
+    StepRow,
+    read_evaluations,
+    read_parquet,
+    write_evaluations,
+    write_parquet,
+)
+from tests.unit.record.rows import evaluation_row, step_row
+
+
+def bits(value: object) -> object:
+    """Floats as their 64 bits, so that NaN equals itself and 0.0 does not equal -0.0."""
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, dict):
+        return {name: bits(inner) for name, inner in value.items()}
+    return value
+
+
+def row_bits(row: StepRow | EvaluationRow) -> list[object]:
+    return [bits(value) for value in row]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.lists(st.tuples(st.floats(width=64), st.floats(width=64), st.booleans()), max_size=8))
+def test_every_float_comes_back_bit_for_bit(tmp_path: Path, values: list[tuple[float, float, bool]]) -> None:
+    rows = [
+        step_row(
+            i + 1,
+            loss=loss,
+            grad_norm=norm,
+            skipped=skipped,
+            parts={"a": norm, "b c/d": loss} if skipped else {},
+        )
+        for i, (loss, norm, skipped) in enumerate(values)
+    ]
+    write_parquet(rows, tmp_path / "ledger.parquet")
+    assert [row_bits(row) for row in read_parquet(tmp_path / "ledger.parquet")] == [
+        row_bits(row) for row in rows
+    ]
+
+
+def test_nan_infinity_and_negative_zero_are_told_apart(tmp_path: Path) -> None:
+    odd_nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_1234))[0]
+    values = [math.nan, odd_nan, math.inf, -math.inf, -0.0, 0.0, 5e-324]
+    rows = [step_row(i + 1, loss=value, parts={"p": value}) for i, value in enumerate(values)]
+    write_parquet(rows, tmp_path / "ledger.parquet")
+    found = read_parquet(tmp_path / "ledger.parquet")
+    assert [bits(row.loss) for row in found] == [bits(value) for value in values]
+    assert [bits(row.parts["p"]) for row in found] == [bits(value) for value in values]
+
+
+def test_a_missing_part_stays_missing_and_a_nan_part_stays_nan(tmp_path: Path) -> None:
+    rows = [step_row(1, parts={}), step_row(2, parts={"p": math.nan}), step_row(3, parts={"q": 1.0})]
+    write_parquet(rows, tmp_path / "ledger.parquet")
+    assert [sorted(row.parts) for row in read_parquet(tmp_path / "ledger.parquet")] == [[], ["p"], ["q"]]
+
+
+def test_evaluations_come_back_bit_for_bit(tmp_path: Path) -> None:
+    rows = [evaluation_row(10, loss=math.nan, accuracy=1 / 3), evaluation_row(20, loss=-0.0)]
+    write_evaluations(rows, tmp_path / "evaluations.parquet")
+    found = read_evaluations(tmp_path / "evaluations.parquet")
+    assert [row_bits(row) for row in found] == [row_bits(row) for row in rows]
+
+
+def test_every_column_is_either_deterministic_or_timing() -> None:
+    assert sorted((*DETERMINISTIC, *TIMING)) == sorted(StepRow._fields)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.parquet"
+    write_parquet([step_row(1)], path)
+    with pytest.raises(OSError, match="disk full"), replacing(path) as file:
+        file.write(b"half a ledger")
+        raise OSError("disk full")
+    assert read_parquet(path) == [step_row(1)]
+    assert [file.name for file in tmp_path.iterdir()] == ["ledger.parquet"]
+
+
+def test_a_torn_or_missing_ledger_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.parquet"
+    with pytest.raises(StorageError, match=r"cannot read .*ledger\.parquet"):
+        read_parquet(path)
+    write_parquet([step_row(1)], path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(StorageError, match=r"cannot read .*ledger\.parquet") as told:
+        read_parquet(path)
+    assert "\n" not in str(told.value)
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write"):
+        write_parquet([step_row(1)], tmp_path / "file" / "ledger.parquet")

@@ -1,0 +1,275 @@
+"""The record in a real MLflow database."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import RecordError
+from lockstep.record.ledger import read_parquet
+from lockstep.record.mlflow_store import MlflowStore
+from lockstep.record.points import Point
+from lockstep.record.recorder import Recorder
+from lockstep.spec import Spec
+from tests.unit.record.rows import evaluation_row, step_row
+
+Specs = Callable[..., Spec]
+
+
+def client(uri: str) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def history(uri: str, run_id: str, key: str) -> list[tuple[int, int, float]]:
+    return [(m.step, m.timestamp, m.value) for m in client(uri).get_metric_history(run_id, key)]
+
+
+def artifacts(uri: str, run_id: str, folder: str | None = None) -> set[str]:
+    return {file.path for file in client(uri).list_artifacts(run_id, folder)}
+
+
+def opened(uri: str, run_id: str | None = None) -> tuple[MlflowStore, str]:
+    store = MlflowStore(uri, "store", "a run")
+    return store, store.open(run_id)
+
+
+def finished_run(spec: Spec, steps: int) -> Recorder:
+    recorder = Recorder(spec)
+    recorder.start()
+    recorder.started(
+        {"identity": "abc", "workers": 2, "git": {"commit": "c0ffee", "dirty": True, "diff": "+1"}}
+    )
+    for step in range(1, steps + 1):
+        recorder.steps([step_row(step)])
+    recorder.evaluation(evaluation_row(steps, loss=0.25))
+    weights = recorder.run_folder() / "weights" / "final.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    recorder.finished({"step": steps, "weights_digest": "f00", "metrics": {"eval/loss": 0.25}}, [weights])
+    recorder.close()
+    return recorder
+
+
+def test_every_step_is_recorded_once_in_order_with_the_ledgers_bits(database: str, spec: Specs) -> None:
+    """G4, and the artifacts, tags and parameters of a run that finished."""
+    recorder = finished_run(spec(database), steps=400)
+    run_id = recorder.run_id()
+    ledger = read_parquet(recorder.run_folder() / "ledger.parquet")
+    assert [row.step for row in ledger] == list(range(1, 401))
+    of_row: dict[str, Callable[[Any], float]] = {
+        "train/loss": lambda row: row.loss,
+        "train/entropy": lambda row: row.parts["entropy"],
+        "train/lr": lambda row: row.lr,
+        "train/grad_norm": lambda row: row.grad_norm,
+        "train/clipped_norm": lambda row: row.clipped_norm,
+        "perf/step_s": lambda row: row.step_s,
+    }
+    for key, value in of_row.items():
+        expected = [(row.step, int(row.wall_clock * 1000), value(row)) for row in ledger]
+        assert history(database, run_id, key) == expected, key
+    assert [(step, value) for step, _, value in history(database, run_id, "eval/loss")] == [(400, 0.25)]
+    run = client(database).get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "digits"
+    assert run.data.params["optimizer.lr"] == "0.001"
+    assert run.data.params["batch.global"] == "64"
+    assert run.data.tags["lockstep.identity"] == "abc"
+    assert run.data.tags["lockstep.weights_digest"] == "f00"
+    assert run.data.tags["mlflow.source.name"] == "jobs.digits.job:Digits"
+    assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
+    assert run.data.tags["mlflow.note.content"].startswith("**FINISHED** at step 400 · eval/loss 0.25\n")
+    kept = artifacts(database, run_id)
+    assert kept >= {
+        "ledger.parquet",
+        "evaluations.parquet",
+        "spec.yaml",
+        "summary.json",
+        "git.diff",
+        "weights",
+    }
+    assert artifacts(database, run_id, "weights") == {"weights/final.safetensors"}
+
+
+def test_artifacts_lie_beside_the_database_wherever_the_run_was_started(
+    database: str, spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    run_id = finished_run(spec(database), steps=1).run_id()
+    assert list(elsewhere.iterdir()) == []
+    beside = Path(database.removeprefix("sqlite:///")).parent
+    assert (
+        beside / "mlartifacts" / run_id / "artifacts" / "weights" / "final.safetensors"
+    ).read_bytes() == b"weights"
+
+
+def test_a_resumed_run_records_only_what_is_new(database: str, spec: Specs) -> None:
+    first = Recorder(spec(database))
+    first.start()
+    first.steps([step_row(i) for i in range(1, 21)])
+    first.evaluation(evaluation_row(10))
+    first.failed("stopped by SIGTERM", status="KILLED")
+    first.close()
+    run_id = first.run_id()
+    assert client(database).get_run(run_id).info.status == "KILLED"
+
+    second = Recorder(spec(database, workers={"max": 2}), run_id=run_id)
+    second.start()
+    assert second.run_id() == run_id
+    assert client(database).get_run(run_id).info.status == "RUNNING"
+    second.steps([step_row(i, wall_clock=2e9 + i) for i in range(11, 31)])
+    second.evaluation(evaluation_row(10)._replace(wall_clock=2e9))
+    second.evaluation(evaluation_row(30))
+    second.finished({"step": 30})
+    second.close()
+    assert [step for step, _, _ in history(database, run_id, "train/loss")] == list(range(1, 31))
+    assert [step for step, _, _ in history(database, run_id, "perf/samples_per_s")] == list(range(1, 31))
+    assert [step for step, _, _ in history(database, run_id, "eval/loss")] == [10, 30]
+    run = client(database).get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["workers.max"] == "1"
+    assert run.data.tags["lockstep.changed"] == '{"workers.max": ["1", "2"]}'
+
+
+def test_a_failed_run_says_so(database: str, spec: Specs) -> None:
+    recorder = Recorder(spec(database))
+    recorder.start()
+    recorder.failed("job.use: broke", "Traceback (most recent call last): …")
+    recorder.close()
+    run = client(database).get_run(recorder.run_id())
+    assert run.info.status == "FAILED"
+    assert run.data.tags["lockstep.error"] == "job.use: broke"
+    assert "error.txt" in artifacts(database, recorder.run_id())
+
+
+def test_points_sent_twice_are_recorded_once(database: str) -> None:
+    """What lets a call be repeated that may have succeeded."""
+    store, run_id = opened(database)
+    points = [
+        Point("train/loss", math.nan if i == 3 else float(i), 1_700_000_000_000 + i, i) for i in range(1, 6)
+    ]
+    store.log_metrics(points)
+    store.log_metrics(points)
+    assert [step for step, _, _ in history(database, run_id, "train/loss")] == [1, 2, 3, 4, 5]
+    reopened, _ = opened(database, run_id)
+    assert reopened.last_steps() == {"train/loss": 5}
+
+
+def test_nan_stays_nan_and_infinity_becomes_the_largest_number(database: str) -> None:
+    store, run_id = opened(database)
+    store.log_metrics([Point("loss", value, 1, i) for i, value in enumerate((math.nan, math.inf, -math.inf))])
+    first, second, third = (value for _, _, value in sorted(history(database, run_id, "loss")))
+    assert math.isnan(first)
+    assert (second, third) == (sys.float_info.max, -sys.float_info.max)
+
+
+def test_long_values_are_kept_whole(database: str) -> None:
+    """MLflow would cut the first at 6000 characters without a word, and refuse the second."""
+    store, run_id = opened(database)
+    param, tag = "p" * 6001, "t" * 8001
+    store.log_params({"job.params.text": param, "job.params.fits": "x" * 6000})
+    store.set_tags({"lockstep.note": tag})
+    run = client(database).get_run(run_id)
+    assert run.data.params["job.params.fits"] == "x" * 6000
+    for text, pointer in (
+        (param, run.data.params["job.params.text"]),
+        (tag, run.data.tags["mlflow.note.content"]),
+    ):
+        file = pointer.partition("artifact ")[2].partition(",")[0]
+        assert Path(client(database).download_artifacts(run_id, file)).read_text() == text
+
+
+def test_more_than_a_hundred_parameters_and_odd_names_are_taken(database: str) -> None:
+    store, run_id = opened(database)
+    store.log_params(
+        {f"job.params.p{i}": str(i) for i in range(250)} | {"job.params.a@b": "1", "job.params.a%b": "2"}
+    )
+    params = client(database).get_run(run_id).data.params
+    assert len(params) == 252
+    assert (params["job.params.a:40:b"], params["job.params.a:25:b"]) == ("1", "2")
+
+
+def test_a_deleted_run_and_an_unknown_one_are_refused_in_one_line(database: str) -> None:
+    _, run_id = opened(database)
+    client(database).delete_run(run_id)
+    for wrong, message in ((run_id, "was deleted"), ("0" * 32, "not found")):
+        with pytest.raises(RecordError, match=message) as told:
+            opened(database, wrong)
+        assert "\n" not in str(told.value)
+
+
+def test_a_store_that_cannot_be_opened_is_one_clear_line(tmp_path: Path, spec: Specs) -> None:
+    (tmp_path / "file").write_text("no database")
+    wrong = {
+        f"sqlite:///{tmp_path}/file/mlflow.db": r"cannot write beside",
+        f"sqlite:///{tmp_path}/file": r"refuses: .*not a database",
+        "sqlite:///:memory:": r"wanted a file",
+        "gopher://host": r"refuses: .*gopher",
+        "http://127.0.0.1:9": r"does not answer \(Connection refused\); start it, name another with --uri",
+    }
+    for uri, message in wrong.items():
+        recorder = Recorder(spec(uri), patience_s=0.1)
+        recorder.start()
+        with pytest.raises(RecordError, match=message) as told:
+            recorder.run_id()
+        assert "\n" not in str(told.value)
+        assert str(recorder.failure()) == str(told.value)
+
+
+def test_the_link_lands_on_the_training_page_and_shows_no_password() -> None:
+    store = MlflowStore("https://me:hunter2@host:5000/mlflow/", "e", "r")
+    store._experiment_id, store._run_id = "3", "abc"
+    assert store.url() == "https://host:5000/mlflow/#/experiments/3/runs/abc?workflowType=machine_learning"
+
+
+def test_processes_that_open_one_fresh_database_at_once_all_succeed(tmp_path: Path) -> None:
+    """Nothing of MLflow reaches standard output either."""
+    script = (
+        "import sys\n"
+        "from lockstep.record.mlflow_store import MlflowStore\n"
+        f"store = MlflowStore('sqlite:///{tmp_path}/mlflow.db', 'race', 'r')\n"
+        "store.open(None)\n"
+        "store.set_status('FINISHED')\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    ended = [(*process.communicate(), process.returncode) for process in processes]
+    assert [(out, code) for out, _, code in ended] == [("", 0)] * 2, ended
+    assert (
+        len(client(f"sqlite:///{tmp_path}/mlflow.db").search_experiments(filter_string="name = 'race'")) == 1
+    )
+
+
+def test_without_mlflow_a_person_is_told_what_to_do(
+    spec: Specs, monkeypatch: pytest.MonkeyPatch, database: str
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [_NoMlflow(), *sys.meta_path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mlflow"]:
+        monkeypatch.delitem(sys.modules, name)
+    recorder = Recorder(spec(database))
+    recorder.start()
+    with pytest.raises(
+        RecordError, match=r"mlflow is not installed; pip install mlflow, or set record\.uri=off"
+    ):
+        recorder.run_id()
+
+
+class _NoMlflow:
+    """An import finder that finds no mlflow."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "mlflow":
+            raise ModuleNotFoundError("No module named 'mlflow'", name="mlflow")

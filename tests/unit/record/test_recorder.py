@@ -1,0 +1,265 @@
+"""The recorder against the folder store, and against stores that fail in the ways that real ones do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.errors import RecordError, StorageError
+from lockstep.record.folder_store import FolderStore
+from lockstep.record.ledger import read_evaluations, read_parquet
+from lockstep.record.points import Point
+from lockstep.record.recorder import Recorder
+from lockstep.record.run_store import UnavailableError
+from lockstep.spec import Spec
+from tests.unit.record.rows import evaluation_row, step_row
+
+Specs = Callable[..., Spec]
+
+
+class Shaky(FolderStore):
+    """A folder store that keeps its points, and does not answer while `away` is set."""
+
+    def __init__(self, storage: Path) -> None:
+        super().__init__(storage, "shaky")
+        self.points: list[Point] = []
+        self.away = threading.Event()
+        self.refuses = ""
+        self.last: dict[str, int] = {}
+        self.tries = 0
+
+    def last_steps(self) -> Mapping[str, int]:
+        return self.last
+
+    def log_metrics(self, points: Sequence[Point]) -> None:
+        self.tries += 1
+        if self.away.is_set():
+            raise UnavailableError("record.uri: 'shaky' does not answer")
+        if self.refuses:
+            raise RecordError(self.refuses)
+        self.points.extend(points)
+
+
+@pytest.fixture
+def shaky(tmp_path: Path) -> Shaky:
+    return Shaky(tmp_path / "runs")
+
+
+def recorder_on(store: Shaky, spec: Spec, **options: float) -> Recorder:
+    recorder = Recorder(spec, lambda _: store, **options)
+    recorder.start()
+    return recorder
+
+
+def losses(points: Sequence[Point]) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in points if point.key == "train/loss"]
+
+
+def run_json(recorder: Recorder) -> dict[str, object]:
+    found: dict[str, object] = json.loads((recorder.run_folder() / "run.json").read_text())
+    return found
+
+
+def test_a_run_without_mlflow_is_whole_in_its_folder(spec: Specs) -> None:
+    recorder = Recorder(spec())
+    recorder.start()
+    folder = recorder.run_folder()
+    (folder / "weights").mkdir()
+    (folder / "weights" / "final.safetensors").write_bytes(b"weights")
+    recorder.started(
+        {
+            "identity": "abc",
+            "identity_fields": {"seed": 0},
+            "environment": {"python": "3.11"},
+            "plan": {"m": 8},
+        }
+    )
+    recorder.steps([step_row(1), step_row(2)])
+    recorder.evaluation(evaluation_row(2))
+    recorder.finished(
+        {"step": 2, "weights_digest": "f00", "metrics": {"eval/loss": 0.5}},
+        [folder / "weights/final.safetensors"],
+    )
+    recorder.close()
+    run = run_json(recorder)
+    assert run["status"] == "FINISHED"
+    assert run["params"]["plan.m"] == "8"
+    assert run["params"]["optimizer.lr"] == "0.001"
+    assert run["tags"]["lockstep.identity"] == "abc"
+    assert run["tags"]["lockstep.weights_digest"] == "f00"
+    assert run["tags"]["lockstep.note"].startswith("**FINISHED** at step 2 · eval/loss 0.5\n")
+    assert read_parquet(folder / "ledger.parquet") == [step_row(1), step_row(2)]
+    assert read_evaluations(folder / "evaluations.parquet") == [evaluation_row(2)]
+    assert yaml.safe_load((folder / "spec.yaml").read_text())["job"]["use"] == "jobs.digits.job:Digits"
+    assert json.loads((folder / "environment.json").read_text()) == {"python": "3.11"}
+    assert json.loads((folder / "identity_fields.json").read_text()) == {"seed": 0}
+    assert not list(folder.rglob("*.partial"))
+
+
+def test_metrics_survive_an_outage_each_once_and_in_order(shaky: Shaky, spec: Specs) -> None:
+    """G4: what is told while the store is away is written when it is back."""
+    recorder = recorder_on(shaky, spec(), patience_s=0.3)
+    recorder.run_id()
+    shaky.away.set()
+    recorder.steps([step_row(i) for i in range(1, 300)])
+    wait_until(lambda: recorder.failure() is not None)
+    shaky.away.clear()
+    recorder.steps([step_row(i) for i in range(300, 501)])
+    wait_until(lambda: recorder.failure() is None)
+    recorder.finished({"step": 500})
+    recorder.close()
+    assert losses(shaky.points) == [(i, 1 / (i + 2)) for i in range(1, 501)]
+    assert run_json(recorder)["status"] == "FINISHED"
+
+
+def test_replayed_steps_leave_no_trace(shaky: Shaky, spec: Specs) -> None:
+    """G4: an attempt that starts again from a checkpoint re-sends steps, with other timings."""
+    recorder = recorder_on(shaky, spec())
+    recorder.steps([step_row(i) for i in range(1, 31)])
+    recorder.evaluation(evaluation_row(20))
+    recorder.steps([step_row(i, wall_clock=2e9, attempt=2) for i in range(11, 41)])
+    recorder.evaluation(evaluation_row(20)._replace(wall_clock=2e9))
+    recorder.finished({})
+    recorder.close()
+    assert [step for step, _ in losses(shaky.points)] == list(range(1, 41))
+    assert [p.step for p in shaky.points if p.key == "eval/loss"] == [20]
+    ledger = read_parquet(recorder.run_folder() / "ledger.parquet")
+    assert [(row.step, row.attempt) for row in ledger] == [(i, 1 if i <= 30 else 2) for i in range(1, 41)]
+
+
+def test_a_run_that_goes_on_keeps_its_ledger_and_sends_what_is_new_of_each_key(
+    shaky: Shaky, spec: Specs
+) -> None:
+    first = recorder_on(shaky, spec())
+    first.steps([step_row(i) for i in range(1, 11)])
+    first.failed("stopped by SIGTERM", status="KILLED")
+    first.close()
+    shaky.last = {"train/loss": 10, "train/lr": 8}
+    shaky.points.clear()
+    second = Recorder(spec(), lambda _: shaky, first.run_id())
+    second.start()
+    second.steps([step_row(i) for i in range(6, 13)])
+    second.finished({"step": 12})
+    second.close()
+    assert [step for step, _ in losses(shaky.points)] == [11, 12]
+    assert [p.step for p in shaky.points if p.key == "train/lr"] == [9, 10, 11, 12]
+    assert [row.step for row in read_parquet(second.run_folder() / "ledger.parquet")] == list(range(1, 13))
+    assert run_json(second)["tags"]["lockstep.error"] == ""
+
+
+def test_a_store_that_stays_away_is_told_at_close_and_the_ledger_is_there(shaky: Shaky, spec: Specs) -> None:
+    recorder = recorder_on(shaky, spec())
+    recorder.run_id()
+    shaky.away.set()
+    recorder.steps([step_row(1)])
+    recorder.finished({})
+    with pytest.raises(
+        RecordError, match=r"does not answer; calls not made: \d+; what was recorded .* is in"
+    ):
+        recorder.close(timeout_s=1.0)
+    assert shaky.tries >= 3
+    assert read_parquet(recorder.run_folder() / "ledger.parquet") == [step_row(1)]
+
+
+def test_a_call_that_is_refused_costs_no_other(shaky: Shaky, spec: Specs) -> None:
+    recorder = recorder_on(shaky, spec())
+    shaky.refuses = "record.uri: 'shaky' refuses: no such run"
+    recorder.steps([step_row(1)])
+    wait_until(lambda: recorder.failure() is not None)
+    recorder.finished({})
+    with pytest.raises(RecordError, match="no such run"):
+        recorder.close()
+    assert run_json(recorder)["status"] == "FINISHED"
+
+
+def test_a_run_that_is_closed_without_an_end_has_failed(spec: Specs) -> None:
+    recorder = Recorder(spec())
+    recorder.start()
+    recorder.close()
+    assert run_json(recorder)["status"] == "FAILED"
+    assert "without a result" in (recorder.run_folder() / "error.txt").read_text()
+
+
+@pytest.mark.parametrize("status", ["FAILED", "KILLED"])
+def test_a_run_that_ends_early_keeps_the_line_the_details_and_the_ledger(spec: Specs, status: str) -> None:
+    recorder = Recorder(spec())
+    recorder.start()
+    recorder.steps([step_row(1)])
+    recorder.failed("the loss of step 2 is nan", "Traceback …", status=status)
+    recorder.close()
+    run, folder = run_json(recorder), recorder.run_folder()
+    assert run["status"] == status
+    assert run["tags"]["lockstep.error"] == "the loss of step 2 is nan"
+    assert run["tags"]["lockstep.note"].startswith(f"**{status}** after step 1: the loss of step 2 is nan")
+    assert (folder / "error.txt").read_text() == "the loss of step 2 is nan\n\nTraceback …\n"
+    assert read_parquet(folder / "ledger.parquet") == [step_row(1)]
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_line(spec: Specs, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    recorder = Recorder(spec())
+    recorder.start()
+    with pytest.raises(RecordError, match=r"checkpoint\.storage: cannot write .* name a folder") as told:
+        recorder.run_id()
+    assert "\n" not in str(told.value)
+    with pytest.raises((RecordError, StorageError)):
+        recorder.run_folder()
+    recorder.steps([step_row(1)])
+    with pytest.raises(RecordError, match=r"checkpoint\.storage"):
+        recorder.close()
+
+
+def test_an_unknown_run_is_one_clear_line(spec: Specs) -> None:
+    recorder = Recorder(spec(), run_id="0" * 32)
+    recorder.start()
+    with pytest.raises(RecordError, match="no record of it"):
+        recorder.run_id()
+
+
+def test_telling_costs_the_training_thread_next_to_nothing(shaky: Shaky, spec: Specs) -> None:
+    """With the store away no call waits. Measured: 1 µs; the bound leaves room for a busy machine."""
+    recorder = recorder_on(shaky, spec())
+    recorder.run_id()
+    shaky.away.set()
+    rows = [[step_row(i)] for i in range(1, 5001)]
+    began = time.perf_counter()
+    for row in rows:
+        recorder.steps(row)
+    assert (time.perf_counter() - began) / len(rows) < 200e-6
+    assert recorder.latest.step == step_row(5000)
+    shaky.away.clear()
+    recorder.finished({})
+    recorder.close()
+    assert len(losses(shaky.points)) == 5000
+
+
+def test_no_password_is_recorded(shaky: Shaky, spec: Specs) -> None:
+    recorder = recorder_on(shaky, spec("postgresql://me:hunter2@host/db"))
+    recorder.finished({})
+    recorder.close()
+    for file in recorder.run_folder().rglob("*"):
+        assert b"hunter2" not in file.read_bytes()
+    assert run_json(recorder)["params"]["record.uri"] == "postgresql://me:***@host/db"
+
+
+def test_importing_the_record_imports_neither_mlflow_nor_pyarrow_nor_torch() -> None:
+    modules = ["recorder", "environment", "ledger", "mlflow_store", "folder_store"]
+    script = "".join(f"import lockstep.record.{name}\n" for name in modules)
+    script += "import sys; print([m for m in ('mlflow', 'pyarrow', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def wait_until(happened: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.01)

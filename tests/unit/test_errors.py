@@ -1,0 +1,55 @@
+"""One tree of errors, each a line of text that survives the way between processes."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from lockstep import errors
+from lockstep.errors import LockstepError, SpecError, nearest
+
+
+def tree(root: type[LockstepError]) -> list[type[LockstepError]]:
+    return [root, *(error for child in root.__subclasses__() for error in tree(child))]
+
+
+ERRORS = [error for error in tree(LockstepError) if error.__module__ == errors.__name__]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_every_error_survives_pickling(kind: type[LockstepError]) -> None:
+    """G7: Ray sends errors between processes; the person is shown the same line."""
+    back = pickle.loads(pickle.dumps(kind("seed: got 'x', wanted a whole number")))
+    assert type(back) is kind
+    assert str(back) == "seed: got 'x', wanted a whole number"
+    assert back.exit_code == kind.exit_code
+    assert back.args == ("seed: got 'x', wanted a whole number",)
+
+
+class TwoArguments(LockstepError):
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(f"{field}: {text}")
+
+
+def test_an_error_of_two_arguments_would_not_survive() -> None:
+    packed = pickle.dumps(TwoArguments("seed", "wrong"))
+    with pytest.raises(TypeError):
+        pickle.loads(packed)
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_exit_code_is_2_for_a_wrong_spec_and_1_for_a_failed_run(kind: type[LockstepError]) -> None:
+    assert kind.exit_code == (2 if issubclass(kind, SpecError) else 1)
+
+
+def test_the_drawing_at_the_top_shows_every_error() -> None:
+    drawing = (errors.__doc__ or "").partition("A message")[0]
+    assert re.findall(r"\b\w+Error\b", drawing) == [kind.__name__ for kind in ERRORS]
+
+
+def test_nearest_suggests_one_name_or_lists_them_all() -> None:
+    assert nearest("worker", ["seed", "workers", "batch"]) == "; did you mean 'workers'?"
+    assert nearest("zzz", ["seed", "batch"]) == "; known here: batch, seed"
+    assert nearest("zzz", []) == ""

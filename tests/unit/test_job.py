@@ -1,0 +1,234 @@
+"""From `job.use` and `job.params` to a job, and what a mistake in them is told (G7)."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from lockstep.errors import JobError, JobImportError, SpecError
+from lockstep.job import Job, dataset_size, load_job
+
+SOURCE = """
+from enum import Enum
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+import lockstep
+from lockstep.job import Job
+
+class Shape(Enum):
+    ROUND = "round"
+
+class Inner(lockstep.Params):
+    depth: int = 1
+
+class Digits(lockstep.Job):
+    class Params(lockstep.Params):
+        width: int = 64
+        rate: float = Field(default=0.5, ge=0, le=1)
+        sizes: tuple[int, int] = (1, 2)
+        shape: Shape = Shape.ROUND
+        folder: Path = Path("data")
+        inner: Inner = Inner()
+        layers: list[Inner] = []
+
+        @field_validator("width")
+        @classmethod
+        def _even(cls, width: int) -> int:
+            if width % 2:
+                raise ValueError("wanted an even width")
+            return width
+
+class Needy(Job):
+    class Params(lockstep.Params):
+        classes: int
+
+class Loose(Job):
+    class Params:
+        pass
+
+class NoJob:
+    pass
+
+digits = Digits({})
+"""
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Writes a module that can be imported in this test alone, and returns its name."""
+    before = set(sys.modules)
+
+    def write(source: str) -> str:
+        (tmp_path / "written_job.py").write_text(source, encoding="utf-8")
+        return "written_job"
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    for name in set(sys.modules) - before:
+        if name.startswith("written_job"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def jobs(module: Write) -> str:
+    return module(SOURCE)
+
+
+def refusal(use: str, kind: type[SpecError] = JobImportError, **params: object) -> str:
+    with pytest.raises(SpecError) as caught:
+        load_job(use, params)
+    assert type(caught.value) is kind
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_job_is_built_with_its_params(jobs: str) -> None:
+    job = load_job(f"{jobs}:Digits", {"width": 32, "inner": {"depth": 3}})
+    assert isinstance(job, Job)
+    assert (job.params.width, job.params.rate, job.params.inner.depth) == (32, 0.5, 3)
+
+
+def test_params_take_what_yaml_can_write_of_tuples_enums_and_paths(jobs: str) -> None:
+    params = load_job(f"{jobs}:Digits", {"sizes": [3, 4], "shape": "round", "folder": "x"}).params
+    assert (params.sizes, params.shape.name, params.folder) == ((3, 4), "ROUND", Path("x"))
+
+
+def test_params_are_immutable(jobs: str) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_job(f"{jobs}:Digits", {}).params.width = 3
+
+
+# --- job.use ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use", ["", "jobs.digits.job", "jobs.digits.job:", ":Digits", "jobs/digits/job.py:Digits"]
+)
+def test_use_is_a_module_and_a_class(use: str) -> None:
+    assert refusal(use) == f'job.use: got {use!r}, wanted "package.module:Class"'
+
+
+def test_a_module_that_is_not_there_is_told_with_the_place_of_the_search(jobs: str) -> None:
+    assert refusal("written_jop:Digits") == (
+        "job.use: cannot import 'written_jop': ModuleNotFoundError: No module named 'written_jop'; "
+        f"paths are looked up from {sys.path[0]!r}"
+    )
+
+
+def test_a_module_that_is_missing_inside_the_jobs_module_is_told_by_its_own_name(module: Write) -> None:
+    assert "No module named 'no_such_package'" in refusal(f"{module('import no_such_package')}:Digits")
+
+
+def test_a_syntax_error_is_told_with_file_and_line(module: Write, tmp_path: Path) -> None:
+    name = module("x = 1\nclass Digits(:\n    pass")
+    message = refusal(f"{name}:Digits")
+    assert f"SyntaxError in {tmp_path / 'written_job.py'}, line 2: " in message
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise RuntimeError('first\\nsecond')", "RuntimeError: first"),
+        ("raise RuntimeError", "RuntimeError: no message"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+    ],
+)
+def test_whatever_breaks_the_import_is_told_in_a_line(source: str, reason: str, module: Write) -> None:
+    assert f"cannot import 'written_job': {reason}; " in refusal(f"{module(source)}:Digits")
+
+
+def test_a_class_that_is_not_there_is_told_the_nearest_job(jobs: str) -> None:
+    assert refusal(f"{jobs}:Digit") == "job.use: 'written_job' has no 'Digit'; did you mean 'Digits'?"
+    assert refusal(f"{jobs}:Zzz") == "job.use: 'written_job' has no 'Zzz'; known here: Digits, Loose, Needy"
+
+
+def test_a_module_without_any_job_is_told_as_such(module: Write) -> None:
+    name = module("from lockstep.job import Job")
+    assert (
+        refusal(f"{name}:Digits")
+        == "job.use: 'written_job' has no 'Digits'; it holds no subclass of lockstep.Job"
+    )
+
+
+@pytest.mark.parametrize("name", ["NoJob", "digits", "Inner"])
+def test_what_is_no_job_is_refused(name: str, jobs: str) -> None:
+    assert refusal(f"{jobs}:{name}") == f"job.use: 'written_job:{name}' is no subclass of lockstep.Job"
+
+
+def test_params_of_another_kind_are_refused(jobs: str) -> None:
+    assert (
+        refusal(f"{jobs}:Loose")
+        == "job.use: the Params of 'written_job:Loose' are no subclass of lockstep.Params"
+    )
+
+
+# --- job.params -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"widht": 3}, "job.params.widht: unknown key; did you mean 'width'?"),
+        (
+            {"zzz": 3},
+            "job.params.zzz: unknown key; known here: folder, inner, layers, rate, shape, sizes, width",
+        ),
+        ({"depth": 3}, "job.params.depth: unknown key; did you mean 'inner.depth'?"),
+        ({"inner": {"dept": 3}}, "job.params.inner.dept: unknown key; did you mean 'depth'?"),
+        (
+            {"layers": [{"depth": 1}, {"dept": 3}]},
+            "job.params.layers.1.dept: unknown key; did you mean 'depth'?",
+        ),
+        ({"width": "wide"}, "job.params.width: got 'wide', wanted a whole number"),
+        ({"width": 1.5}, "job.params.width: got 1.5, wanted a whole number"),
+        ({"width": None}, "job.params.width: got null, wanted a whole number"),
+        ({"width": 3}, "job.params.width: got 3, wanted an even width"),
+        ({"rate": 2}, "job.params.rate: got 2, wanted at most 1"),
+        ({"sizes": [1]}, "job.params.sizes: got [1], wanted at least 2 values"),
+        ({"shape": "square"}, "job.params.shape: got 'square', wanted 'round'"),
+        ({"inner": 3}, "job.params.inner: got 3, wanted a mapping of fields: depth"),
+        ({"layers": {}}, "job.params.layers: got {}, wanted a list"),
+    ],
+)
+def test_wrong_params_are_told_what_is_wanted(params: dict[str, object], message: str, jobs: str) -> None:
+    assert refusal(f"{jobs}:Digits", SpecError, **params) == message
+
+
+def test_params_that_are_missing_are_named(jobs: str) -> None:
+    assert refusal(f"{jobs}:Needy", SpecError) == "job.params.classes: missing, and it has no default"
+
+
+def test_a_job_without_params_of_its_own_takes_none(module: Write) -> None:
+    use = module("import lockstep\nclass Plain(lockstep.Job): pass") + ":Plain"
+    assert isinstance(load_job(use, {}), Job)
+    assert refusal(use, SpecError, width=3) == "job.params.width: unknown key"
+
+
+# --- datasets ---------------------------------------------------------------------------------------------
+
+
+def test_the_size_of_a_map_style_dataset_is_its_length() -> None:
+    assert dataset_size(TensorDataset(torch.zeros(5, 2)), "train_data") == 5
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(
+        JobError, match=r"^train_data: Stream has no __len__; Lockstep reads map-style datasets"
+    ):
+        dataset_size(Stream(), "train_data")
