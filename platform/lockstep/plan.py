@@ -116,7 +116,10 @@ def clip(micro_batches: range, count: int) -> range:
 
 def evaluation_ranges(samples: int, micro_batch: int, workers: int) -> tuple[range, ...]:
     """Evaluation micro-batches of each worker. Micro-batch i is samples `i*micro … (i+1)*micro - 1`, the last one short."""
-    count = -(-samples // micro_batch)
+    return _even(-(-samples // micro_batch), workers)
+
+
+def _even(count: int, workers: int) -> tuple[range, ...]:
     return tuple(range(count * r // workers, count * (r + 1) // workers) for r in range(workers))
 
 
@@ -166,9 +169,7 @@ def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
     most = -(-micro_batches // workers)
     slack = most * workers - micro_batches
     if workers * (slack + 1) * min(most, slack + 1) > _SEARCHED:
-        return tuple(
-            range(micro_batches * r // workers, micro_batches * (r + 1) // workers) for r in range(workers)
-        )
+        return _even(micro_batches, workers)
     # best[end]: (largest k, sum of k, balance, starts) over the ways to give the first workers the first `end` micro-batches
     best: dict[int, tuple[int, int, int, tuple[int, ...]]] = {0: (0, 0, 0, ())}
     for worker in range(workers):

@@ -366,7 +366,7 @@ for _tag, _pattern, _first in (
 def _parse(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader=_Yaml)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # `!!int x` is a ValueError
         mark = getattr(error, "problem_mark", None)
         words = [
             getattr(error, "context", None),

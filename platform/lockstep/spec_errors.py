@@ -24,8 +24,12 @@ def one_line(
     error: pydantic.ValidationError, model: _Model, document: Mapping[str, Any], within: str = ""
 ) -> str:
     """The first finding about `document`, which was read as a `model`; `within` is the field that holds it all."""
-    findings = sorted(error.errors(include_url=False), key=lambda found: found["type"] not in _UNKNOWN)
-    first = findings[0]
+    findings = error.errors(include_url=False)
+    known = [finding for finding in findings if finding["type"] not in _UNKNOWN]
+    # a key that one alternative of a type lacks and another has is not unknown
+    places = {_path(finding, document) for finding in known}
+    unknown = [f for f in findings if f["type"] in _UNKNOWN and _path(f, document) not in places]
+    first = (unknown or known)[0]
     path = _path(first, document)
     field = ".".join([*filter(None, [within]), *map(str, path)])
     match first["type"]:
@@ -34,12 +38,14 @@ def one_line(
         case "missing" if isinstance(first["loc"][-1], str):
             return f"{field}: missing{_example(model, path, first['loc'])}"
         case "union_tag_invalid":
-            return f"{field}.name: got {shown(first['input']['name'])}, wanted {_any_of(first['ctx']['expected_tags'])}"
+            key = first["ctx"]["discriminator"].strip("'")
+            tag = first["input"][key] if _holds(first["input"], key) else first["ctx"]["tag"]
+            return f"{field}.{key}: got {shown(tag)}, wanted {_any_of(first['ctx']['expected_tags'])}"
         case "value_error" if not field:
             return str(first["ctx"]["error"])
         case "dict_type" | "model_type" | "model_attributes_type":
             return f"{field}: got {shown(first['input'])}, wanted a mapping{_keys_below(model, path, first['loc'])}"
-    same_place = [finding for finding in findings if _path(finding, document) == path]
+    same_place = [finding for finding in known + unknown if _path(finding, document) == path]
     return f"{field}: got {shown(first['input'])}, {_verdict(same_place)}{_advice(first)}"
 
 
@@ -165,6 +171,8 @@ def _known_keys(model: _Model, path: _Path, location: _Path, field: str) -> str:
     """The nearest real key, the section below that has this one, or the kinds of this section that have it."""
     chosen, others = _sections(model, path, location)
     key, section = str(path[-1]), field.rpartition(".")[0]
+    if "name" not in _fields(chosen):  # kinds that nothing tells apart: any of them may be meant
+        chosen, others = chosen + others, []
     owners = [_label(kind) for kind in others if key in _fields([kind])]
     if owners:
         kind, have = _label(chosen[0]), "has" if len(owners) == 1 else "have"

@@ -12,56 +12,78 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import LockstepError
+
+ANSWER_S = 300
+"""How long a worker may take for one call; the slowest here takes a tenth of it."""
+
 
 class Pool:
     """Up to `size` processes; `run` gives the first W of them a process group and one function to call."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-pool-")
         self._calls = 0
-        self._workers: list[tuple[Any, Connection]] = []
-        for _ in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=False)
-            process.start()
-            there.close()
-            self._workers.append((process, here))
+        self._workers = [_start() for _ in range(size)]
 
     def run(self, workers: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` in each of `workers` processes, in one gloo group; what each returned, by rank.
 
-        The first exception is raised here. A group in which one rank failed is beyond use, so the others are ended.
+        The first exception is raised here, one of Lockstep's before any other: where one rank fails, the others
+        meet a broken connection. A group with a failed rank is beyond use, so all its processes are replaced.
         """
         self._calls += 1
         store = Path(self._folder.name, f"store-{self._calls}")
-        chosen = self._workers[:workers]
-        for rank, (_, pipe) in enumerate(chosen):
+        for rank, (_, pipe) in enumerate(self._workers[:workers]):
             pipe.send((function.__module__, function.__qualname__, args, rank, workers, str(store)))
-        return [self._answer(process, pipe) for process, pipe in chosen]
-
-    def _answer(self, process: Any, pipe: Connection) -> Any:
-        wait([pipe, process.sentinel], timeout=300)
-        if not pipe.poll():
-            raise RuntimeError(f"a worker of the pool ended with {process.exitcode} or gave no answer for 300 s")
-        done, value = pipe.recv()
-        if done:
-            return value
-        error, text = value
-        error.add_note(text)
-        raise error
+        answers = [_answer(process, pipe) for process, pipe in self._workers[:workers]]
+        errors = [value for value in answers if isinstance(value, Exception)]
+        if not errors:
+            return answers
+        if workers > 1:
+            for rank in range(workers):
+                _end(*self._workers[rank], patience_s=0)
+                self._workers[rank] = _start()
+        raise next((error for error in errors if isinstance(error, LockstepError)), errors[0])
 
     def close(self) -> None:
         for process, pipe in self._workers:
-            pipe.close()
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            _end(process, pipe, patience_s=10)
         self._folder.cleanup()
 
 
+def _start() -> tuple[Any, Connection]:
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there,), daemon=False)  # a daemon may have no loader processes
+    process.start()
+    there.close()
+    return process, here
+
+
+def _answer(process: Any, pipe: Connection) -> Any:
+    """What the worker returned, or the exception that it, or its silence, came to."""
+    wait([pipe, process.sentinel], timeout=ANSWER_S)
+    try:
+        value, trace = pipe.recv() if pipe.poll() else (RuntimeError(f"no answer for {ANSWER_S} s"), "")
+    except EOFError:
+        process.join()
+        return RuntimeError(f"a worker of the pool ended with {process.exitcode}")
+    if trace:
+        value.add_note(trace)
+    return value
+
+
+def _end(process: Any, pipe: Connection, *, patience_s: float) -> None:
+    pipe.close()
+    process.join(patience_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
 def _serve(pipe: Connection) -> None:
+    """A worker's life: calls come through the pipe until it is closed."""
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -70,12 +92,13 @@ def _serve(pipe: Connection) -> None:
             module, name, args, rank, workers, store = pipe.recv()
         except EOFError:
             return
-        function = getattr(importlib.import_module(module), name)
-        dist.init_process_group("gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers)
         try:
-            pipe.send((True, function(*args)))
+            function = getattr(importlib.import_module(module), name)
+            dist.init_process_group("gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers)
+            pipe.send((function(*args), ""))
         except Exception as error:  # noqa: BLE001 - carried to the test
-            pipe.send((False, (error, traceback.format_exc())))
-            os._exit(1) if workers > 1 else None
-        finally:
+            pipe.send((error, traceback.format_exc()))
+            if workers > 1:
+                os._exit(1)  # the others wait for this rank; a closed connection tells them
+        if dist.is_initialized():
             dist.destroy_process_group()

@@ -17,6 +17,7 @@ from lockstep.job import Job, dataset_size, load_job
 SOURCE = """
 from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -29,6 +30,20 @@ class Shape(Enum):
 class Inner(lockstep.Params):
     depth: int = 1
 
+class Flip(lockstep.Params):
+    kind: Literal["flip"]
+    chance: float = 0.5
+
+class Crop(lockstep.Params):
+    kind: Literal["crop"]
+    size: int = 8
+
+class Linear(lockstep.Params):
+    bias: bool = True
+
+class Pooled(lockstep.Params):
+    size: int = 2
+
 class Digits(lockstep.Job):
     class Params(lockstep.Params):
         width: int = 64
@@ -38,6 +53,8 @@ class Digits(lockstep.Job):
         folder: Path = Path("data")
         inner: Inner = Inner()
         layers: list[Inner] = []
+        head: Linear | Pooled = Linear()
+        augment: Flip | Crop | None = Field(default=None, discriminator="kind")
 
         @field_validator("width")
         @classmethod
@@ -183,7 +200,7 @@ def test_params_of_another_kind_are_refused(jobs: str) -> None:
         ({"widht": 3}, "job.params.widht: unknown key; did you mean 'width'?"),
         (
             {"zzz": 3},
-            "job.params.zzz: unknown key; known here: folder, inner, layers, rate, shape, sizes, width",
+            "job.params.zzz: unknown key; known here: augment, folder, head, inner, layers, rate, shape, sizes, width",
         ),
         ({"depth": 3}, "job.params.depth: unknown key; did you mean 'inner.depth'?"),
         ({"inner": {"dept": 3}}, "job.params.inner.dept: unknown key; did you mean 'depth'?"),
@@ -199,6 +216,17 @@ def test_params_of_another_kind_are_refused(jobs: str) -> None:
         ({"sizes": [1]}, "job.params.sizes: got [1], wanted at least 2 values"),
         ({"shape": "square"}, "job.params.shape: got 'square', wanted 'round'"),
         ({"inner": 3}, "job.params.inner: got 3, wanted a mapping of fields: depth"),
+        ({"head": {"siz": 3}}, "job.params.head.siz: unknown key; did you mean 'size'?"),
+        ({"head": {"size": "x"}}, "job.params.head.size: got 'x', wanted a whole number"),
+        ({"augment": {"kind": "blur"}}, "job.params.augment.kind: got 'blur', wanted 'flip' or 'crop'"),
+        (
+            {"augment": {"kind": "crop", "size": "x"}},
+            "job.params.augment.size: got 'x', wanted a whole number",
+        ),
+        (
+            {"augment": {"kind": "crop", "siz": 3}},
+            "job.params.augment.siz: unknown key; did you mean 'size'?",
+        ),
         ({"layers": {}}, "job.params.layers: got {}, wanted a list"),
     ],
 )

@@ -234,6 +234,7 @@ def test_merge_keys_still_work() -> None:
             "seed: 1\n---\nseed: 2",
             "spec: 'train.yaml' is not YAML: line 2, expected a single document in the stream, but found another document",
         ),
+        ("seed: !!int x", "spec: 'train.yaml' is not YAML: invalid literal for int() with base 10: 'x'"),
         (
             "\x01",
             "spec: 'train.yaml' is not YAML: unacceptable character #x0001: special characters are not allowed",

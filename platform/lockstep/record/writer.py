@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -110,13 +111,23 @@ class Writer:
     def _open(self) -> None:
         self._store = self._make_store(self.spec)
         run_id = self._open_store()
+        try:
+            self._begin(run_id)
+        except Exception:
+            with contextlib.suppress(
+                RecordError
+            ):  # the cause is raised; that the run stays RUNNING comes second
+                self._store.set_status("FAILED")
+            raise
+        self.run_id = run_id
+
+    def _begin(self, run_id: str) -> None:
         self._last_steps = dict(self._store.last_steps())
         self._folder = Path(self.spec.checkpoint.storage) / run_id
         if self._resumed:
             self._read_ledger()
         self._describe()
         self.url = self._store.url()
-        self.run_id = run_id
 
     def _open_store(self) -> str:
         until = time.monotonic() + min(self._patience_s, OPENING_PATIENCE_S)

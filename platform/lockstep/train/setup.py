@@ -5,12 +5,10 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -35,6 +33,7 @@ from lockstep.train.precision import Precision
 from lockstep.train.rehearsal import check_model, rehearse
 from lockstep.train.state import TrainState
 from lockstep.train.step import LossModule, Stepper
+from lockstep.train.weights import load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +117,10 @@ def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
     check_model(model, plan)
     if spec.initial_weights is not None:
-        _load_weights(model, Path(spec.initial_weights))
+        load_weights(model, Path(spec.initial_weights))
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
     return model.to(device).train()
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    """Fill the model from a safetensors file; nothing in such a file can run."""
-    try:
-        weights = safetensors.torch.load_file(path)
-        model.load_state_dict(weights)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise SpecError(f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file") from error
-    except RuntimeError as error:
-        text = " ".join(str(error).split())
-        raise SpecError(f"initial_weights: {str(path)!r} does not fit the job's model: {text}") from error
 
 
 def _first(plan: Plan, batches: MicroBatches, spec: Spec, group: Group) -> Any:
@@ -163,9 +150,17 @@ def _facts(
         "fields": fields,
         "environment": environment(spec),
         "workers": group.size,
-        "steps": plan.total_steps,
+        "plan": _plan_facts(plan, evaluate),
+    }
+
+
+def _plan_facts(plan: Plan, evaluate: Evaluation | None) -> dict[str, int]:
+    return {
+        "train_samples": plan.samples,
+        "eval_samples": evaluate.samples if evaluate else 0,
+        "micro_batches": plan.micro_batches,
         "steps_per_epoch": plan.steps_per_epoch,
-        "version": importlib.metadata.version("torch"),
+        "total_steps": plan.total_steps,
     }
 
 

@@ -151,6 +151,19 @@ def test_a_failed_run_says_so(database: str, spec: Specs) -> None:
     assert "error.txt" in artifacts(database, recorder.run_id())
 
 
+def test_a_run_whose_folder_cannot_be_made_does_not_stay_running(
+    database: str, spec: Specs, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    recorder = Recorder(spec(database, record={"uri": database, "experiment": "no folder"}))
+    recorder.start()
+    with pytest.raises(RecordError, match=r"runs"):
+        recorder.run_id()
+    experiment = client(database).get_experiment_by_name("no folder")
+    runs = client(database).search_runs([experiment.experiment_id])
+    assert [run.info.status for run in runs] == ["FAILED"]
+
+
 def test_points_sent_twice_are_recorded_once(database: str) -> None:
     """What lets a call be repeated that may have succeeded."""
     store, run_id = opened(database)

@@ -1,0 +1,1 @@
+"""Checks: what can be known before a long run."""

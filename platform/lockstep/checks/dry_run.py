@@ -1,0 +1,76 @@
+"""The arithmetic of a run before it is run: which worker runs what, and how much is sent for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.job import dataset_size, load_job
+from lockstep.plan import Plan, nodes
+from lockstep.spec import Spec
+from lockstep.train.setup import make_plan
+
+
+def dry_run(spec: Spec) -> dict[str, Any]:
+    """The resolved spec and the plan's arithmetic for 1 … workers.max workers, as plain data.
+
+    Loads the job and its data, and makes no model. Raises what the run itself would raise for them.
+    """
+    job = load_job(spec.job.use, spec.job.params)
+    plan = make_plan(spec, dataset_size(job.train_data(), "train_data"))
+    eval_data = job.eval_data()
+    last = plan.position(plan.steps_per_epoch - 1)
+    most = min(spec.workers.max, plan.micro_batches)
+    return {
+        "spec": spec.document(),
+        "plan": {
+            "train_samples": plan.samples,
+            "eval_samples": dataset_size(eval_data, "eval_data") if eval_data is not None else 0,
+            "global_batch": plan.global_batch,
+            "micro_batch": plan.micro_batch,
+            "micro_batches": plan.micro_batches,
+            "steps_per_epoch": plan.steps_per_epoch,
+            "epochs": -(-plan.total_steps // plan.steps_per_epoch),
+            "total_steps": plan.total_steps,
+            "last_step_of_an_epoch": {"samples": last.samples, "micro_batches": last.micro_batches},
+            "dropped_samples_per_epoch": plan.samples % plan.global_batch if plan.drop_last else 0,
+            "workers": [_spread(plan, workers) for workers in range(spec.workers.min, most + 1)],
+        },
+    }
+
+
+def _spread(plan: Plan, workers: int) -> dict[str, Any]:
+    """Who runs which micro-batches on so many workers, and the partial sums that each sends (`sums`)."""
+    ranges = plan.ranges(workers)
+    return {
+        "workers": workers,
+        "micro_batches": [f"{r.start}-{r.stop - 1}" for r in ranges],
+        "accumulation_steps": [len(r) for r in ranges],
+        "sums": [len(nodes(r, plan.micro_batches)) for r in ranges],
+    }
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The plan of a dry run as lines for a person."""
+    plan = report["plan"]
+    lines = [
+        f"global batch      {plan['global_batch']} samples = {plan['micro_batches']} micro-batches of {plan['micro_batch']}",
+        f"training          {plan['train_samples']} samples, {plan['steps_per_epoch']} steps an epoch, "
+        f"{plan['epochs']} epochs, {plan['total_steps']} steps in all",
+        f"evaluation        {plan['eval_samples']} samples",
+    ]
+    tail = plan["last_step_of_an_epoch"]
+    if plan["dropped_samples_per_epoch"]:
+        lines.append(f"dropped           {plan['dropped_samples_per_epoch']} samples an epoch (data.drop_last)")
+    elif tail["samples"] < plan["global_batch"]:
+        lines.append(
+            f"last step         {tail['samples']} samples in {tail['micro_batches']} micro-batches, weighted exactly"
+        )
+    for spread in plan["workers"]:
+        shares = ", ".join(
+            f"worker {rank}: {own} ({steps} accumulation steps, sends {sums})"
+            for rank, (own, steps, sums) in enumerate(
+                zip(spread["micro_batches"], spread["accumulation_steps"], spread["sums"], strict=True)
+            )
+        )
+        lines.append(f"on {spread['workers']} worker{'s' if spread['workers'] > 1 else ' '}      {shares}")
+    return "\n".join(lines)

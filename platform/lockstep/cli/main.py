@@ -1,0 +1,158 @@
+"""The `lockstep` command.
+
+With `--json` a command prints exactly one JSON object, on one line, on standard output; everything else goes
+to standard error. Exit codes: 0 done, 1 the run failed, 2 the spec or the usage is wrong, 130 and 143 stopped
+by a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.errors import LockstepError
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides: optimizer.lr=1e-3")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+Uri = Annotated[str | None, typer.Option(help="the MLflow tracking URI; before record.uri and MLFLOW_TRACKING_URI")]
+Local = Annotated[bool, typer.Option("--local", help="train in this one process, without Ray; works under torchrun")]
+Address = Annotated[str | None, typer.Option(help="the Ray cluster: an address, auto or local")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="tracebacks, and what Ray prints")]
+
+
+def run() -> None:
+    """Entry point of the command."""
+    began_at = time.time()
+    if "--local" in sys.argv and "PYTHONHASHSEED" not in os.environ:
+        # Python reads it when it starts: a run in this very process has to start over with it.
+        os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
+        os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
+    app()
+
+
+@app.callback()
+def lockstep() -> None:
+    """Distributed training for PyTorch in which a run is exact: the same spec gives the same bits."""
+
+
+@app.command()
+def train(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    json_: Json = False,
+    local: Local = False,
+    address: Address = None,
+    uri: Uri = None,
+    dry_run: DryRun = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train one run to its end."""
+    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    with answered(json_, verbose) as answer:
+        from lockstep.spec import load_spec
+
+        sys.path.insert(0, str(Path.cwd()))
+        loaded = load_spec(spec, overrides or [], uri=uri)
+        if dry_run:
+            from lockstep.checks import dry_run as checks
+
+            report = checks.dry_run(loaded)
+            answer(report, lambda: _yaml(report["spec"]) + "\n" + checks.as_text(report))
+            return
+        from lockstep.orchestration.progress import Line, Silent
+        from lockstep.orchestration.runs import train as train_run
+
+        line = None if json_ else Line()
+        with line.running() if line else nullcontext():
+            result = train_run(
+                loaded,
+                local=local,
+                address=address,
+                progress=line or Silent(),
+                verbose=verbose,
+                began_at=began_at,
+            )
+        answer(result.as_dict(), lambda: _told(result.as_dict()))
+
+
+@contextmanager
+def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any], Callable[[], str]], None]]:
+    """Run a command: its answer goes to standard output, its errors become one line and an exit code.
+
+    Meanwhile standard output leads to standard error, for libraries and child processes as well.
+    """
+    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, Any], text: Callable[[], str]) -> None:
+        sys.stdout.flush()
+        line = json.dumps(value, default=str) if as_json else text()
+        with os.fdopen(os.dup(out), "w") as stream:
+            print(line, file=stream)
+
+    def failed(code: int, status: str, message: str) -> typer.Exit:
+        print(f"lockstep: {message}", file=sys.stderr)
+        if as_json:
+            answer({"status": status, "error": message, "exit_code": code}, str)
+        return typer.Exit(code)
+
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield answer
+    except LockstepError as error:
+        if verbose:
+            traceback.print_exc()
+        raise failed(error.exit_code, "FAILED", str(error)) from None
+    except Terminated:
+        raise failed(143, "KILLED", "stopped by SIGTERM") from None
+    except KeyboardInterrupt:
+        raise failed(130, "KILLED", "stopped by SIGINT") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.dup2(out, 1)
+        os.close(out)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command the way SIGINT does."""
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    raise Terminated
+
+
+def _yaml(document: dict[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None)
+
+
+def _told(result: dict[str, Any]) -> str:
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in result["metrics"].items())
+    lines = [
+        f"{result['status'].lower()}: step {result['step']}, epoch {result['epoch']}, {result['workers']} workers",
+        f"metrics           {metrics}",
+        f"weights_digest    {result['weights_digest']}",
+        f"run               {result['run_id']}",
+        f"folder            {result['folder']}",
+    ]
+    if result["url"]:
+        lines.append(f"look at it        {result['url']}")
+    return "\n".join(lines)

@@ -1,0 +1,102 @@
+"""The live line in the driver's terminal: epoch, step, loss, rate, time left, share of the time spent waiting for data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from lockstep.record.ledger import EvaluationRow, StepRow
+
+
+class Progress(Protocol):
+    """Shows how a run goes."""
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
+        """Show the newest rows."""
+
+
+class Silent:
+    """No progress, for `--json`, tests and calls from Python."""
+
+    def say(self, text: str) -> None: ...
+
+    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None: ...
+
+
+class Line:
+    """One line on standard error, rewritten in a terminal and printed now and then elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.console = Console(stderr=True, highlight=False)
+        self._live = Live(console=self.console, refresh_per_second=4, transient=False)
+        self._rate = Rate()
+        self._epoch_shown = -1
+
+    @contextmanager
+    def running(self) -> Iterator[Line]:
+        """The line, while something runs."""
+        if not self.console.is_terminal:
+            yield self
+            return
+        with self._live:
+            yield self
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
+        if step is None:
+            return
+        self._rate.add(step)
+        text = describe(step, evaluation, total_steps, self._rate)
+        if self.console.is_terminal:
+            self._live.update(text)
+        elif step.epoch != self._epoch_shown:
+            self._epoch_shown = step.epoch
+            print(text, file=sys.stderr, flush=True)
+
+
+class Rate:
+    """Samples and steps a second over what was shown last."""
+
+    def __init__(self) -> None:
+        self._first: StepRow | None = None
+        self.steps_per_s = self.samples_per_s = self.waiting = 0.0
+
+    def add(self, row: StepRow) -> None:
+        """Take in a newer row."""
+        if self._first is None:
+            self._first = row
+        seconds = row.wall_clock - self._first.wall_clock
+        if seconds > 0:
+            self.steps_per_s = (row.step - self._first.step) / seconds
+            self.samples_per_s = (row.samples - self._first.samples) / seconds
+        self.waiting = row.data_wait_s / row.step_s if row.step_s else 0.0
+
+
+def describe(step: StepRow, evaluation: EvaluationRow | None, total_steps: int | None, rate: Rate) -> str:
+    """The line's text."""
+    parts = [f"epoch {step.epoch + 1}", f"step {step.step}" + (f"/{total_steps}" if total_steps else "")]
+    parts.append(f"loss {step.loss:.4f}")
+    if evaluation is not None:
+        parts += [f"{name} {value:.4f}" for name, value in list(evaluation.metrics.items())[:2]]
+    if rate.samples_per_s:
+        parts.append(f"{rate.samples_per_s:,.0f} samples/s")
+        parts.append(f"waiting for data {rate.waiting:.0%}")
+        if total_steps and rate.steps_per_s:
+            parts.append(f"{_duration((total_steps - step.step) / rate.steps_per_s)} left")
+    return " · ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

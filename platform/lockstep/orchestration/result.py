@@ -1,0 +1,56 @@
+"""What a run came to: the object that `lockstep.train` returns and `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a run. Times in seconds; `first_step_s` counts from the command to the end of the first step."""
+
+    run_id: str
+    status: str
+    identity: str
+    step: int
+    epoch: int
+    samples: int
+    skipped: int
+    attempts: int
+    workers: int
+    metrics: dict[str, float]
+    weights_digest: str
+    best_digest: str | None
+    best_step: int | None
+    first_step_s: float | None
+    steps_per_s: float | None
+    samples_per_s: float | None
+    data_wait_share: float | None
+    url: str
+    folder: str
+    checkpoint: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def result_of(
+    summary: Mapping[str, Any], *, run_id: str, url: str, folder: str, began_at: float, warnings: list[str]
+) -> Result:
+    """The result of a run that came to its end, from the summary that its workers agreed on."""
+    rest = {key: value for key, value in summary.items() if key != "first_step_at"}
+    first = summary["first_step_at"]
+    return Result(
+        run_id=run_id,
+        status="FINISHED",
+        attempts=1,
+        first_step_s=None if first is None else first - began_at,
+        url=url,
+        folder=folder,
+        warnings=warnings,
+        **rest,
+    )

@@ -1,0 +1,80 @@
+"""The calls of Lockstep: what the command line does, for Python."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import StorageError
+from lockstep.orchestration.progress import Progress, Silent
+from lockstep.orchestration.result import Result
+from lockstep.spec import Spec, load_spec
+
+
+def train(
+    spec: Spec | str | Path | Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    local: bool = False,
+    address: str | None = None,
+    uri: str | None = None,
+    progress: Progress | None = None,
+    verbose: bool = False,
+    began_at: float | None = None,
+) -> Result:
+    """Train one run to its end.
+
+    `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `local` trains in this one
+    process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. Raises LockstepError.
+    """
+    began_at = began_at or time.time()
+    progress = progress or Silent()
+    loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    warnings = advise(loaded)
+    for text in warnings:
+        progress.say(f"warning: {text}")
+    check_storage(loaded)
+    if local:
+        from lockstep.orchestration.local import train_here
+
+        result = train_here(loaded, progress, began_at=began_at, warnings=warnings)
+        if result is None:
+            raise SystemExit(0)  # a rank of torchrun that has nothing to tell
+        return result
+    from lockstep.orchestration.ray_trainer import train_on_ray
+
+    return train_on_ray(
+        loaded, progress, address=address, verbose=verbose, began_at=began_at, warnings=warnings
+    )
+
+
+def advise(spec: Spec) -> list[str]:
+    """What is allowed and likely not meant."""
+    most = spec.batch.micro_batches
+    if spec.workers.max > most:
+        return [
+            f"workers.max = {spec.workers.max} is above the {most} micro-batches of a step; "
+            f"{most} workers are the most that can share it (lower batch.micro for more)"
+        ]
+    return []
+
+
+def check_storage(spec: Spec) -> None:
+    """Write and remove a file where the run's files will go. StorageError where that cannot be done."""
+    folder = Path(spec.checkpoint.storage)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-"):
+            pass
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise StorageError(
+            f"checkpoint.storage: cannot write in {str(folder)!r}: {reason}; name a folder that can be written"
+        ) from error

@@ -1,0 +1,35 @@
+"""What each Ray Train worker runs: it joins the group, loads the job and hands over to `fit`."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any
+
+import ray.train
+import ray.train.torch
+
+from lockstep.errors import LockstepError
+from lockstep.job import load_job
+from lockstep.orchestration.local import NoRecord
+from lockstep.orchestration.recorder_actor import RemoteRecord
+from lockstep.spec import validate
+from lockstep.train.failure import told
+from lockstep.train.group import Group
+from lockstep.train.loop import RunRecord, fit
+
+
+def worker_main(config: dict[str, Any]) -> None:
+    """Train as one worker. `config`: the spec's document, the recorder actor, and the folder to import the job from."""
+    if config["import_from"] not in sys.path:
+        sys.path.insert(0, config["import_from"])
+    group = Group.join(ray.train.torch.get_device())
+    recorder = config["recorder"]
+    record: RunRecord = RemoteRecord(recorder) if ray.train.get_context().get_world_rank() == 0 else NoRecord()
+    try:
+        spec = validate(config["spec"])
+        fit(spec, load_job(spec.job.use, spec.job.params), group, record)
+    except Exception as error:
+        known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
+        ray.get(recorder.broke.remote(type(known)(str(known)), traceback.format_exc()))
+        raise

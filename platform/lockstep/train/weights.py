@@ -1,0 +1,41 @@
+"""Weights in files: safetensors, from which nothing can run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor, nn
+
+from lockstep.errors import SpecError, StorageError
+
+
+def save_weights(folder: Path, weights: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
+    """Write each of `weights` to `<folder>/weights/<name>.safetensors`, whole or not at all. Returns the files."""
+    return [_save(folder / "weights" / f"{name}.safetensors", tensors) for name, tensors in weights.items()]
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    aside = path.with_suffix(".partial")
+    # Tied weights share memory, which safetensors refuses: each name gets tensors of its own.
+    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(own, aside)
+        aside.replace(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise StorageError(f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved") from error
+    return path
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fill the model from a safetensors file. SpecError where the file cannot be read or does not fit."""
+    try:
+        model.load_state_dict(safetensors.torch.load_file(path))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise SpecError(f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file") from error
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise SpecError(f"initial_weights: {str(path)!r} does not fit the job's model: {text}") from error

@@ -1,0 +1,251 @@
+"""Time of a Lockstep step against the step of a hand-written DistributedDataParallel loop. Run by `make bench`.
+
+`fit` itself is measured, whole. It runs into a record that counts its steps; after each block of them the record
+runs two blocks of hand-written steps, from two instances of one loop, before it returns. So both sides share the
+processes, the gloo group, the one intra-op thread, the environment and the strict determinism flags that `fit`
+sets; they take micro-batches of the same shape from the same dataset, and whatever slows the machine down for
+longer than a block slows all three. Lockstep over the first loop is the ratio; the second loop over the first
+is the noise (A/A). Of both, the median over the rounds and a 95 % interval of it by order statistics.
+
+    python -m tests.benchmarks.step_time [--quick] [--json FILE] [--only SUBSTRING]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.job import load_job
+from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.spec import load_spec
+from lockstep.train.determinism import WORKER_ENVIRONMENT
+from lockstep.train.group import Group
+from lockstep.train.loop import fit
+from tests.benchmarks import handwritten
+from tests.distributed.pool import Pool
+
+BLOCK_S = 0.06
+"""Seconds of a block, about: long enough to bury the caches' change of hands, short enough that noise hits all."""
+
+WARM_UP = 10
+"""Steps that each side takes before the first round."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One contest. `mean_loss` names the hand-written loss; `limit` is the ratio wanted, None where none is."""
+
+    name: str
+    workers: int
+    reduction: str
+    limit: float | None
+    job: str
+    batch: tuple[int, int]
+    mean_loss: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def cases() -> Iterator[Case]:
+    """The tiny MLP and the GPT, by workers, micro-batches and reduction."""
+    for workers, micro_batches in ((2, 2), (2, 8), (1, 2), (1, 8), (4, 4), (4, 8)):
+        for reduction in ("native", "exact"):
+            yield Case(
+                f"mlp M={micro_batches}",
+                workers,
+                reduction,
+                1.05 if workers == 2 else None,
+                "tests.benchmarks.mlp:MLP",
+                (256, 256 // micro_batches),
+                "classification",
+            )
+    for reduction in ("native", "exact"):
+        yield Case(
+            "gpt M=8",
+            2,
+            reduction,
+            1.02,
+            "jobs.stdlib_gpt.job:StdlibGPT",
+            (32, 4),
+            "language",
+            {"corpus_bytes": 400_000},
+        )
+
+
+# --- in the workers ---------------------------------------------------------------------------------------
+
+
+class Contest:
+    """The record that `fit` writes to: times its blocks of steps, and runs the hand-written ones between them.
+
+    `times` has a row a round: seconds of a step of Lockstep, of the hand-written loop, and of that loop again.
+    """
+
+    def __init__(self, first: Iterator[float], second: Iterator[float], block: int) -> None:
+        self.loops = (first, second)
+        self.block = block
+        self.times: list[tuple[float, float, float]] = []
+        self._steps = -WARM_UP
+        self._began = 0.0
+
+    def started(self, facts: Mapping[str, Any]) -> None:
+        for loop in self.loops:
+            steps(loop, WARM_UP)
+
+    def step(self, row: StepRow) -> None:
+        self._steps += 1
+        if self._steps == self.block:
+            self._round(time.perf_counter() - self._began)
+        if self._steps in (0, self.block):
+            self._steps = 0
+            dist.barrier()
+            self._began = time.perf_counter()
+
+    def _round(self, own: float) -> None:
+        """The loops take turns in going first: neither is always nearer to Lockstep's block."""
+        turn = len(self.times) % 2
+        taken = [0.0, 0.0]
+        for i in (turn, 1 - turn):
+            taken[i] = steps(self.loops[i], self.block)
+        self.times.append((own / self.block, taken[0] / self.block, taken[1] / self.block))
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        pass
+
+    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+        pass
+
+
+def steps(loop: Iterator[float], count: int) -> float:
+    """Take `count` steps of a hand-written loop; the seconds they took."""
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(count):
+        next(loop)
+    return time.perf_counter() - began
+
+
+def contest(case: Case, rounds: int) -> list[tuple[float, float, float]]:
+    """One worker's part of a contest: seconds of a step, a row a round (see Contest)."""
+    torch.set_num_threads(1)
+    document = {
+        "job": {"use": case.job, "params": dict(case.params)},
+        "seed": 17,
+        "batch": {"global": case.batch[0], "micro": case.batch[1]},
+        "optimizer": {"lr": 1e-3},
+        "clip_norm": 1.0,
+        "reduction": case.reduction,
+        "evaluate": {"every": {"steps": 1_000_000}},
+    }
+    spec = load_spec(document)
+    job = load_job(spec.job.use, spec.job.params)
+    loss = getattr(handwritten, case.mean_loss)
+    loops = [handwritten.training(spec, job, loss) for _ in range(2)]
+    block = block_length(loops[0])
+    spec = load_spec(document, [f"length.steps={WARM_UP + rounds * block}"])
+    record = Contest(loops[0], loops[1], block)
+    fit(spec, job, Group.join(torch.device("cpu")), record)
+    return record.times
+
+
+def block_length(loop: Iterator[float]) -> int:
+    """Steps that take BLOCK_S, at least three; the same on every rank."""
+    steps(loop, WARM_UP)
+    step_s = [steps(loop, 3) / 3 for _ in range(5)]
+    agreed = torch.tensor(median(step_s))
+    dist.broadcast(agreed, src=0)
+    return max(3, round(BLOCK_S / float(agreed)))
+
+
+# --- in the driver ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:5.3f} [{self.low:5.3f}, {self.high:5.3f}]"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The median and the order statistics that hold it with 95 % confidence (David & Nagaraja 2003, 7.1)."""
+    ordered, n = sorted(values), len(values)
+    below, outside = 0, math.comb(n, 0) / 2**n
+    while below < (n - 1) // 2 and outside <= 0.025:
+        below += 1
+        outside += math.comb(n, below) / 2**n
+    skip = max(0, below - 1)
+    return Estimate(median(ordered), ordered[skip], ordered[n - 1 - skip])
+
+
+def measure(pool: Pool, case: Case, rounds: int) -> dict[str, Any]:
+    """Hold one contest and sum it up. A block takes as long as on the slowest rank."""
+    ranks = pool.run(case.workers, contest, case, rounds)
+    times = [[max(rank[r][side] for rank in ranks) for side in range(3)] for r in range(rounds)]
+    return {
+        **asdict(case),
+        "rounds": rounds,
+        "handwritten_ms": 1e3 * median(hand for _, hand, _ in times),
+        "lockstep_ms": 1e3 * median(own for own, _, _ in times),
+        "ratio": asdict(estimate([own / hand for own, hand, _ in times])),
+        "a_a": asdict(estimate([again / hand for _, hand, again in times])),
+    }
+
+
+HEADER = f"{'case':8} {'W':>1} {'reduction':9} {'by hand':>9} {'Lockstep':>9}   {'ratio [95 %]':20}   {'A/A [95 %]':20}  wanted"
+
+
+def line(result: Mapping[str, Any]) -> str:
+    """One result as a row of the table."""
+    ratio, limit = Estimate(**result["ratio"]), result["limit"]
+    wanted = "" if limit is None else f"{'ok' if ratio.median <= limit else 'OVER'} {limit:.2f}"
+    return (
+        f"{result['name']:8} {result['workers']} {result['reduction']:9} {result['handwritten_ms']:6.2f} ms "
+        f"{result['lockstep_ms']:6.2f} ms   {ratio}   {Estimate(**result['a_a'])}  {wanted}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two workers alone, the fewest rounds")
+    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--only", default="", help="only the cases whose row begins with this, as in 'mlp M=8 2'")
+    options = parser.parse_args()
+    rounds = 30 if options.quick else 60
+    chosen = [
+        case
+        for case in cases()
+        if f"{case.name} {case.workers} {case.reduction}".startswith(options.only)
+        and (case.workers == 2 or not options.quick)
+    ]
+    os.environ.update(WORKER_ENVIRONMENT, OMP_NUM_THREADS="1")  # before a worker starts
+    print(HEADER)
+    pool = Pool(max(case.workers for case in chosen))
+    results = []
+    try:
+        for case in chosen:
+            results.append(measure(pool, case, rounds))
+            print(line(results[-1]), flush=True)
+    finally:
+        pool.close()
+    if options.json is not None:
+        options.json.write_text(json.dumps({"rounds": rounds, "torch": torch.__version__, "cases": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

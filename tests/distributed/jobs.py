@@ -1,0 +1,229 @@
+"""Jobs for the tests of training: the real ones with less data, and small ones that each show one thing."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+import lockstep
+from jobs.digits.job import Digits
+from jobs.stdlib_gpt.job import StdlibGPT
+
+
+class FewDigits(Digits):
+    """jobs.digits on its first images: dropout, BatchNorm, augmentation from three generators."""
+
+    class Params(Digits.Params):
+        train_samples: int
+        eval_samples: int
+
+    params: Params
+
+    def train_data(self) -> Dataset[tuple[Tensor, int]]:
+        return Subset(super().train_data(), range(self.params.train_samples))
+
+    def eval_data(self) -> Dataset[tuple[Tensor, int]]:
+        return Subset(super().eval_data(), range(self.params.eval_samples))
+
+
+class FewPieces(StdlibGPT):
+    """jobs.stdlib_gpt on its first pieces: dropout, weights that are counts of bytes."""
+
+    class Params(StdlibGPT.Params):
+        train_samples: int
+        eval_samples: int
+
+    params: Params
+
+    def train_data(self) -> Dataset[Tensor]:
+        return Subset(super().train_data(), range(self.params.train_samples))
+
+    def eval_data(self) -> Dataset[Tensor]:
+        return Subset(super().eval_data(), range(self.params.eval_samples))
+
+
+def points(samples: int, features: int = 8) -> tuple[Tensor, Tensor]:
+    """Points (samples, features) and which of three classes each is in, by a rule that can be learnt."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, features, generator=generator)
+    return x, x[:, :3].argmax(1)
+
+
+class Plain(lockstep.Job):
+    """A perceptron that draws nothing while it trains, so that any other loop can be held against it."""
+
+    class Params(lockstep.Params):
+        samples: int = 64
+        norm: Literal["none", "layer", "batch"] = "layer"
+        width: int = 16
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        width = self.params.width
+        norm = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}[self.params.norm]
+        args = () if self.params.norm == "none" else (width,)
+        return nn.Sequential(nn.Linear(8, width), norm(*args), nn.Tanh(), nn.Linear(width, 3))
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(self.params.samples))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x).float(), y, reduction="sum"), len(y))
+
+
+class Centre(nn.Module):
+    """Takes a running mean away, and its forward in training *reads* the buffer that it writes."""
+
+    mean: Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().float().mean(0), 0.1)
+        return x - self.mean
+
+
+class Centred(Plain):
+    """A job whose bits depend on which buffers a micro-batch starts from."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Centre(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Words(lockstep.Job):
+    """Sums over tokens of pieces of very different length; with `own_mean`, the mean of the micro-batches' means."""
+
+    class Params(lockstep.Params):
+        samples: int = 13
+        own_mean: bool = False
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 11))
+
+    def train_data(self) -> Dataset[Any]:
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.randint(2, 40, (self.params.samples,), generator=generator).tolist()
+        return [torch.randint(11, (length,), generator=generator) for length in lengths]  # type: ignore[return-value]
+
+    def collate(self, samples: Sequence[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
+        targets = batch[:, 1:].flatten()
+        logits = model(batch[:, :-1].clamp(min=0)).flatten(0, 1)
+        total, count = F.cross_entropy(logits, targets, reduction="sum"), (targets >= 0).sum()
+        return lockstep.Loss(total / count, 1.0) if self.params.own_mean else lockstep.Loss(total, count)
+
+
+class Numbered(lockstep.Job):
+    """Counts in its evaluation how often each sample was seen."""
+
+    class Params(lockstep.Params):
+        eval_samples: int
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_data(self) -> Dataset[Any]:
+        return list(range(4))  # type: ignore[return-value]
+
+    def eval_data(self) -> Dataset[Any]:
+        return list(range(self.params.eval_samples))  # type: ignore[return-value]
+
+    def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
+        return lockstep.Loss(model(batch.float().unsqueeze(1)).sum(), len(batch))
+
+    def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, lockstep.Mean]:
+        return {f"seen {i}": lockstep.Mean((batch == i).sum(), len(batch)) for i in range(self.params.eval_samples)}
+
+
+class Overflowing(lockstep.Job):
+    """In fp16, the gradient of the samples in `bombs` overflows at every scale though their loss is finite."""
+
+    class Params(lockstep.Params):
+        samples: int = 32
+        bombs: tuple[int, int] = (0, 0)
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def train_data(self) -> Dataset[Any]:
+        x, y = points(self.params.samples)
+        factor = torch.ones(self.params.samples)
+        factor[slice(*self.params.bombs)] = 1e25
+        return TensorDataset(x, y, factor)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y, factor = batch
+        losses = F.cross_entropy(model(x).float(), y, reduction="none") * factor
+        return lockstep.Loss(losses.sum(), len(y))
+
+
+class Branching(Plain):
+    """Two heads; from sample `first` on (in the order of the data) only one of them is used."""
+
+    class Params(Plain.Params):
+        first: int = 0
+        declared: bool = False
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        return Heads()
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(self.params.samples), torch.arange(self.params.samples))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y, index = batch
+        logits = model(x, both=bool((index < self.params.first).all()))
+        return lockstep.Loss(F.cross_entropy(logits, y, reduction="sum"), len(y))
+
+    def conditional_parameters(self, model: nn.Module) -> Iterable[str]:
+        return ["second.weight", "second.bias"] if self.params.declared else []
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 3)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+class Unseeded(Plain):
+    """Its initial weights come from the operating system, so every rank has others."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        with torch.no_grad():
+            next(model.parameters()).mul_(1 + int.from_bytes(os.urandom(4), "little") / 2**32)
+        return model
+
+
+def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and gradient of each parameter."""
+    return ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
+
+
+BITS = 1 / math.log(2)
