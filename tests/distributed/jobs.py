@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -219,11 +218,3 @@ class Unseeded(Plain):
         with torch.no_grad():
             next(model.parameters()).mul_(1 + int.from_bytes(os.urandom(4), "little") / 2**32)
         return model
-
-
-def parameters_by_name(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and gradient of each parameter."""
-    return ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
-
-
-BITS = 1 / math.log(2)

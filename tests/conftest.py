@@ -1,0 +1,34 @@
+"""What holds for every test: the environment of an exact run, and which tests wait to be asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+# Before the first matrix product of this process, and for the processes that tests start.
+os.environ.setdefault("MKL_CBWR", "AVX2")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+WARNINGS_OF_OTHERS = (
+    # From python 3.12 on: loader processes are forked on purpose, and run nothing of torch's threads.
+    "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sys.flags.hash_randomization and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise pytest.UsageError("exact runs need fixed string hashing: PYTHONHASHSEED=0 pytest … (make test does so)")
+    for line in WARNINGS_OF_OTHERS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the full products to `-m exact`; the default run has a covering part of each."""
+    if "exact" in config.option.markexpr:
+        return
+    left = [item for item in items if item.get_closest_marker("exact")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]

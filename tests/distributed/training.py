@@ -1,0 +1,195 @@
+"""Runs of `fit` for tests, and what of a run must be one value however it was executed.
+
+The functions here are called by name in the processes of a pool, or directly in the test's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lockstep.plan
+import lockstep.train.reduction
+import lockstep.train.setup
+import lockstep.train.step
+from lockstep.job import Job, load_job
+from lockstep.record.ledger import DETERMINISTIC, EvaluationRow, StepRow
+from lockstep.spec import load_spec
+from lockstep.train.buffers import StepBuffers
+from lockstep.train.digest import weights_digest
+from lockstep.train.group import Group
+from lockstep.train.loop import fit
+from lockstep.train.reduction import TreeReduction
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run came to. Two are equal where every bit that the guarantees cover is; numbers are kept as hex."""
+
+    weights_digest: str
+    identity: str
+    rows: tuple[Any, ...]
+    evaluations: tuple[Any, ...]
+    digests: tuple[str, ...]
+    """Of the model's state after each step."""
+    summary: dict[str, Any] = field(compare=False)
+    steps: tuple[StepRow, ...] = field(compare=False)
+    buckets: int = field(compare=False)
+    """DDP buckets of the step that had the fewest, 0 without the exact reduction."""
+    gradients: dict[str, Tensor] = field(compare=False)
+    """Of the last step, by parameter."""
+
+
+class Kept:
+    """A run's record in memory, with a digest of the model after each step."""
+
+    def __init__(self, model: list[nn.Module]) -> None:
+        self.facts: dict[str, Any] = {}
+        self.steps: list[StepRow] = []
+        self.evaluations: list[EvaluationRow] = []
+        self.digests: list[str] = []
+        self.buckets: list[int] = []
+        self._model = model
+
+    def started(self, facts: Mapping[str, Any]) -> None:
+        self.facts = dict(facts)
+
+    def step(self, row: StepRow) -> None:
+        self.steps.append(row)
+        self.digests.append(weights_digest(self._model[0].state_dict()))
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        self.evaluations.append(row)
+
+    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+        assert weights_digest(weights["final"]) == summary["weights_digest"]
+
+
+def train(document: Document) -> Trained:
+    """`fit` on the job that the spec names, in the process group at hand or alone."""
+    spec = load_spec(document)
+    return train_job(document, load_job(spec.job.use, spec.job.params))
+
+
+def train_job(document: Document, job: Job) -> Trained:
+    """`fit` on `job`; the spec's own job is not looked at but for its source."""
+    made: list[nn.Module] = []
+    record = Kept(made)
+    with _model_seen(job, made), _buckets_counted(record.buckets):
+        summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record)
+    per_step = len(record.buckets) and [record.buckets.count(i) for i in set(record.buckets)]
+    return Trained(
+        weights_digest=summary["weights_digest"],
+        identity=summary["identity"],
+        rows=tuple(bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in record.steps),
+        evaluations=tuple((row.step, row.epoch, bits(row.metrics)) for row in record.evaluations),
+        digests=tuple(record.digests),
+        summary=summary,
+        steps=tuple(record.steps),
+        buckets=min(per_step) if per_step else 0,
+        gradients={name: p.grad.clone() for name, p in made[0].named_parameters() if p.grad is not None},
+    )
+
+
+def bits(value: Any) -> Any:
+    """`value` with floats as hexadecimal text, under which NaN equals itself and 0.0 is not -0.0."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return tuple((name, bits(inner)) for name, inner in sorted(value.items()))
+    return value
+
+
+@contextmanager
+def _model_seen(job: Job, made: list[nn.Module]) -> Iterator[None]:
+    make = job.model
+
+    def seen() -> nn.Module:
+        made[:] = [make()]
+        return made[0]
+
+    with mock.patch.object(job, "model", seen):
+        yield
+
+
+@contextmanager
+def _buckets_counted(steps: list[int]) -> Iterator[None]:
+    """Note the number of its step for every bucket that the hook is called with."""
+
+    class Counted(TreeReduction):
+        begun = 0
+
+        def begin(self, *args: Any) -> None:
+            self.begun += 1
+            super().begin(*args)
+
+        def __call__(self, state: object, bucket: dist.GradBucket) -> Any:
+            steps.append(self.begun)
+            return super().__call__(state, bucket)
+
+    with mock.patch.object(lockstep.train.step, "TreeReduction", Counted):
+        yield
+
+
+# --- broken variants: each takes one mechanism away --------------------------------------------------------
+
+
+def train_left_fold(document: Document) -> Trained:
+    """Gradients summed from left to right: within a worker, then over the workers."""
+
+    def adjoining(left: range, right: range, leaves: int) -> bool:
+        return left.stop == right.start
+
+    caches = (lockstep.plan.nodes, lockstep.plan.worker_ranges)
+    try:
+        with (
+            mock.patch.object(lockstep.plan, "are_siblings", adjoining),
+            mock.patch.object(lockstep.train.reduction, "are_siblings", adjoining),
+        ):
+            for cache in caches:
+                cache.cache_clear()
+            return train(document)
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def train_rank_seeds(document: Document) -> Trained:
+    """The usual recipe of one seed a rank."""
+    seed_all, rank = lockstep.train.step.seed_all, dist.get_rank()
+    with mock.patch.object(lockstep.train.step, "seed_all", lambda *key, **more: seed_all(rank, *key, **more)):
+        return train(document)
+
+
+def train_buffers_left(document: Document) -> Trained:
+    """Each micro-batch starts from the buffers that the one before it left."""
+    with mock.patch.object(StepBuffers, "restore", lambda self: None):
+        return train(document)
+
+
+def train_buffers_apart(document: Document) -> Trained:
+    """Every rank keeps the buffers of its own micro-batches."""
+
+    def keep_own(self: StepBuffers, flagged: object) -> None:
+        with torch.no_grad():
+            for i, buffer in enumerate(self.buffers):
+                self._before[i].copy_(buffer)
+
+    with mock.patch.object(StepBuffers, "restore", lambda self: None), mock.patch.object(StepBuffers, "end_step", keep_own):
+        return train(document)
+
+
+def train_mixed_numerics(document: Document) -> Trained:
+    """One rank is another kind of machine."""
+    probe = f"{dist.get_rank():016x}"
+    with mock.patch.object(lockstep.train.setup, "numerics_probe", lambda device: probe):
+        return train(document)
