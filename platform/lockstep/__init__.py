@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.errors import LockstepError
     from lockstep.job import Job, Loss, Mean, Params
-    from lockstep.orchestration.runs import Result, train
+    from lockstep.orchestration.result import Result
+    from lockstep.orchestration.runs import train
     from lockstep.randomness import rng
     from lockstep.spec import Spec, load_spec
 
@@ -24,7 +25,7 @@ _HOME = {
     "Loss": "lockstep.job",
     "Mean": "lockstep.job",
     "Params": "lockstep.job",
-    "Result": "lockstep.orchestration.runs",
+    "Result": "lockstep.orchestration.result",
     "Spec": "lockstep.spec",
     "load_spec": "lockstep.spec",
     "rng": "lockstep.randomness",

@@ -6,16 +6,14 @@ files and records go) never enters it.
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+from lockstep.source import job_source_digest
 from lockstep.spec import Spec
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record"})
@@ -44,64 +42,6 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
 def identity_digest(fields: Mapping[str, Any]) -> str:
     """sha256 over the fields as JSON with sorted names."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def job_source_digest(use: str) -> str:
-    """sha256 over the job's module and all that it imports from the same source root, found without running it."""
-    digest = hashlib.sha256()
-    for name, path in sorted(_sources(use.partition(":")[0]).items()):
-        digest.update(f"{name}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _sources(module: str) -> dict[str, Path]:
-    """File by module name: `module`, its packages, and what they import from below the same root."""
-    found: dict[str, Path] = {}
-    waiting = [module]
-    top = module.partition(".")[0]
-    root = _root(top)
-    while waiting:
-        name = waiting.pop()
-        path = _file(name, root)
-        if path is None or name in found:
-            continue
-        found[name] = path
-        waiting += _imports(path, name)
-        if "." in name:
-            waiting.append(name.rpartition(".")[0])
-    return found
-
-
-def _root(top: str) -> Path | None:
-    """The folder that holds the job's top-level module."""
-    loaded = sys.modules.get(top)
-    spec = getattr(loaded, "__spec__", None) or importlib.util.find_spec(top)
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations))).parent
-    return Path(spec.origin).parent if spec.origin else None
-
-
-def _file(name: str, root: Path | None) -> Path | None:
-    if root is None:
-        return None
-    base = root.joinpath(*name.split("."))
-    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
-
-
-def _imports(path: Path, name: str) -> Iterator[str]:
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
-            origin = ".".join(part for part in (base, node.module or "") if part)
-            yield origin
-            yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -32,7 +32,7 @@ def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
     """
     bits = digest64(key)
     torch.default_generator.manual_seed(bits)
-    np.random.mtrand._rand.seed(bits & 0xFFFFFFFF)  # type: ignore[attr-defined]
+    np.random.mtrand._rand.seed(bits & 0xFFFFFFFF)
     random.seed(bits)
     if cuda is not None:
         torch.cuda.default_generators[cuda.index or 0].manual_seed(bits)
@@ -47,5 +47,7 @@ def rng(stream: str = "") -> np.random.Generator:
     """
     key = _current.get()
     if key is None:
-        raise RuntimeError("lockstep.rng() is keyed by the micro-batch at hand: call it in loss, metrics or a dataset")
+        raise RuntimeError(
+            "lockstep.rng() is keyed by the micro-batch at hand: call it in loss, metrics or a dataset"
+        )
     return np.random.Generator(np.random.Philox(key=digest64((*key, "rng", stream))))

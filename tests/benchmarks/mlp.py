@@ -15,7 +15,7 @@ CLASSES = 10
 class MLP(lockstep.Job):
     class Params(lockstep.Params):
         features: int = 64
-        width: int = 256
+        width: int = 128
         depth: int = 2
         rows: int = 32768
         at_once: bool = False

@@ -47,6 +47,8 @@ class Pool:
         raise next((error for error in errors if isinstance(error, LockstepError)), errors[0])
 
     def close(self) -> None:
+        for _, pipe in self._workers:
+            pipe.close()
         for process, pipe in self._workers:
             _end(process, pipe, patience_s=10)
         self._folder.cleanup()

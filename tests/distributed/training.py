@@ -44,7 +44,7 @@ class Trained:
     summary: dict[str, Any] = field(compare=False)
     steps: tuple[StepRow, ...] = field(compare=False)
     buckets: int = field(compare=False)
-    """DDP buckets of the step that had the fewest, 0 without the exact reduction."""
+    """DDP buckets of a step from the second on (it rebuilds them after the first); 0 without the reduction."""
     gradients: dict[str, Tensor] = field(compare=False)
     """Of the last step, by parameter."""
 
@@ -86,7 +86,6 @@ def train_job(document: Document, job: Job) -> Trained:
     record = Kept(made)
     with _model_seen(job, made), _buckets_counted(record.buckets):
         summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record)
-    per_step = len(record.buckets) and [record.buckets.count(i) for i in set(record.buckets)]
     return Trained(
         weights_digest=summary["weights_digest"],
         identity=summary["identity"],
@@ -95,7 +94,7 @@ def train_job(document: Document, job: Job) -> Trained:
         digests=tuple(record.digests),
         summary=summary,
         steps=tuple(record.steps),
-        buckets=min(per_step) if per_step else 0,
+        buckets=min((record.buckets.count(step) for step in set(record.buckets) if step > 1), default=0),
         gradients={name: p.grad.clone() for name, p in made[0].named_parameters() if p.grad is not None},
     )
 

@@ -60,7 +60,9 @@ def as_text(report: dict[str, Any]) -> str:
     ]
     tail = plan["last_step_of_an_epoch"]
     if plan["dropped_samples_per_epoch"]:
-        lines.append(f"dropped           {plan['dropped_samples_per_epoch']} samples an epoch (data.drop_last)")
+        lines.append(
+            f"dropped           {plan['dropped_samples_per_epoch']} samples an epoch (data.drop_last)"
+        )
     elif tail["samples"] < plan["global_batch"]:
         lines.append(
             f"last step         {tail['samples']} samples in {tail['micro_batches']} micro-batches, weighted exactly"

@@ -27,12 +27,20 @@ app = typer.Typer(
 )
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides: optimizer.lr=1e-3")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides: optimizer.lr=1e-3")
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
-Uri = Annotated[str | None, typer.Option(help="the MLflow tracking URI; before record.uri and MLFLOW_TRACKING_URI")]
-Local = Annotated[bool, typer.Option("--local", help="train in this one process, without Ray; works under torchrun")]
+Uri = Annotated[
+    str | None, typer.Option(help="the MLflow tracking URI; before record.uri and MLFLOW_TRACKING_URI")
+]
+Local = Annotated[
+    bool, typer.Option("--local", help="train in this one process, without Ray; works under torchrun")
+]
 Address = Annotated[str | None, typer.Option(help="the Ray cluster: an address, auto or local")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="tracebacks, and what Ray prints")]
 
 

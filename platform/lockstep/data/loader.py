@@ -42,7 +42,7 @@ class MicroBatches(Dataset[Any]):
 
     def __getitem__(self, batch: MicroBatch) -> Any:
         """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
-        seed_all(self.seed, self.purpose, batch.step, batch.index)
+        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
         try:
             return map_tensors(self._collated(batch, self._fetched(batch)), aligned)
         except LockstepError as error:
@@ -64,7 +64,7 @@ class MicroBatches(Dataset[Any]):
             raise
         except Exception as error:
             raise JobError(
-                f"data: {what} failed (step {batch.step + 1}, micro-batch {batch.index}): {type(error).__name__}: {error}"
+                f"data: {what} failed (step {batch.step + 1}, micro-batch {batch.micro_batch}): {type(error).__name__}: {error}"
             ) from error
 
 
@@ -87,9 +87,11 @@ class Loader:
         self._loader = DataLoader(
             dataset,
             batch_size=None,
-            sampler=batches,  # type: ignore[arg-type]  # keys of a mapping-like dataset
+            sampler=batches,
             num_workers=processes,
-            multiprocessing_context="fork" if processes else None,  # shares the dataset's memory, needs no pickling
+            multiprocessing_context="fork"
+            if processes
+            else None,  # shares the dataset's memory, needs no pickling
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )

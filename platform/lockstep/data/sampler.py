@@ -17,10 +17,10 @@ from lockstep.plan import Plan, Position, clip
 
 
 class MicroBatch(NamedTuple):
-    """What a worker fetches at once: the samples `ids` of micro-batch `index` of step `step`."""
+    """What a worker fetches at once: the samples `ids` of one micro-batch of one step, both from 0."""
 
     step: int
-    index: int
+    micro_batch: int
     ids: list[int]
 
 

@@ -45,7 +45,7 @@ class DirectRecord:
         self.recorder = recorder
 
     def started(self, facts: Mapping[str, Any]) -> None:
-        self.recorder.started(facts)
+        self.recorder.started({**facts, "git": git_state(Path.cwd())})
 
     def step(self, row: StepRow) -> None:
         self.recorder.steps([row])
@@ -90,7 +90,6 @@ def _train_as(
     recorder = Recorder(spec)
     recorder.start()
     try:
-        recorder.started({"git": git_state(Path.cwd())})
         with _shown(recorder, progress):
             summary = fit(spec, job, group, DirectRecord(recorder))
     except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -25,7 +24,9 @@ class Silent:
 
     def say(self, text: str) -> None: ...
 
-    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None: ...
+    def show(
+        self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None
+    ) -> None: ...
 
 
 class Line:
@@ -61,7 +62,7 @@ class Line:
             self._live.update(text)
         elif step.epoch != self._epoch_shown:
             self._epoch_shown = step.epoch
-            print(text, file=sys.stderr, flush=True)
+            self.say(text)
 
 
 class Rate:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,6 @@ from typing import Any
 from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
-from lockstep.record.environment import git_state
 from lockstep.spec import Spec
 from lockstep.train.determinism import WORKER_ENVIRONMENT
 
@@ -32,7 +31,13 @@ _RAY_SETTINGS = {
 
 
 def train_on_ray(
-    spec: Spec, progress: Progress, *, address: str | None, verbose: bool, began_at: float, warnings: list[str]
+    spec: Spec,
+    progress: Progress,
+    *,
+    address: str | None,
+    verbose: bool,
+    began_at: float,
+    warnings: list[str],
 ) -> Result:
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
     with connected(address, verbose=verbose) as own_cluster:
@@ -46,6 +51,9 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
     import ray
 
+    threading.Thread(
+        target=importlib.import_module, args=("torch",), name="lockstep-import", daemon=True
+    ).start()
     if ray.is_initialized():
         yield False
         return
@@ -53,7 +61,9 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     try:
         context = ray.init(address=address, include_dashboard=None if address else False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"ray: cannot connect to {address or 'a local cluster'}: {_first_line(error)}") from error
+        raise ClusterError(
+            f"ray: cannot connect to {address or 'a local cluster'}: {_first_line(error)}"
+        ) from error
     try:
         yield address == "local" or _is_new(context)
     finally:
@@ -71,7 +81,14 @@ class _Driver:
     """One run on a connected cluster."""
 
     def __init__(
-        self, spec: Spec, progress: Progress, own_cluster: bool, began_at: float, warnings: list[str], *, verbose: bool
+        self,
+        spec: Spec,
+        progress: Progress,
+        own_cluster: bool,
+        began_at: float,
+        warnings: list[str],
+        *,
+        verbose: bool,
     ) -> None:
         self.spec = spec
         self.progress = progress
@@ -87,7 +104,6 @@ class _Driver:
 
         workers, resources = place(self.spec, ray.cluster_resources())
         recorder = start_recorder(self.spec, self.environment)
-        recorder.started.remote({"git": git_state(Path.cwd())})
         attempt = Attempt(self.spec, recorder, workers, resources, self.environment)
         try:
             self._watch(attempt, recorder)
@@ -103,7 +119,12 @@ class _Driver:
             ray.get(recorder.close.remote())
         run_id, url, folder = ray.get(recorder.names.remote())
         return result_of(
-            ending.summary, run_id=run_id, url=url, folder=folder, began_at=self.began_at, warnings=self.warnings
+            ending.summary,
+            run_id=run_id,
+            url=url,
+            folder=folder,
+            began_at=self.began_at,
+            warnings=self.warnings,
         )
 
     def _watch(self, attempt: Attempt, recorder: Any) -> None:
@@ -139,11 +160,16 @@ class Attempt:
     """One start of the worker group, in a thread: `fit` of Ray Train blocks, and owns signals in the main thread."""
 
     def __init__(
-        self, spec: Spec, recorder: Any, workers: int, resources: dict[str, float], environment: Mapping[str, str]
+        self,
+        spec: Spec,
+        recorder: Any,
+        workers: int,
+        resources: dict[str, float],
+        environment: Mapping[str, str],
     ) -> None:
         self.over = threading.Event()
         self.error: LockstepError | None = None
-        self._config = {"spec": spec.document(), "recorder": recorder, "import_from": str(Path.cwd())}
+        self._config = {"spec": spec.document(), "recorder": recorder, "folder": str(Path.cwd())}
         self._workers = workers
         self._resources = resources
         self._environment = environment

@@ -11,6 +11,7 @@ import ray
 from torch import Tensor
 
 from lockstep.errors import LockstepError
+from lockstep.record.environment import git_state
 from lockstep.record.ledger import EvaluationRow, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec
@@ -38,11 +39,15 @@ class Ending(NamedTuple):
 
 
 class RecorderActor:
-    """Methods in the group `write` are carried out in the order in which they were called."""
+    """Methods in the group `write` are carried out in the order in which they were called.
+
+    The store is opened with the first facts that a worker tells, just before the first step: opening MLflow takes
+    some four seconds of a processor, which would else be missing while the workers start.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self._recorder = Recorder(spec)
-        self._recorder.start()
+        self._open = False
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
         self._error: LockstepError | None = None
@@ -52,6 +57,12 @@ class RecorderActor:
     def started(self, facts: Mapping[str, Any]) -> None:
         self._total_steps = facts.get("plan", {}).get("total_steps", self._total_steps)
         self._recorder.started(facts)
+        self._start()
+
+    def _start(self) -> None:
+        if not self._open:
+            self._open = True
+            self._recorder.start()
 
     @ray.method(concurrency_group="write")
     def steps(self, rows: Sequence[StepRow]) -> None:
@@ -75,11 +86,13 @@ class RecorderActor:
     @ray.method(concurrency_group="write")
     def ended(self, message: str, details: str, status: str) -> None:
         """The run ended early, as the driver sees it."""
+        self._start()
         self._recorder.failed(message, details, status)  # type: ignore[arg-type]
 
     @ray.method(concurrency_group="write")
     def close(self) -> None:
         """Write what is left."""
+        self._start()
         self._recorder.close()
 
     @ray.method(concurrency_group="ask")
@@ -116,13 +129,14 @@ def start_recorder(spec: Spec, environment: Mapping[str, str]) -> Any:
 class RemoteRecord:
     """The record of rank 0 in a Ray worker: rows go to the actor in small packs, and nothing waits for them."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, folder: Path) -> None:
         self._actor = actor
+        self._folder = folder
         self._rows: list[StepRow] = []
         self._sent_at = 0.0
 
     def started(self, facts: Mapping[str, Any]) -> None:
-        self._actor.started.remote(dict(facts))
+        self._actor.started.remote({**facts, "git": git_state(self._folder)})
 
     def step(self, row: StepRow) -> None:
         self._rows.append(row)

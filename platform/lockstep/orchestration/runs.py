@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.errors import StorageError
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result
+from lockstep.source import check_job_source
 from lockstep.spec import Spec, load_spec
 
 
@@ -40,6 +41,7 @@ def train(
     warnings = advise(loaded)
     for text in warnings:
         progress.say(f"warning: {text}")
+    check_job_source(loaded.job.use)
     check_storage(loaded)
     if local:
         from lockstep.orchestration.local import train_here

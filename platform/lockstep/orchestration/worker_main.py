@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -20,12 +21,13 @@ from lockstep.train.loop import RunRecord, fit
 
 
 def worker_main(config: dict[str, Any]) -> None:
-    """Train as one worker. `config`: the spec's document, the recorder actor, and the folder to import the job from."""
-    if config["import_from"] not in sys.path:
-        sys.path.insert(0, config["import_from"])
+    """Train as one worker. `config`: the spec's document, the recorder actor, and the folder that it was started in."""
+    folder = config["folder"]
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     group = Group.join(ray.train.torch.get_device())
     recorder = config["recorder"]
-    record: RunRecord = RemoteRecord(recorder) if ray.train.get_context().get_world_rank() == 0 else NoRecord()
+    record: RunRecord = RemoteRecord(recorder, Path(folder)) if group.rank == 0 else NoRecord()
     try:
         spec = validate(config["spec"])
         fit(spec, load_job(spec.job.use, spec.job.params), group, record)

@@ -19,4 +19,4 @@ def checkpoint_activations(job: Job, model: nn.Module) -> None:
             "activation_checkpointing: the job names no module for it; return some from activation_checkpoints(model)"
         )
     for module in modules:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)

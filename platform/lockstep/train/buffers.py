@@ -54,7 +54,7 @@ class StepBuffers:
         if self.group.size > 1:
             joined = torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
             self.group.broadcast(joined)
-            parts = joined.split([value.numel() * value.element_size() for value in values])
+            parts = torch.split(joined, [value.numel() * value.element_size() for value in values])
             values = [_typed(part, value) for part, value in zip(parts, values, strict=True)]
         with torch.no_grad():
             for i, value in zip(flagged, values, strict=True):

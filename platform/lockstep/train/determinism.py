@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,11 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
 
     Raises DeterminismError where python's string hashing was left random at start-up.
     """
-    if kind == "strict" and sys.flags.hash_randomization and os.environ.get("PYTHONHASHSEED", "random") == "random":
+    if (
+        kind == "strict"
+        and sys.flags.hash_randomization
+        and os.environ.get("PYTHONHASHSEED", "random") == "random"
+    ):
         raise DeterminismError(
             "determinism strict: this python hashes strings at random; start it with PYTHONHASHSEED=0, "
             "or use the lockstep command, which does"
@@ -41,21 +45,31 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
         cudnn.benchmark,
     )
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(kind == "strict")
-    # Filling every new tensor with NaN costs more than it finds; the rehearsal turns it on for one micro-batch.
-    torch.utils.deterministic.fill_uninitialized_memory = False
     cudnn.benchmark = kind == "fast"
     try:
-        yield
+        # Filling every new tensor with NaN costs more than it finds; the rehearsal turns it on for one micro-batch.
+        with filled_memory(False):
+            yield
     finally:
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=before[2])
-        torch.utils.deterministic.fill_uninitialized_memory = before[3]
-        cudnn.benchmark = before[4]
+        cudnn.benchmark = before[3]
+
+
+@contextmanager
+def filled_memory(on: bool) -> Iterator[None]:
+    """Whether newly allocated tensors are filled with NaN (strict determinism only)."""
+    settings: Any = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = on
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
 
 
 def numerics_probe(device: torch.device) -> str:
@@ -68,7 +82,7 @@ def numerics_probe(device: torch.device) -> str:
     for name, result in _probe_results(device):
         values = result.detach().float().cpu().contiguous()
         digest.update(name.encode())
-        digest.update(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

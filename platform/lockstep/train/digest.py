@@ -21,5 +21,5 @@ def weights_digest(state: Mapping[str, Any]) -> str:
             continue
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -42,7 +42,15 @@ class Evaluation:
     """
 
     def __init__(
-        self, job: Job, data: Dataset[Any], group: Group, precision: Precision, *, micro_batch: int, seed: int, processes: int
+        self,
+        job: Job,
+        data: Dataset[Any],
+        group: Group,
+        precision: Precision,
+        *,
+        micro_batch: int,
+        seed: int,
+        processes: int,
     ) -> None:
         self.job = job
         self.group = group
@@ -66,7 +74,10 @@ class Evaluation:
                 for name, (total, weight) in row.items():
                     before = totals.get(name, (0.0, 0.0))
                     totals[name] = (before[0] + total, before[1] + weight)
-        return {f"eval/{name}": total / weight if weight else float("nan") for name, (total, weight) in totals.items()}
+        return {
+            f"eval/{name}": total / weight if weight else float("nan")
+            for name, (total, weight) in totals.items()
+        }
 
     def _own_totals(self, model: nn.Module) -> list[dict[str, tuple[float, float]]]:
         keys = (MicroBatch(0, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own)
@@ -75,7 +86,9 @@ class Evaluation:
             means = [self._means(model, i, batch) for i, batch in zip(self.own, loader, strict=True)]
         finally:
             loader.close()
-        return [{name: (float(mean.total), float(mean.weight)) for name, mean in row.items()} for row in means]
+        return [
+            {name: (float(mean.total), float(mean.weight)) for name, mean in row.items()} for row in means
+        ]
 
     def _end(self, i: int) -> int:
         return min((i + 1) * self.micro_batch, self.samples)

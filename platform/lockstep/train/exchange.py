@@ -65,7 +65,9 @@ class Exchange:
         payload = torch.zeros(self.micro_batches * self.width + self.flags, dtype=torch.float64)
         if self.group.device.type == "cpu":
             for m, row in self._rows.items():
-                payload[m * self.width : (m + 1) * self.width] = torch.tensor([float(v) for v in row], dtype=torch.float64)
+                payload[m * self.width : (m + 1) * self.width] = torch.tensor(
+                    [float(v) for v in row], dtype=torch.float64
+                )
         else:
             payload = payload.to(self.group.device)
             for m, row in self._rows.items():

@@ -21,11 +21,15 @@ def told(error: Exception, where: str) -> LockstepError:
             f"determinism strict: {operator[1]} has no deterministic kernel on this device ({where}); "
             "use another operator, or determinism=fast, whose runs cannot be repeated bit for bit"
         )
-    if isinstance(error, IndexError) and re.search(r"Target -?\d+ is out of bounds", text) or "Assertion `t >= 0 && t < n_classes`" in text:
+    if (
+        isinstance(error, IndexError) and re.search(r"Target -?\d+ is out of bounds", text)
+    ) or "Assertion `t >= 0 && t < n_classes`" in text:
         return JobError(
             f"job.loss: a label is out of range ({where}): {text}; labels must be 0 … classes - 1: "
             "check the labels of the data against the width of the model's output"
         )
     if isinstance(error, torch.cuda.OutOfMemoryError):
-        return JobError(f"out of GPU memory ({where}): lower batch.micro, or set activation_checkpointing=true; {text[:200]}")
+        return JobError(
+            f"out of GPU memory ({where}): lower batch.micro, or set activation_checkpointing=true; {text[:200]}"
+        )
     return JobError(f"the job failed ({where}): {type(error).__name__}: {text or 'no message'}")

@@ -83,7 +83,9 @@ def evaluate(run: Run, position: Position, record: RunRecord) -> tuple[dict[str,
     assert run.evaluate is not None
     began = time.perf_counter()
     metrics = run.evaluate(run.state.model)
-    record.evaluation(EvaluationRow(position.step + 1, position.epoch, metrics, time.perf_counter() - began, time.time()))
+    record.evaluation(
+        EvaluationRow(position.step + 1, position.epoch, metrics, time.perf_counter() - began, time.time())
+    )
     rule = run.spec.early_stop
     if rule is None:
         return metrics, False
@@ -92,7 +94,7 @@ def evaluate(run: Run, position: Position, record: RunRecord) -> tuple[dict[str,
     return metrics, run.state.best.judge(rule, metrics[rule.metric], position.step + 1, run.state.model)
 
 
-def kept_weights(run: Run) -> dict[str, Mapping[str, Tensor]]:
+def kept_weights(run: Run) -> Mapping[str, Mapping[str, Tensor]]:
     """The weights of the last step, and the best ones where early stopping kept them."""
     best = run.state.best.weights
     return {"final": tensors(run.state.model)} | ({"best": best} if best is not None else {})
@@ -105,7 +107,9 @@ def summarise(run: Run, metrics: dict[str, float], clock: Clock) -> dict[str, An
     digests = run.group.gather(digest)
     if len(set(digests)) > 1:
         strays = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        raise DriftError(f"after step {state.counters.step} ranks {strays} hold other weights than rank 0; this run is void")
+        raise DriftError(
+            f"after step {state.counters.step} ranks {strays} hold other weights than rank 0; this run is void"
+        )
     best = state.best.weights
     return {
         "identity": run.facts["identity"],
@@ -143,7 +147,10 @@ class Clock:
         else:
             self._steps, self._samples = self._steps + 1, self._samples + position.samples
             self._steady_s, self._steady_wait_s = self._steady_s + step_s, self._steady_wait_s + wait_s
-        self.last = {"train/loss": result.loss, **{f"train/{name}": value for name, value in result.parts.items()}}
+        self.last = {
+            "train/loss": result.loss,
+            **{f"train/{name}": value for name, value in result.parts.items()},
+        }
         return StepRow(
             step=position.step + 1,
             epoch=position.epoch,

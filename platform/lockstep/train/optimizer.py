@@ -19,7 +19,11 @@ def make_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim.O
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(spec, SGD):
         return torch.optim.SGD(
-            parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, nesterov=spec.nesterov
+            parameters,
+            lr=spec.lr,
+            momentum=spec.momentum,
+            weight_decay=spec.weight_decay,
+            nesterov=spec.nesterov,
         )
     kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
     return kind(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)

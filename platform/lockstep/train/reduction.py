@@ -12,6 +12,7 @@ that hangs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,7 @@ class TreeReduction:
     a plain all-reduce is the tree.
     """
 
-    def __init__(self, group: Group, plan: Plan, parameters: list[Tensor]) -> None:
+    def __init__(self, group: Group, plan: Plan, parameters: Sequence[Tensor]) -> None:
         self.group = group
         self.ranges = plan.ranges(group.size)
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -96,7 +97,7 @@ class TreeReduction:
         self._folded, self._apart, self._sent = folded, apart, []
         self.finished = False
 
-    def __call__(self, _state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def __call__(self, _state: object, bucket: Any) -> Future[Tensor]:
         gradients = bucket.gradients()
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
         for total in self._folded:
@@ -107,7 +108,7 @@ class TreeReduction:
             return work.get_future().then(_first)  # type: ignore[no-any-return]
         return self._exchange(bucket, indices)
 
-    def _exchange(self, bucket: dist.GradBucket, indices: list[int]) -> Future[Tensor]:
+    def _exchange(self, bucket: Any, indices: list[int]) -> Future[Tensor]:
         buffer = bucket.buffer()
         devices = [buffer.device] if buffer.is_cuda else None
         entry = _Bucket(buffer, Future(devices=devices))

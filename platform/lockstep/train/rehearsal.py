@@ -15,6 +15,7 @@ from lockstep.errors import JobError, LockstepError, NumericsError
 from lockstep.job import Loss, Mean
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
+from lockstep.train.determinism import filled_memory
 from lockstep.train.failure import told
 from lockstep.train.precision import Precision
 from lockstep.train.step import LossModule, missing_gradient
@@ -49,7 +50,9 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def rehearse(module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device) -> Rehearsal:
+def rehearse(
+    module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device
+) -> Rehearsal:
     """Run micro-batch 0 forward and backward on the bare model, and leave no trace of it.
 
     Raises the JobError, NumericsError or DeterminismError that the first step would meet, before it does.
@@ -57,7 +60,7 @@ def rehearse(module: LossModule, batch: Any, precision: Precision, *, seed: int,
     """
     where = "first micro-batch, before training"
     seed_all(seed, "rehearsal", cuda=device if device.type == "cuda" else None)
-    with _untouched(module.model) as before, _filled_memory():
+    with _untouched(module.model) as before, filled_memory(True):
         try:
             with precision.autocast():
                 loss = module(batch)
@@ -70,9 +73,13 @@ def rehearse(module: LossModule, batch: Any, precision: Precision, *, seed: int,
         missing = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
         if missing:
             raise missing_gradient(missing, where)
-        sparse = [name for name, p in module.model.named_parameters() if p.grad is not None and p.grad.is_sparse]
+        sparse = [
+            name for name, p in module.model.named_parameters() if p.grad is not None and p.grad.is_sparse
+        ]
         if sparse:
-            raise JobError(f"parameter {sparse[0]!r} has a sparse gradient, which has no fixed sum; use sparse=False")
+            raise JobError(
+                f"parameter {sparse[0]!r} has a sparse gradient, which has no fixed sum; use sparse=False"
+            )
         pairs = enumerate(zip(module.model.buffers(), before, strict=True))
         written = frozenset(i for i, (buffer, value) in pairs if not torch.equal(buffer, value))
     return Rehearsal(tuple(loss.parts), float(loss.total.detach()), written)
@@ -83,10 +90,16 @@ def _check_loss(loss: object, precision: Precision) -> None:
         raise JobError(f"job.loss: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
     total = loss.total
     if not isinstance(total, torch.Tensor) or total.dim() != 0:
-        got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+        got = (
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
+            else type(total).__name__
+        )
         raise JobError(f"job.loss: total is {got}, wanted a tensor of no dimension: the sum of the losses")
     if not total.requires_grad:
-        raise JobError("job.loss: total has no gradient; it must come from the model, without detach() or no_grad()")
+        raise JobError(
+            "job.loss: total has no gradient; it must come from the model, without detach() or no_grad()"
+        )
     value, weight = float(total.detach()), float(loss.weight)
     if not math.isfinite(value) and precision.name != "fp16":
         raise NumericsError(
@@ -97,7 +110,9 @@ def _check_loss(loss: object, precision: Precision) -> None:
         raise JobError(f"job.loss: weight is {weight}, wanted a number of samples or tokens, at least 0")
     for name, part in loss.parts.items():
         if not isinstance(part, Mean):
-            raise JobError(f"job.loss: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)")
+            raise JobError(
+                f"job.loss: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
+            )
 
 
 @contextmanager
@@ -111,13 +126,3 @@ def _untouched(model: nn.Module) -> Iterator[list[Tensor]]:
             for buffer, value in zip(model.buffers(), before, strict=True):
                 buffer.copy_(value)
         model.zero_grad(set_to_none=True)
-
-
-@contextmanager
-def _filled_memory() -> Iterator[None]:
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = before

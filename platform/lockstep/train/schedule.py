@@ -28,7 +28,9 @@ def rate_factor(schedule: Schedule, update: int, total: int) -> float:
             return float(schedule.gamma ** ((update - warmup) // schedule.every))
         case Linear() | Cosine():
             progress = min(1.0, (update - warmup) / max(1, total - warmup))
-            fall = 1.0 - progress if isinstance(schedule, Linear) else 0.5 * (1.0 + math.cos(math.pi * progress))
+            fall = (
+                1.0 - progress if isinstance(schedule, Linear) else 0.5 * (1.0 + math.cos(math.pi * progress))
+            )
             return schedule.final + (1.0 - schedule.final) * fall
 
 

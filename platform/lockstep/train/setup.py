@@ -50,7 +50,7 @@ class Run:
     facts: dict[str, Any]
 
     def loader(self) -> Loader:
-        """This worker's micro-batches from the state's step to the end of the run."""
+        """The worker's micro-batches from the state's step to the end of the run."""
         sampler = MicroBatchSampler(
             self.batches.samples,
             self.plan,
@@ -71,17 +71,29 @@ def prepare(spec: Spec, job: Job, group: Group) -> Run:
     state = TrainState(model, make_optimizer(job, model, spec.optimizer), precision)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     rehearsal = rehearse(
-        LossModule(job, model), _first(plan, batches, spec, group), precision, seed=spec.seed, device=group.device
+        LossModule(job, model),
+        _first(plan, batches, spec, group),
+        precision,
+        seed=spec.seed,
+        device=group.device,
     )
-    evaluate = eval_data and Evaluation(
-        job, eval_data, group, precision, micro_batch=plan.micro_batch, seed=spec.seed, processes=spec.data.loader_processes
-    )
-    if evaluate is None and spec.early_stop is not None:
+    evaluate = None
+    if eval_data is not None:
+        evaluate = Evaluation(
+            job,
+            eval_data,
+            group,
+            precision,
+            micro_batch=plan.micro_batch,
+            seed=spec.seed,
+            processes=spec.data.loader_processes,
+        )
+    elif spec.early_stop is not None:
         raise SpecError("early_stop: the job has no eval_data; give it some, or leave early_stop out")
     facts = _facts(spec, group, plan, evaluate, weights_digest(model.state_dict()))
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
-    return Run(spec, plan, group, state, step, evaluate or None, batches, facts)
+    return Run(spec, plan, group, state, step, evaluate, batches, facts)
 
 
 def make_plan(spec: Spec, samples: int) -> Plan:
@@ -96,7 +108,9 @@ def make_plan(spec: Spec, samples: int) -> Plan:
             steps=spec.length.steps,
         )
     except ValueError as error:
-        advice = "; lower batch.global or set data.drop_last=false" if samples else "; train_data holds no sample"
+        advice = (
+            "; lower batch.global or set data.drop_last=false" if samples else "; train_data holds no sample"
+        )
         raise SpecError(f"batch.global: {error}{advice}") from error
 
 

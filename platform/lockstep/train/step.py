@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,9 @@ class LossModule(nn.Module):
         if not self.conditional:
             return loss
         parameters = dict(self.model.named_parameters())
-        return Loss(loss.total + zero_term(parameters[name] for name in self.conditional), loss.weight, loss.parts)
+        return Loss(
+            loss.total + zero_term(parameters[name] for name in self.conditional), loss.weight, loss.parts
+        )
 
 
 def zero_term(parameters: Iterator[Tensor]) -> Tensor:
@@ -113,12 +115,12 @@ class Stepper:
         """DDP around the loss; it broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        wrapped = DistributedDataParallel(
-            self.module,
-            bucket_cap_mb=self.spec.workers.bucket_mb,
-            gradient_as_bucket_view=True,
-            **{buffers: False},
-        )
+        settings: dict[str, Any] = {
+            buffers: False,
+            "bucket_cap_mb": self.spec.workers.bucket_mb,
+            "gradient_as_bucket_view": True,
+        }
+        wrapped = DistributedDataParallel(self.module, **settings)
         if self.spec.reduction == "exact":
             self.reduction = TreeReduction(self.group, self.plan, self.parameters)
             wrapped.register_comm_hook(None, named_hook(self.reduction))
@@ -242,9 +244,13 @@ class Stepper:
         lr = set_rates(state.optimizer, self.base_rates, rate)
         skipped = not state.precision.update(state.optimizer)
         state.advance(position, skipped=skipped, weight=totals.weight)
-        parts = {name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()}
+        parts = {
+            name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()
+        }
         clipped = grad_norm * min(1.0, spec.clip_norm / (grad_norm + 1e-6)) if spec.clip_norm else grad_norm
-        return StepResult(totals.loss / totals.weight, totals.weight, parts, lr, grad_norm, clipped, scale, skipped)
+        return StepResult(
+            totals.loss / totals.weight, totals.weight, parts, lr, grad_norm, clipped, scale, skipped
+        )
 
     def _where(self, position: Position, m: int) -> str:
         return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}"

@@ -26,7 +26,9 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
         safetensors.torch.save_file(own, aside)
         aside.replace(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise StorageError(f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved") from error
+        raise StorageError(
+            f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
+        ) from error
     return path
 
 
@@ -35,7 +37,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         model.load_state_dict(safetensors.torch.load_file(path))
     except (OSError, safetensors.SafetensorError) as error:
-        raise SpecError(f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file") from error
+        raise SpecError(
+            f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file"
+        ) from error
     except RuntimeError as error:
         text = " ".join(str(error).split())
         raise SpecError(f"initial_weights: {str(path)!r} does not fit the job's model: {text}") from error

@@ -76,7 +76,7 @@ class Plain(lockstep.Job):
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         x, y = batch
-        return lockstep.Loss(F.cross_entropy(model(x).float(), y, reduction="sum"), len(y))
+        return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
 
 
 class Centre(nn.Module):
@@ -153,11 +153,12 @@ class Numbered(lockstep.Job):
 
 
 class Overflowing(lockstep.Job):
-    """In fp16, the gradient of the samples in `bombs` overflows at every scale though their loss is finite."""
+    """In fp16, the gradient of the samples in `bombs` overflows, fifty times in a row, though their loss is finite."""
 
     class Params(lockstep.Params):
         samples: int = 32
         bombs: tuple[int, int] = (0, 0)
+        force: float = 1e18
 
     params: Params
 
@@ -167,7 +168,7 @@ class Overflowing(lockstep.Job):
     def train_data(self) -> Dataset[Any]:
         x, y = points(self.params.samples)
         factor = torch.ones(self.params.samples)
-        factor[slice(*self.params.bombs)] = 1e25
+        factor[slice(*self.params.bombs)] = self.params.force
         return TensorDataset(x, y, factor)
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:

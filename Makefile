@@ -1,0 +1,53 @@
+# The same targets for people and for CI. Each does all its own set-up; a second run is quick.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALLED_TEST := $(VENV)/.installed-test
+
+# What `determinism: strict` needs in a process before python starts.
+export PYTHONHASHSEED := 0
+
+.PHONY: train test lint types imports unit exact bench clean
+
+train: $(INSTALLED)  ## train handwritten digits on two local workers
+	$(BIN)/lockstep train jobs/digits/train.yaml
+
+test: lint types imports unit  ## everything that has to hold
+
+lint: $(INSTALLED_TEST)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(INSTALLED_TEST)
+	$(BIN)/mypy
+
+imports: $(INSTALLED_TEST)
+	$(BIN)/lint-imports
+
+unit: $(INSTALLED_TEST)
+	$(BIN)/python -m pytest -q
+
+exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
+	$(BIN)/python -m pytest -q -m exact
+
+bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
+	$(BIN)/python tests/benchmarks/step_time.py
+	$(BIN)/python tests/benchmarks/first_step.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and by its pinned version: a range would fetch the newest build with its CUDA packages.
+$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[jobs]"
+	touch $@
+
+$(INSTALLED_TEST): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[jobs,test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info

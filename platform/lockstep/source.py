@@ -1,0 +1,103 @@
+"""The source of a job, read without running it: which files it is made of, and whether it is there at all."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import JobImportError, nearest
+
+
+def job_source_digest(use: str) -> str:
+    """sha256 over the job's module and all that it imports from the same source root."""
+    digest = hashlib.sha256()
+    for name, path in sorted(job_sources(use).items()):
+        digest.update(f"{name}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def job_sources(use: str) -> dict[str, Path]:
+    """File by module name: the job's module, its packages, and what they import from below the same root."""
+    module = use.partition(":")[0]
+    root = _root(module.partition(".")[0])
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = _file(name, root)
+        if path is None or name in found:
+            continue
+        found[name] = path
+        waiting += _imports(path, name)
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
+    return found
+
+
+def check_job_source(use: str) -> None:
+    """Find in milliseconds what would fail in a worker: no such module, a syntax error, no such class.
+
+    A name that is not plainly in the file is left to the import itself. Raises JobImportError.
+    """
+    module, colon, class_name = use.partition(":")
+    if not colon or not module or not class_name or "/" in module:
+        raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
+    path = _file(module, _root(module.partition(".")[0]))
+    if path is None:
+        if _importable(module):
+            return
+        raise JobImportError(
+            f"job.use: there is no module {module!r}; modules are looked up from {sys.path[0] or '.'!r}"
+        )
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        raise JobImportError(f"job.use: {path}, line {error.lineno}: SyntaxError: {error.msg}") from error
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    mentioned = {node.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if class_name not in classes | mentioned | assigned and "*" not in mentioned and classes:
+        raise JobImportError(f"job.use: {module!r} has no {class_name!r}{nearest(class_name, classes)}")
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _root(top: str) -> Path | None:
+    """The folder that holds the job's top-level module."""
+    loaded = sys.modules.get(top)
+    spec = getattr(loaded, "__spec__", None) or importlib.util.find_spec(top)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).parent
+    return Path(spec.origin).parent if spec.origin else None
+
+
+def _file(name: str, root: Path | None) -> Path | None:
+    if root is None:
+        return None
+    base = root.joinpath(*name.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+def _imports(path: Path, name: str) -> Iterator[str]:
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            origin = ".".join(part for part in (base, node.module or "") if part)
+            yield origin
+            yield from (f"{origin}.{alias.name}" for alias in node.names)

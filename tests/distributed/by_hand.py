@@ -1,0 +1,44 @@
+"""Data-parallel training as torch's own documentation writes it, to hold `fit` against."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lockstep.job import load_job
+from lockstep.randomness import seed_all
+from lockstep.spec import load_spec
+from lockstep.train.determinism import determinism
+from lockstep.train.digest import weights_digest
+from tests.distributed.training import Document
+
+
+def train_by_hand(document: Document, new_order_each_epoch: bool = True) -> list[str]:
+    """The digest of this rank's model after every step."""
+    spec = load_spec(document)
+    job = load_job(spec.job.use, spec.job.params)
+    assert spec.length.epochs is not None
+    digests = []
+    with determinism("strict", threads=1):
+        seed_all(spec.seed, "model")
+        model = DistributedDataParallel(job.model())
+        data = job.train_data()
+        sampler = DistributedSampler(data, shuffle=True, seed=spec.seed, drop_last=True)
+        loader = DataLoader(data, batch_size=spec.batch.micro, sampler=sampler, drop_last=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.05)
+        for epoch in range(spec.length.epochs):
+            if new_order_each_epoch:
+                sampler.set_epoch(epoch)
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16) if spec.precision == "bf16" else nullcontext():
+                    loss = F.cross_entropy(model(inputs), labels)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                digests.append(weights_digest(model.module.state_dict()))
+    return digests

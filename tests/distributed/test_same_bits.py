@@ -1,0 +1,208 @@
+"""G1: one run has one value of every bit, however many workers and loader processes execute it.
+
+What is compared (`Trained`): the weights' digest at the end and after every step, every deterministic column of the
+ledger, every metric of every evaluation, and the identity. The reference is `fit` in this very process, without
+any process group. The last step of every epoch is ragged, and every step after the first has six buckets or more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import DriftError
+from tests.distributed.covering import covering, pairs
+from tests.distributed.pool import Pool
+from tests.distributed.training import (
+    Document,
+    Trained,
+    train,
+    train_buffers_apart,
+    train_buffers_left,
+    train_left_fold,
+    train_rank_seeds,
+)
+
+ROOT = Path(__file__).parents[2]
+
+FACTORS = {
+    "job": ("digits", "gpt"),
+    "micro_batches": (6, 8),
+    "precision": ("fp32", "bf16", "fp16"),
+    "workers": (1, 2, 3, 4),
+    "loader_processes": (0, 2),
+}
+COVERING = covering(FACTORS)
+PRODUCT = list(product(*FACTORS.values()))
+
+
+def document(job: str, micro_batches: int, precision: str = "fp32", loader_processes: int = 0, **more: object) -> Document:
+    """A spec of six to ten steps in two epochs.
+
+    The tail of a digits epoch (102 samples) leaves every micro-batch two samples or more, as BatchNorm needs; that
+    of a gpt epoch (51) is three micro-batches of one sample, so that some of four workers have none.
+    """
+    jobs = {
+        "digits": {
+            "job": {
+                "use": "tests.distributed.small_jobs:FewDigits",
+                "params": {"width": 4, "dropout": 0.2, "augment": True, "train_samples": 102, "eval_samples": 37},
+            },
+            "batch": {"global": 5 * micro_batches, "micro": 5},
+            "schedule": {"name": "cosine", "warmup_steps": 2},
+            "workers": {"bucket_mb": 0.000038},  # 39 bytes: six of its parameters are as large
+        },
+        "gpt": {
+            "job": {
+                "use": "tests.distributed.small_jobs:FewPieces",
+                "params": {
+                    "depth": 1, "heads": 2, "head_width": 8, "context": 32, "dropout": 0.1, "corpus_bytes": 100_000,
+                    "train_samples": 51, "eval_samples": 13,
+                },
+            },
+            "batch": {"global": 2 * micro_batches, "micro": 2},
+            "schedule": {"name": "linear", "warmup_steps": 2},
+            "workers": {"bucket_mb": 0.0005},  # 524 bytes: seven are
+        },
+    }  # fmt: skip
+    return {
+        **jobs[job],
+        "seed": 3,
+        "length": {"epochs": 2},
+        "data": {"drop_last": False, "loader_processes": loader_processes},
+        "precision": precision,
+        "clip_norm": 1.0,
+        **more,
+    }
+
+
+@cache
+def reference(job: str, micro_batches: int, precision: str) -> Trained:
+    """The run in this process, alone and without loader processes."""
+    return train(document(job, micro_batches, precision))
+
+
+def check(pool: Pool, job: str, micro_batches: int, precision: str, workers: int, loader_processes: int) -> None:
+    every = pool.run(workers, train, document(job, micro_batches, precision, loader_processes))
+    assert every == [reference(job, micro_batches, precision)] * workers
+    if workers > 1:
+        assert min(trained.buckets for trained in every) >= 6
+
+
+@pytest.mark.parametrize(tuple(FACTORS), COVERING)
+def test_bits_do_not_depend_on_workers_or_loader_processes(
+    pool: Pool, job: str, micro_batches: int, precision: str, workers: int, loader_processes: int
+) -> None:
+    """G1, every pair of factors' values."""
+    check(pool, job, micro_batches, precision, workers, loader_processes)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(tuple(FACTORS), PRODUCT)
+def test_bits_do_not_depend_on_workers_or_loader_processes_in_full(
+    pool: Pool, job: str, micro_batches: int, precision: str, workers: int, loader_processes: int
+) -> None:
+    """G1, the full product."""
+    check(pool, job, micro_batches, precision, workers, loader_processes)
+
+
+def test_covering_set_shows_every_pair() -> None:
+    assert set().union(*map(pairs, COVERING)) == set().union(*map(pairs, PRODUCT))
+    assert len(COVERING) <= 16
+
+
+def test_matrix_trains_on_ragged_steps_and_evaluates() -> None:
+    """What the matrix compares is there: without it, equality would say little."""
+    for job in FACTORS["job"]:
+        trained = reference(job, 8, "fp32")
+        weights = [row.weight for row in trained.steps]
+        per_epoch = len(weights) // 2
+        assert len(weights) in range(6, 11)
+        assert weights[per_epoch - 1] < min(weights[: per_epoch - 1])
+        assert [step for step, _, _ in trained.evaluations] == [per_epoch, 2 * per_epoch]
+        assert all(row.parts for row in trained.steps)
+        assert len(set(trained.digests)) == len(weights)
+
+
+def test_another_seed_gives_other_bits() -> None:
+    assert train({**document("gpt", 8), "seed": 4}).weights_digest != reference("gpt", 8, "fp32").weights_digest
+
+
+def test_activation_checkpointing_keeps_the_bits(pool: Pool) -> None:
+    """Recomputing draws the same dropout; on two workers as well."""
+    on = document("gpt", 8, activation_checkpointing=True)
+    digests = {trained.weights_digest for trained in (train(on), *pool.run(2, train, on))}
+    assert digests == {reference("gpt", 8, "fp32").weights_digest}
+
+
+def test_buffers_that_forward_reads_keep_the_bits(pool: Pool) -> None:
+    """G1 where the bits depend on the buffers that a micro-batch starts from."""
+    alone = train(CENTRED)
+    for workers in (2, 3, 4):
+        assert pool.run(workers, train, CENTRED) == [alone] * workers
+
+
+CENTRED: Document = {
+    "job": {"use": "tests.distributed.small_jobs:Centred", "params": {"samples": 50}},
+    "batch": {"global": 16, "micro": 2},
+    "data": {"drop_last": False},
+    "length": {"epochs": 2},
+}
+
+
+def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
+    """G1: `fit` under torchrun, in a pool and in one process without any group are one run."""
+    spec = document("digits", 6)
+    script = Path(__file__).with_name("under_torchrun.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    done = subprocess.run(
+        [*command, json.dumps(spec), str(tmp_path)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    every = [pickle.loads(tmp_path.joinpath(f"{rank}.pickle").read_bytes()) for rank in range(2)]
+    assert every == [reference("digits", 6, "fp32")] * 2
+    assert [trained.summary["workers"] for trained in every] == [2, 2]
+
+
+# --- what breaks when a mechanism is taken away ------------------------------------------------------------
+
+
+def test_a_left_fold_gives_other_bits_on_other_workers(pool: Pool) -> None:
+    """The tree is what makes the sum one value: gradients added from left to right make it several."""
+    digests = {
+        pool.run(workers, train_left_fold, document("digits", 8))[0].weights_digest for workers in (1, 2, 4)
+    }
+    assert len(digests) == 3
+    assert reference("digits", 8, "fp32").weights_digest not in digests
+
+
+def test_a_seed_for_each_rank_gives_other_bits_on_other_workers(pool: Pool) -> None:
+    digests = {
+        pool.run(workers, train_rank_seeds, document("digits", 8))[0].weights_digest for workers in (1, 2, 4)
+    }
+    assert len(digests) == 3
+
+
+def test_buffers_that_are_not_restored_give_other_bits_on_other_workers(pool: Pool) -> None:
+    digests = {pool.run(workers, train_buffers_left, CENTRED)[0].weights_digest for workers in (1, 2, 4)}
+    assert len(digests) == 3
+
+
+def test_ranks_with_buffers_of_their_own_are_found_out(pool: Pool) -> None:
+    with pytest.raises(DriftError, match=r"after step 8 ranks \[1\] hold other weights than rank 0"):
+        pool.run(2, train_buffers_apart, CENTRED)
