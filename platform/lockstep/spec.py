@@ -439,14 +439,16 @@ def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
 
 def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
     record = spec.record
-    tracking = uri or record.uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     return spec.model_copy(
         update={
             "name": default_name,
             "initial_weights": _absolute_weights(spec.initial_weights) if spec.initial_weights else None,
             "checkpoint": spec.checkpoint.model_copy(update={"storage": _absolute(spec.checkpoint.storage)}),
             "record": record.model_copy(
-                update={"uri": _absolute_uri(tracking), "experiment": record.experiment or default_name}
+                update={
+                    "uri": tracking_uri(uri or record.uri),
+                    "experiment": record.experiment or default_name,
+                }
             ),
         }
     )
@@ -459,6 +461,11 @@ def _absolute(path: str) -> str:
 def _absolute_weights(given: str) -> str:
     """A run id stays as it is: a word of hexadecimal digits that is no file here."""
     return given if re.fullmatch("[0-9a-f]{32}", given) and not Path(given).exists() else _absolute(given)
+
+
+def tracking_uri(given: str | None) -> str:
+    """The tracking URI where `given` is what was asked for: else MLFLOW_TRACKING_URI, else a file in the working directory."""
+    return _absolute_uri(given or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db")
 
 
 def _absolute_uri(uri: str) -> str:

@@ -23,7 +23,9 @@ def train_loop(config):
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
     data = TensorDataset(images, torch.tensor(digits.target))
     model = prepare_model(
-        nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 10))
+        nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 10)
+        )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     loader = prepare_data_loader(DataLoader(data, batch_size=64, shuffle=True, drop_last=True))
@@ -37,10 +39,9 @@ def train_loop(config):
 
 if __name__ == "__main__":
     began_at = float(sys.argv[1])
+    import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
-
-    import ray
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "first-step")

@@ -53,7 +53,7 @@ def test_a_skipped_step_consumes_its_data_and_leaves_the_schedule(trained: Train
     assert [row.step for row in trained.steps] == [1, 2, 3, 4, 5, 6]
     rates = [row.lr for row in trained.steps]
     assert rates[2] == rates[3] == 1e-3
-    assert rates == [1e-3 * factor for factor in (1 / 3, 2 / 3, 1.0, 1.0, 1.0, 2 / 3)]
+    assert rates == [1e-3 * factor for factor in (1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1 - 1 / 3)]
 
 
 def test_a_skipped_step_is_counted(trained: Trained) -> None:

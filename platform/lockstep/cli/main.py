@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.errors import LockstepError
+from lockstep.spec import RECORD_OFF
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -99,6 +100,21 @@ def train(
         answer(result.as_dict(), lambda: _told(result.as_dict()))
 
 
+@app.command()
+def ui(
+    uri: Uri = None,
+    port: Annotated[int, typer.Option(help="the port on 127.0.0.1")] = 5000,
+    verbose: Verbose = False,
+) -> None:
+    """Open the MLflow UI on the run store, on this machine only."""
+    with answered(as_json=False, verbose=verbose):
+        from lockstep.orchestration.ui import serve_ui
+        from lockstep.spec import tracking_uri
+
+        print(f"http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning", file=sys.stderr)
+        serve_ui(tracking_uri(uri), port)
+
+
 @contextmanager
 def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any], Callable[[], str]], None]]:
     """Run a command: its answer goes to standard output, its errors become one line and an exit code.
@@ -155,12 +171,12 @@ def _yaml(document: dict[str, Any]) -> str:
 def _told(result: dict[str, Any]) -> str:
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in result["metrics"].items())
     lines = [
-        f"{result['status'].lower()}: step {result['step']}, epoch {result['epoch']}, {result['workers']} workers",
+        f"{result['status'].lower()}: step {result['step']}, epoch {result['epoch']}, {result['workers']} worker{'s' if result['workers'] > 1 else ''}",
         f"metrics           {metrics}",
         f"weights_digest    {result['weights_digest']}",
         f"run               {result['run_id']}",
         f"folder            {result['folder']}",
     ]
-    if result["url"]:
-        lines.append(f"look at it        {result['url']}")
+    if result["tracking_uri"] != RECORD_OFF:
+        lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")
     return "\n".join(lines)

@@ -3,12 +3,15 @@
 A micro-batch is fetched and collated in one call by one process, after that process seeded its generators from
 (seed, "data", step, m): neither the number of loader processes nor where a run was resumed can change a draw.
 Without loader processes the training thread fetches: a background thread would draw from the same generators.
+It fetches with one intra-op thread, as a forked process must, so that sums in a dataset are the same bits as well.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import ClusterError, JobError, LockstepError
 from lockstep.randomness import seed_all
 
 ALIGNMENT = 64
@@ -44,7 +47,8 @@ class MicroBatches(Dataset[Any]):
         """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
         seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
         try:
-            return map_tensors(self._collated(batch, self._fetched(batch)), aligned)
+            with one_thread():
+                return self._collated(batch, self._fetched(batch))
         except LockstepError as error:
             return error
 
@@ -63,8 +67,9 @@ class MicroBatches(Dataset[Any]):
         except LockstepError:
             raise
         except Exception as error:
+            text = " ".join(str(error).split()) or "no message"
             raise JobError(
-                f"data: {what} failed (step {batch.step + 1}, micro-batch {batch.micro_batch}): {type(error).__name__}: {error}"
+                f"data: {what} failed (step {batch.step + 1}, micro-batch {batch.micro_batch}): {type(error).__name__}: {text}"
             ) from error
 
 
@@ -99,10 +104,18 @@ class Loader:
 
     def __next__(self) -> Any:
         began = time.perf_counter()
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except RuntimeError as error:
+            lost = process_lost(error)
+            if lost is None:
+                raise
+            raise lost from error
         if isinstance(batch, LockstepError):
             raise batch
-        if self.device.type != "cpu":
+        if self.device.type == "cpu":
+            batch = map_tensors(batch, aligned)
+        else:
             batch = map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
         self.waited_s += time.perf_counter() - began
         return batch
@@ -117,6 +130,28 @@ class Loader:
             shut_down()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread for a while; it costs half a microsecond."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def process_lost(error: Exception) -> ClusterError | None:
+    """What torch's complaint about a loader process that is gone means, or None for any other error."""
+    text = " ".join(str(error).split())
+    if not text.startswith("DataLoader worker (pid"):
+        return None
+    return ClusterError(
+        f"data: a loader process was lost: {text}; often the machine is out of memory or shared memory: "
+        "lower data.loader_processes or batch.micro"
+    )
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor itself where its memory is aligned, else a copy that is."""
     if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
@@ -125,11 +160,13 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in its tuples, lists and dicts changed; other objects pass as they are."""
+    """`value` with every tensor in its tuples, lists and mappings changed; other objects pass as they are."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return type(value)({key: map_tensors(inner, change) for key, inner in value.items()})
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)  # a defaultdict or a UserDict is not made from a plain dict alone
+        changed.update({key: map_tensors(inner, change) for key, inner in value.items()})
+        return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(inner, change) for inner in value))
     if isinstance(value, (list, tuple)):

@@ -104,6 +104,7 @@ def _train_as(
         summary,
         run_id=recorder.run_id(),
         url=recorder.url(),
+        tracking_uri=spec.record.uri or "",
         folder=str(recorder.run_folder()),
         began_at=began_at,
         warnings=warnings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import tempfile
 import threading
 import uuid
@@ -22,7 +23,7 @@ from lockstep.train.determinism import WORKER_ENVIRONMENT
 POLL_S = 0.3
 """How often the driver looks at a run."""
 
-_RAY_SETTINGS = {
+RAY_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # 2 s by default: it delays the end of every run
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in a job mean the same in a worker
@@ -47,7 +48,7 @@ def train_on_ray(
 @contextmanager
 def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     """A connection to Ray; gives whether the cluster was started here and ends with the run."""
-    for name, value in {**_RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
+    for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
     import ray
 
@@ -57,6 +58,7 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
+    terminate = signal.getsignal(signal.SIGTERM)
     quiet = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         context = ray.init(address=address, include_dashboard=None if address else False, **quiet)
@@ -64,6 +66,8 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
         raise ClusterError(
             f"ray: cannot connect to {address or 'a local cluster'}: {_first_line(error)}"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminate)  # Ray sets one of its own, which ends the driver at once
     try:
         yield address == "local" or _is_new(context)
     finally:
@@ -122,6 +126,7 @@ class _Driver:
             ending.summary,
             run_id=run_id,
             url=url,
+            tracking_uri=self.spec.record.uri or "",
             folder=folder,
             began_at=self.began_at,
             warnings=self.warnings,

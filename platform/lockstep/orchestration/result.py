@@ -29,6 +29,7 @@ class Result:
     samples_per_s: float | None
     data_wait_share: float | None
     url: str
+    tracking_uri: str
     folder: str
     checkpoint: str | None = None
     warnings: list[str] = field(default_factory=list)
@@ -39,7 +40,14 @@ class Result:
 
 
 def result_of(
-    summary: Mapping[str, Any], *, run_id: str, url: str, folder: str, began_at: float, warnings: list[str]
+    summary: Mapping[str, Any],
+    *,
+    run_id: str,
+    url: str,
+    tracking_uri: str,
+    folder: str,
+    began_at: float,
+    warnings: list[str],
 ) -> Result:
     """The result of a run that came to its end, from the summary that its workers agreed on."""
     rest = {key: value for key, value in summary.items() if key != "first_step_at"}
@@ -50,6 +58,7 @@ def result_of(
         attempts=1,
         first_step_s=None if first is None else first - began_at,
         url=url,
+        tracking_uri=tracking_uri,
         folder=folder,
         warnings=warnings,
         **rest,

@@ -1,0 +1,91 @@
+"""Runs on real Ray: the same bits as anywhere else, one record, errors that explain themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import JobError, LockstepError, SpecError
+from lockstep.orchestration.result import Result
+from lockstep.orchestration.runs import train
+from lockstep.record.ledger import DETERMINISTIC, read_parquet
+
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    # Ray and MLflow leave sockets and temporary folders to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+]
+
+
+def spec(folder: Path, **changes: Any) -> dict[str, Any]:
+    base = {
+        "job": {"use": "jobs.digits.job:Digits", "params": {"width": 8}},
+        "length": {"steps": 14},
+        "batch": {"global": 192, "micro": 32},
+        "data": {"drop_last": False},
+        "clip_norm": 1.0,
+        "workers": {"min": 1, "max": 1},
+        "checkpoint": {"storage": str(folder / "runs")},
+        "record": {"uri": "off"},
+    }
+    return {**base, **changes}
+
+
+def columns(result: Result) -> list[dict[str, Any]]:
+    rows = read_parquet(Path(result.folder, "ledger.parquet"))
+    return [{name: repr(getattr(row, name)) for name in DETERMINISTIC} for row in rows]
+
+
+def test_digest_and_ledger_are_the_same_on_one_to_four_ray_workers(tmp_path: Path) -> None:
+    """G1 over workers, on Ray, with loader processes, and equal to the run in one plain process."""
+    here = train(spec(tmp_path), local=True)
+    for workers, loaders in ((1, 0), (2, 2), (3, 0), (4, 0)):
+        there = train(
+            spec(
+                tmp_path,
+                workers={"min": workers, "max": workers},
+                data={"drop_last": False, "loader_processes": loaders},
+            )
+        )
+        assert there.workers == workers
+        assert there.weights_digest == here.weights_digest
+        assert there.identity == here.identity
+        assert there.metrics == here.metrics
+        assert columns(there) == columns(here)
+
+
+def test_a_run_takes_as_many_workers_as_there_are(tmp_path: Path) -> None:
+    """Asked for up to six, a cluster of four gives four."""
+    assert train(spec(tmp_path, length={"steps": 2}, workers={"min": 1, "max": 6})).workers == 4
+
+
+def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"^workers\.min: got 5 workers of 1 CPU each, but the cluster has 4 CPU"
+    ):
+        train(spec(tmp_path, workers={"min": 5, "max": 5}))
+
+
+def test_an_error_in_a_worker_reaches_the_driver_as_one_line(tmp_path: Path) -> None:
+    """G7: the job's own mistake, told with its place; the run is marked FAILED with the traceback kept."""
+    with pytest.raises(JobError, match="a label is out of range") as caught:
+        train(
+            spec(
+                tmp_path,
+                job={"use": "tests.cluster.broken_jobs:LabelsOutOfRange"},
+                workers={"min": 2, "max": 2},
+            )
+        )
+    assert isinstance(caught.value, LockstepError)
+    assert "\n" not in str(caught.value)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert "IndexError" in (folder / "error.txt").read_text()
+
+
+def test_a_mistake_in_the_spec_that_only_data_show_is_a_spec_error(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"lower batch\.global or set data\.drop_last=false"):
+        train(spec(tmp_path, batch={"global": 4096, "micro": 512}, data={"drop_last": True}))

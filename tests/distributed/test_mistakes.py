@@ -1,0 +1,394 @@
+"""G7: what a user can get wrong in training is told in one line: what happened, where, and what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import DeterminismError, DriftError, JobError, LockstepError, NumericsError, SpecError
+from tests.distributed.pool import Pool
+from tests.distributed.small_jobs import Plain, points
+from tests.distributed.training import Document, train, train_job, train_mixed_numerics
+
+USE = "tests.distributed.small_jobs:Plain"
+
+
+def document(use: str = USE, params: dict[str, Any] | None = None, **more: Any) -> Document:
+    """Eight steps of two micro-batches."""
+    return {"job": {"use": use, "params": params or {}}, "batch": {"global": 8, "micro": 4}, **more}
+
+
+@contextmanager
+def told(kind: type[LockstepError], *words: str) -> Iterator[None]:
+    """The block fails with exactly this kind of error, in one line that holds these words."""
+    with pytest.raises(kind) as info:
+        yield
+    text = str(info.value)
+    assert type(info.value) is kind
+    assert "\n" not in text and text.strip()
+    assert [word for word in words if word not in text] == [], text
+
+
+def with_loss(loss: Callable[[nn.Module, Tensor, Tensor], Any], **params: Any) -> Plain:
+    """A job with another loss."""
+
+    class Changed(Plain):
+        def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+            return loss(model, *batch)
+
+    return Changed(Plain.Params(**params))
+
+
+def with_model(model: Callable[[], Any]) -> Plain:
+    """A job with another model."""
+
+    class Changed(Plain):
+        def model(self) -> nn.Module:
+            return model()
+
+    return Changed(Plain.Params())
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="sum")
+
+
+# --- the loss ---------------------------------------------------------------------------------------------
+
+
+def test_loss_that_is_nan_at_once() -> None:
+    job = with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y) * float("nan"), 4))
+    with told(NumericsError, "nan", "very first micro-batch", "labels"):
+        train_job(document(), job)
+
+
+def test_loss_that_is_nan_later() -> None:
+    """It names step and micro-batch, counted from 1 and from 0 as everywhere."""
+    seen = iter(range(100))  # 0 is the rehearsal
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> lockstep.Loss:
+        return lockstep.Loss(cross_entropy(model, x, y) * (float("nan") if next(seen) == 6 else 1), 4)
+
+    with told(NumericsError, "step 3", "micro-batch 1", "nan", "optimizer.lr", "0.001"):
+        train_job(document(), with_loss(loss))
+
+
+def test_gradient_that_is_not_finite_though_the_loss_is() -> None:
+    job = with_loss(lambda model, x, y: lockstep.Loss((model(x) * 0).abs().sqrt().sum(), 4))
+    with told(NumericsError, "gradient of step 1", "nan", "square root"):
+        train_job(document(), job)
+
+
+def test_loss_that_has_no_gradient() -> None:
+    job = with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y).detach(), 4))
+    with told(JobError, "job.loss", "no gradient", "detach"):
+        train_job(document(), job)
+
+
+def test_loss_that_is_no_scalar() -> None:
+    job = with_loss(lambda model, x, y: lockstep.Loss(F.cross_entropy(model(x), y, reduction="none"), 4))
+    with told(JobError, "job.loss", "shape (4,)", "no dimension"):
+        train_job(document(), job)
+
+
+def test_loss_that_is_no_tensor() -> None:
+    with told(JobError, "job.loss", "total is float", "tensor"):
+        train_job(document(), with_loss(lambda model, x, y: lockstep.Loss(1.0, 4)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, torch.ones(())])
+def test_loss_that_is_no_loss(value: Any) -> None:
+    with told(JobError, "job.loss", f"returned {type(value).__name__}", "lockstep.Loss(total, weight)"):
+        train_job(document(), with_loss(lambda model, x, y: value))
+
+
+def test_part_that_is_no_mean() -> None:
+    job = with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y), 4, {"accuracy": 0.5}))  # type: ignore[dict-item]
+    with told(JobError, "job.loss", "part 'accuracy' is float", "lockstep.Mean"):
+        train_job(document(), job)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_weight_that_is_no_count(weight: float) -> None:
+    with told(JobError, "job.loss", f"weight is {weight}", "at least 0"):
+        train_job(document(), with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y), weight)))
+
+
+def test_weights_that_add_up_to_nothing() -> None:
+    with told(JobError, "job.loss", "step 1", "0.0", "more than 0"):
+        train_job(document(), with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y), 0.0)))
+
+
+def test_label_out_of_range() -> None:
+    job = with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y + 1), 4))
+    with told(JobError, "job.loss", "label", "3 is out of bounds", "classes - 1"):
+        train_job(document(), job)
+
+
+def test_exception_in_the_loss_is_told_with_its_place() -> None:
+    seen = iter(range(100))
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> lockstep.Loss:
+        if next(seen) == 4:
+            raise KeyError("vocabulary\nof two lines")
+        return lockstep.Loss(cross_entropy(model, x, y), 4)
+
+    with told(JobError, "step 2, micro-batch 1, rank 0", "KeyError", "vocabulary"):
+        train_job(document(), with_loss(loss))
+
+
+def test_parts_that_change_from_one_micro_batch_to_the_next() -> None:
+    seen = iter(range(100))
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> lockstep.Loss:
+        parts = {"early" if next(seen) < 3 else "late": lockstep.Mean(1.0, 1)}
+        return lockstep.Loss(cross_entropy(model, x, y), 4, parts)
+
+    with told(JobError, "step 2, micro-batch 0", "early"):
+        train_job(document(), with_loss(loss))
+
+
+# --- the model --------------------------------------------------------------------------------------------
+
+
+def test_model_that_is_no_module() -> None:
+    with told(JobError, "job.model", "returned int", "torch.nn.Module"):
+        train_job(document(), with_model(lambda: 3))
+
+
+def test_model_that_cannot_be_made() -> None:
+    def model() -> nn.Module:
+        raise ValueError("width\nis missing")
+
+    with told(JobError, "while its model was made", "ValueError: width is missing"):
+        train_job(document(), with_model(model))
+
+
+def test_model_without_a_parameter_to_train() -> None:
+    with told(JobError, "job.model", "no parameter asks for a gradient"):
+        train_job(document(), with_model(lambda: nn.Linear(8, 3).requires_grad_(False)))
+
+
+def test_sync_batch_norm_is_refused() -> None:
+    with told(JobError, "job.model", "'1' is a SyncBatchNorm", "BatchNorm", "GroupNorm"):
+        train_job(document(), with_model(lambda: nn.Sequential(nn.Linear(8, 3), nn.SyncBatchNorm(3))))
+
+
+def test_batch_norm_that_would_meet_one_sample_is_refused() -> None:
+    """Before the first step, though it would happen in the epoch's last."""
+    params = {"norm": "batch", "samples": 33}
+    with told(JobError, "'1' is a BatchNorm", "33 samples", "one sample", "data.drop_last=true"):
+        train(document(params=params, data={"drop_last": False}))
+    train(document(params=params, data={"drop_last": True}))
+    train(document(params={**params, "samples": 36}, data={"drop_last": False}))
+    train(document(params=params, data={"drop_last": False}, length={"steps": 4}))  # never gets there
+
+
+def test_parameter_that_gets_no_gradient() -> None:
+    def model() -> nn.Module:
+        net = nn.Linear(8, 3)
+        net.spare, net.extra = nn.Linear(2, 2), nn.Parameter(torch.zeros(1))
+        return net
+
+    with told(JobError, "parameter 'extra' and 2 more", "before training", "requires_grad", "conditional_parameters"):
+        train_job(document(), with_model(model))
+
+
+BRANCHING = "tests.distributed.small_jobs:Branching"
+
+
+def branching(**params: Any) -> Document:
+    """The second head is used in the first three steps' micro-batches only."""
+    return document(BRANCHING, {"first": 24, **params}, data={"shuffle": "none"})
+
+
+def test_parameter_that_gets_no_gradient_later() -> None:
+    with told(JobError, "parameter 'second.weight' and 1 more", "step 4, micro-batch 0, rank 0", "conditional_parameters"):
+        train(branching())
+
+
+def test_parameter_that_gets_no_gradient_later_on_two_workers(pool: Pool) -> None:
+    """DDP itself would fail a step later, in words about find_unused_parameters."""
+    with told(JobError, "parameter 'second.weight' and 1 more", "step 4, micro-batch", "conditional_parameters"):
+        pool.run(2, train, branching())
+
+
+def test_conditional_parameters_may_be_left_out(pool: Pool) -> None:
+    """G1 holds for them: one value for one worker and for two, of which only one leaves them out in some steps."""
+    alone = train(branching(declared=True, first=22))
+    assert pool.run(2, train, branching(declared=True, first=22)) == [alone] * 2
+
+
+def test_conditional_parameter_that_does_not_exist() -> None:
+    class Changed(Plain):
+        def conditional_parameters(self, model: nn.Module) -> list[str]:
+            return ["head.weight"]
+
+    with told(JobError, "job.conditional_parameters", "'head.weight'"):
+        train_job(document(), Changed(Plain.Params()))
+
+
+def test_sparse_gradient_is_refused() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 3, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x.argmax(1) % 5)
+
+    with told(JobError, "'table.weight'", "sparse gradient", "sparse=False"):
+        train_job(document(), with_model(Words))
+
+
+def test_optimizer_that_leaves_a_parameter_out() -> None:
+    class Changed(Plain):
+        def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[index]
+
+    with told(JobError, "job.optimizer", "'1.weight' and 3 more", "in no group"):
+        train_job(document(), Changed(Plain.Params()))
+
+
+# --- the data ---------------------------------------------------------------------------------------------
+
+
+def test_dataset_shorter_than_a_batch() -> None:
+    with told(SpecError, "batch.global", "5 samples", "8", "data.drop_last=false"):
+        train(document(params={"samples": 5}))
+    assert train(document(params={"samples": 5}, data={"drop_last": False})).summary["step"] == 1
+
+
+def test_dataset_without_a_sample() -> None:
+    with told(SpecError, "batch.global", "holds no sample"):
+        train(document(params={"samples": 0}))
+
+
+def test_dataset_that_cannot_be_opened() -> None:
+    class Changed(Plain):
+        def train_data(self) -> Any:
+            raise FileNotFoundError(2, "No such file", "digits.npz")
+
+    with told(JobError, "while its data were opened", "FileNotFoundError", "digits.npz"):
+        train_job(document(), Changed(Plain.Params()))
+
+
+def test_evaluation_data_without_a_sample() -> None:
+    class Changed(Plain):
+        def eval_data(self) -> Any:
+            return TensorDataset(*points(0))
+
+    with told(JobError, "eval_data", "no sample", "None"):
+        train_job(document(), Changed(Plain.Params()))
+
+
+def test_early_stop_without_evaluation_data() -> None:
+    with told(SpecError, "early_stop", "eval_data"):
+        train(document(early_stop={"metric": "eval/loss"}))
+
+
+class Evaluated(Plain):
+    def eval_data(self) -> Any:
+        return TensorDataset(*points(6))
+
+
+def test_early_stop_on_a_metric_that_does_not_exist() -> None:
+    with told(SpecError, "early_stop.metric", "'eval/losss'", "did you mean 'eval/loss'"):
+        train_job(document(early_stop={"metric": "eval/losss"}), Evaluated(Plain.Params()))
+
+
+def test_exception_in_evaluation_is_told_with_its_place() -> None:
+    class Changed(Evaluated):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, lockstep.Mean]:
+            raise ZeroDivisionError("division by zero")
+
+    with told(JobError, "evaluation micro-batch 0, rank 0", "ZeroDivisionError"):
+        train_job(document(), Changed(Plain.Params()))
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_exception_in_the_data_is_told_with_the_sample(processes: int) -> None:
+    """From loader processes as well: no traceback of a worker process in the text."""
+
+    class Changed(Plain):
+        def train_data(self) -> Any:
+            return Torn()
+
+    with told(JobError, "data: sample 13 failed", "step 2, micro-batch 1", "ValueError: torn file"):
+        train_job(document(data={"shuffle": "none", "loader_processes": processes}), Changed(Plain.Params()))
+
+
+class Torn(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            raise ValueError("torn file")
+        return torch.ones(8), 0
+
+
+# --- the machine ------------------------------------------------------------------------------------------
+
+
+def test_operator_without_a_deterministic_kernel_is_named() -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> lockstep.Loss:
+        torch.zeros(4).put_(torch.tensor([1, 1]), torch.tensor([2.0, 3.0]))
+        return lockstep.Loss(cross_entropy(model, x, y), 4)
+
+    with told(DeterminismError, "determinism strict", "put_", "before training", "determinism=fast"):
+        train_job(document(), with_loss(loss))
+    train_job(document(determinism="fast", length={"steps": 1}), with_loss(loss))
+
+
+def test_mixed_machines_are_refused(pool: Pool) -> None:
+    with told(DriftError, "numerics_probe", f"rank 0 has {0:016x}", f"rank 1 has {1:016x}", "machines of one kind"):
+        pool.run(2, train_mixed_numerics, document())
+
+
+def test_mixed_machines_may_train_fast(pool: Pool) -> None:
+    assert pool.run(2, train_mixed_numerics, document(determinism="fast"))[0].summary["step"] == 8
+
+
+def test_model_from_an_unseeded_source_is_refused(pool: Pool) -> None:
+    with told(DriftError, "initial_weights_digest", "rank 1", "seeded generators"):
+        pool.run(2, train, document("tests.distributed.small_jobs:Unseeded"))
+
+
+SCRIPT = """
+import torch
+from lockstep.train.determinism import determinism
+with determinism("fast", 1):
+    print("fast")
+with determinism("strict", 1):
+    print("strict")
+"""
+
+
+@pytest.mark.parametrize(("seed", "printed"), [(None, "fast\n"), ("random", "fast\n"), ("0", "fast\nstrict\n"), ("7", "fast\nstrict\n")])
+def test_random_string_hashing_is_refused_under_strict(seed: str | None, printed: str) -> None:
+    """A fast run before it in the same process does not hide it."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "platform")
+    if seed is not None:
+        environment["PYTHONHASHSEED"] = seed
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == printed
+    last = done.stderr.strip().splitlines()[-1:]
+    if printed == "fast\n":
+        assert last[0].startswith("lockstep.errors.DeterminismError: determinism strict")
+        assert "PYTHONHASHSEED=0" in last[0]
+    else:
+        assert not last

@@ -1,0 +1,149 @@
+"""The `lockstep` command as a person or a script calls it: one answer, one line for a mistake, an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SHORT = ["length.steps=3", "job.params.width=8", "record.uri=off"]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "lockstep", *words]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without what this test session was started with: the command sets what it needs."""
+    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONHASHSEED", "MKL_CBWR"}}
+    return {**kept, "PYTHONPATH": str(ROOT / "platform"), **more}
+
+
+def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words, f"checkpoint.storage={folder}") if "train" in words else command(*words),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_json_is_one_object_on_one_line_of_standard_output(tmp_path: Path) -> None:
+    done = call(tmp_path, "train", "jobs/digits/train.yaml", "--local", "--json", *SHORT)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    for name in (
+        "run_id", "status", "identity", "step", "epoch", "samples", "attempts", "workers", "metrics",
+        "weights_digest", "first_step_s", "steps_per_s", "samples_per_s", "checkpoint",
+    ):  # fmt: skip
+        assert name in result
+    assert (result["status"], result["step"], result["samples"]) == ("FINISHED", 3, 3 * 128)
+    assert 0 < result["first_step_s"] < 120
+
+
+def test_two_runs_of_one_spec_have_one_digest_and_another_seed_has_another(tmp_path: Path) -> None:
+    """G1 over repeats, in processes with random string hashing of their own; the seed is the negative control."""
+    words = ["train", "jobs/digits/train.yaml", "--local", "--json", *SHORT]
+    first, second, other = (
+        json.loads(call(tmp_path, *words, *more).stdout) for more in ([], [], ["seed=18"])
+    )
+    assert first["weights_digest"] == second["weights_digest"] != other["weights_digest"]
+    assert first["identity"] == second["identity"] != other["identity"]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optimzer.lr=1e-3", "did you mean 'optimizer'?"),
+        ("batch.micro=48", "divisor of batch.global"),
+        ("job.use=jobs.nowhere:Job", "no module 'jobs.nowhere'"),
+        ("precision=fp8", "precision"),
+    ],
+)
+def test_a_mistake_in_the_spec_is_one_line_and_exit_code_2(tmp_path: Path, override: str, told: str) -> None:
+    """G7. Nothing is left behind."""
+    done = call(tmp_path / "runs", "train", "jobs/digits/train.yaml", "--local", override, "record.uri=off")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("lockstep: ")
+    assert told in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_error_with_json_is_an_object_too(tmp_path: Path) -> None:
+    done = call(tmp_path, "train", "jobs/digits/train.yaml", "--json", "seed=-1")
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["status"] == "FAILED"
+    assert "seed" in json.loads(line)["error"]
+
+
+def test_storage_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+    file = tmp_path / "a-file"
+    file.write_text("in the way")
+    done = call(file, "train", "jobs/digits/train.yaml", "--local", *SHORT)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("lockstep: checkpoint.storage: cannot write in")
+
+
+def test_a_traceback_is_shown_with_verbose_alone(tmp_path: Path) -> None:
+    words = ["train", "jobs/digits/train.yaml", "--local", "precision=fp8"]
+    assert "Traceback" not in call(tmp_path, *words).stderr
+    assert "Traceback" in call(tmp_path, *words, "-v").stderr
+
+
+def test_dry_run_tells_the_spec_and_the_plan_and_trains_nothing(tmp_path: Path) -> None:
+    done = call(tmp_path / "runs", "train", "jobs/digits/train.yaml", "--dry-run", "--json", "batch.micro=16")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["spec"]["batch"] == {"global": 128, "micro": 16}
+    plan = report["plan"]
+    assert (plan["micro_batches"], plan["steps_per_epoch"], plan["total_steps"]) == (
+        8,
+        1433 // 128,
+        25 * (1433 // 128),
+    )
+    assert plan["workers"][1] == {
+        "workers": 2,
+        "micro_batches": ["0-3", "4-7"],
+        "accumulation_steps": [4, 4],
+        "sums": [1, 1],
+    }
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_as_killed(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    words = ["train", "jobs/digits/train.yaml", "--local", "--json", "length.epochs=100000", "record.uri=off"]
+    process = subprocess.Popen(
+        command(*words, f"checkpoint.storage={tmp_path}"),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not list(tmp_path.glob("*/environment.json")):
+        assert time.monotonic() < deadline, "the run did not start"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert json.loads(out)["status"] == "KILLED"
+    (record,) = tmp_path.glob("*/run.json")
+    assert json.loads(record.read_text())["status"] == "KILLED"

@@ -1,0 +1,246 @@
+"""The way from the dataset to the device: the same bits from any process, errors that name their samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+import lockstep
+from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors
+from lockstep.data.sampler import MicroBatch
+from lockstep.errors import ClusterError, JobError, LockstepError
+
+CPU = torch.device("cpu")
+KEYS = [MicroBatch(step, m, [4 * step + 2 * m, 4 * step + 2 * m + 1]) for step in range(3) for m in range(2)]
+
+
+class Samples(Dataset[Any]):
+    """Twelve samples, each what a function gives for its id."""
+
+    def __init__(self, sample: Callable[[int], Any]) -> None:
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+class Whole(Samples):
+    """The same, fetched a micro-batch at a time."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("one at a time")
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.sample(index) for index in indices]
+
+
+def fetched(
+    samples: Dataset[Any],
+    *,
+    collate: Callable[[Sequence[Any]], Any] = default_collate,
+    processes: int = 0,
+    keys: Sequence[MicroBatch] = KEYS,
+) -> list[Any]:
+    loader = Loader(MicroBatches(samples, collate, seed=3, purpose="data"), keys, CPU, processes)
+    try:
+        return list(loader)
+    finally:
+        loader.close()
+
+
+def drawn(index: int) -> Tensor:
+    """A draw from each default generator, and from the job's own."""
+    draws = [random.random(), np.random.rand(), float(torch.rand(())), float(lockstep.rng("noise").random())]
+    return torch.tensor([index, *draws], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", [Samples, Whole])
+def test_draws_do_not_depend_on_the_processes(kind: type[Samples]) -> None:
+    alone = fetched(kind(drawn))
+    for processes in (1, 2, 3):
+        assert all(map(torch.equal, fetched(kind(drawn), processes=processes), alone))
+
+
+def test_draws_do_not_depend_on_what_was_fetched_before() -> None:
+    """A run that starts later, or another worker's range: the same draws for the same micro-batch."""
+    every = fetched(Samples(drawn))
+    for start in range(len(KEYS)):
+        assert all(map(torch.equal, fetched(Samples(drawn), keys=KEYS[start::2]), every[start::2]))
+
+
+def test_draws_differ_between_micro_batches_and_between_samples() -> None:
+    draws = torch.cat(fetched(Samples(drawn)))
+    for generator in (1, 2, 3):
+        assert len(set(draws[:, generator].tolist())) == 12
+    assert len(set(draws[:, 4].tolist())) == 6, "rng() is keyed by the micro-batch"
+
+
+def test_sums_in_a_dataset_do_not_depend_on_the_processes() -> None:
+    """A forked process has one intra-op thread, so fetching has one everywhere; a sum's bits depend on that."""
+
+    def total(index: int) -> Tensor:
+        return torch.randn(300_001, generator=torch.Generator().manual_seed(index)).sum()
+
+    def threads(index: int) -> int:
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone, apart = fetched(Samples(total)), fetched(Samples(total), processes=2)
+        assert all(map(torch.equal, alone, apart))
+        assert torch.cat(fetched(Samples(threads))).tolist() == [1] * 12
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+def torn(index: int) -> Any:
+    if index == 7:
+        raise ValueError("torn\n file")
+    return index
+
+
+def one_line(error: LockstepError) -> str:
+    assert "\n" not in str(error)
+    return str(error)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_sample_that_fails_is_named(processes: int) -> None:
+    with pytest.raises(JobError) as info:
+        fetched(Samples(torn), processes=processes)
+    assert one_line(info.value) == "data: sample 7 failed (step 2, micro-batch 1): ValueError: torn file"
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_samples_that_fail_together_are_named(processes: int) -> None:
+    with pytest.raises(JobError) as info:
+        fetched(Whole(torn), processes=processes)
+    assert one_line(info.value) == "data: samples 6, 7 failed (step 2, micro-batch 1): ValueError: torn file"
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_collation_that_fails_names_its_samples(processes: int) -> None:
+    with pytest.raises(JobError) as info:
+        fetched(Samples(lambda index: torch.zeros(index + 1)), processes=processes)
+    text = one_line(info.value)
+    assert text.startswith("data: the collation of samples 0, 1 failed (step 1, micro-batch 0): RuntimeError: ")
+    assert "equal size" in text
+
+
+def test_many_samples_are_named_by_the_first_eight() -> None:
+    with pytest.raises(JobError, match="samples 0, 1, 2, 3, 4, 5, 6, 7, … failed"):
+        fetched(Whole(torn), keys=[MicroBatch(0, 0, list(range(10)))])
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_error_of_the_jobs_own_words_passes_as_it_is(processes: int) -> None:
+    def refused(index: int) -> Any:
+        raise JobError("train_data: the index is older than the files; build it anew")
+
+    with pytest.raises(JobError, match="^train_data: the index is older"):
+        fetched(Samples(refused), processes=processes)
+
+
+def test_micro_batches_before_the_one_that_fails_are_given() -> None:
+    loader = Loader(MicroBatches(Samples(torn), list, seed=3, purpose="data"), KEYS, CPU)
+    assert [next(loader) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(JobError):
+        next(loader)
+
+
+def test_a_killed_loader_process_is_told() -> None:
+    """As the kernel does when memory runs out."""
+
+    def killed(index: int) -> Any:
+        if index == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    with pytest.raises(ClusterError) as info:
+        fetched(Samples(killed), processes=1)
+    text = one_line(info.value)
+    assert text.startswith("data: a loader process was lost: ")
+    assert "data.loader_processes" in text
+
+
+def test_close_leaves_no_process_behind() -> None:
+    loader = Loader(MicroBatches(Samples(drawn), default_collate, seed=3, purpose="data"), KEYS, CPU, 2)
+    next(loader)
+    assert len(multiprocessing.active_children()) >= 2
+    loader.close()
+    assert multiprocessing.active_children() == []
+
+
+# --- what is handed over ----------------------------------------------------------------------------------
+
+
+def at(offset: int, value: float = 1.0) -> Tensor:
+    """Sixteen floats that begin `offset` bytes after an aligned address."""
+    memory = np.full(ALIGNMENT + 256, value, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT + offset
+    return torch.from_numpy(memory[start : start + 64]).view(torch.float32)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_tensors_are_handed_over_aligned(processes: int) -> None:
+    """From a loader process as well, where a tensor's place in memory is not the one that it had there."""
+    assert [at(offset).data_ptr() % ALIGNMENT for offset in (0, 4, 16, 48)] == [0, 4, 16, 48]
+
+    def collate(samples: Sequence[int]) -> dict[str, Any]:
+        return {"tensors": [at(offset) for offset in (0, 4, 16, 48)], "pair": (at(8), at(0)[1:])}
+
+    for batch in fetched(Samples(int), collate=collate, processes=processes):
+        every = [*batch["tensors"], *batch["pair"]]
+        assert [tensor.data_ptr() % ALIGNMENT for tensor in every] == [0] * 6
+        assert all(torch.equal(tensor, at(0)[: len(tensor)]) for tensor in every)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Any
+
+
+def test_map_tensors_keeps_every_container() -> None:
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    lists = defaultdict(list, {"a": one})
+    for value, wanted in (
+        (one, two),
+        ([one, 1], [two, 1]),
+        ((one, "a"), (two, "a")),
+        (Pair(one, [one]), Pair(two, [two])),
+        ({"a": one}, {"a": two}),
+        (OrderedDict(a=one), OrderedDict(a=two)),
+        (UserDict(a=one), UserDict(a=two)),
+        (lists, defaultdict(list, {"a": two})),
+        (None, None),
+    ):
+        changed = map_tensors(value, lambda tensor: tensor + 1)
+        assert type(changed) is type(value)
+        assert repr(changed) == repr(wanted)
+    assert lists == {"a": one}, "what is given is left as it is"
+
+
+def test_waiting_is_measured() -> None:
+    loader = Loader(MicroBatches(Samples(int), list, seed=3, purpose="data"), KEYS, CPU)
+    assert loader.waited_s == 0.0
+    list(loader)
+    assert loader.waited_s > 0.0
