@@ -14,6 +14,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 WARNINGS_OF_OTHERS = (
     # From python 3.12 on: loader processes are forked on purpose, and run nothing of torch's threads.
     "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",
+    # Tests start more loader processes than a small machine has cores.
+    "ignore:This DataLoader will create .* worker processes in total:UserWarning",
 )
 
 

@@ -119,11 +119,17 @@ class Contest:
             taken[i] = steps(self.loops[i], self.block)
         self.times.append((own / self.block, taken[0] / self.block, taken[1] / self.block))
 
+    def stopping(self) -> bool:
+        return False
+
     def evaluation(self, row: EvaluationRow) -> None:
         pass
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
         pass
+
+    def stopping(self) -> bool:
+        return False
 
 
 def steps(loop: Iterator[float], count: int) -> float:

@@ -41,9 +41,11 @@ class Pool:
         if not errors:
             return answers
         if workers > 1:
-            for rank in range(workers):
-                _end(*self._workers[rank], patience_s=0)
-                self._workers[rank] = _start()
+            failed = self._workers[:workers]
+            # Behind the others, which are called first while these start.
+            self._workers = self._workers[workers:] + [_start() for _ in failed]
+            for process, pipe in failed:
+                _end(process, pipe, patience_s=0)
         raise next((error for error in errors if isinstance(error, LockstepError)), errors[0])
 
     def close(self) -> None:

@@ -101,6 +101,34 @@ class Centred(Plain):
         return nn.Sequential(Centre(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
+class Strided(Plain):
+    """Parameters that lie otherwise in memory than their shape says, one that is used twice and one that is frozen."""
+
+    def model(self) -> nn.Module:
+        model = Images()
+        model.table.weight = nn.Parameter(model.table.weight.detach().t().contiguous().t())
+        return model.to(memory_format=torch.channels_last)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 6, 2)
+        self.table = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.table.weight
+        self.out = nn.Linear(6, 3)
+        self.out.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.convolution(x.view(-1, 2, 2, 2)).flatten(1).tanh()
+        return self.out(self.again(self.table(features).tanh()))
+
+
 class Words(lockstep.Job):
     """Sums over tokens of pieces of very different length; with `own_mean`, the mean of the micro-batches' means."""
 

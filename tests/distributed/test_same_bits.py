@@ -150,6 +150,21 @@ def test_buffers_that_forward_reads_keep_the_bits(pool: Pool) -> None:
         assert pool.run(workers, train, CENTRED) == [alone] * workers
 
 
+def test_parameters_of_any_layout_keep_the_bits(pool: Pool) -> None:
+    """Channels last, transposed, shared by two modules, frozen; with ranges that send several partial sums (k > 1)."""
+    strided: Document = {
+        "job": {"use": "tests.distributed.small_jobs:Strided", "params": {"samples": 50}},
+        "batch": {"global": 16, "micro": 2},
+        "data": {"drop_last": False},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "length": {"epochs": 1},
+    }
+    for bucket_mb in (25.0, 0.00005):
+        document = {**strided, "workers": {"bucket_mb": bucket_mb}}
+        for workers in (2, 3, 4):
+            assert pool.run(workers, train, document) == [train(document)] * workers
+
+
 CENTRED: Document = {
     "job": {"use": "tests.distributed.small_jobs:Centred", "params": {"samples": 50}},
     "batch": {"global": 16, "micro": 2},

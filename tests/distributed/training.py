@@ -52,13 +52,14 @@ class Trained:
 class Kept:
     """A run's record in memory, with a digest of the model after each step."""
 
-    def __init__(self, model: list[nn.Module]) -> None:
+    def __init__(self, model: list[nn.Module], stop_in: int | None) -> None:
         self.facts: dict[str, Any] = {}
         self.steps: list[StepRow] = []
         self.evaluations: list[EvaluationRow] = []
         self.digests: list[str] = []
         self.buckets: list[int] = []
         self._model = model
+        self._stop_in = stop_in
 
     def started(self, facts: Mapping[str, Any]) -> None:
         self.facts = dict(facts)
@@ -70,6 +71,9 @@ class Kept:
     def evaluation(self, row: EvaluationRow) -> None:
         self.evaluations.append(row)
 
+    def stopping(self) -> bool:
+        return len(self.steps) == self._stop_in
+
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         assert weights_digest(weights["final"]) == summary["weights_digest"]
 
@@ -80,10 +84,17 @@ def train(document: Document) -> Trained:
     return train_job(document, load_job(spec.job.use, spec.job.params))
 
 
-def train_job(document: Document, job: Job) -> Trained:
+def train_stopped(document: Document, rank: int, step: int) -> Trained:
+    """A run that rank number `rank`, and no other, asks to end after step number `step`, counted from 1."""
+    spec = load_spec(document)
+    here = dist.get_rank() if dist.is_initialized() else 0
+    return train_job(document, load_job(spec.job.use, spec.job.params), stop_in=step - 1 if here == rank else None)
+
+
+def train_job(document: Document, job: Job, stop_in: int | None = None) -> Trained:
     """`fit` on `job`; the spec's own job is not looked at but for its source."""
     made: list[nn.Module] = []
-    record = Kept(made)
+    record = Kept(made, stop_in)
     with _model_seen(job, made), _buckets_counted(record.buckets):
         summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record)
     return Trained(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -98,6 +97,8 @@ def train(
                 began_at=began_at,
             )
         answer(result.as_dict(), lambda: _told(result.as_dict()))
+    if result.signal_number is not None:
+        raise typer.Exit(128 + result.signal_number)
 
 
 @app.command()
@@ -137,29 +138,18 @@ def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any],
             answer({"status": status, "error": message, "exit_code": code}, str)
         return typer.Exit(code)
 
-    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield answer
     except LockstepError as error:
         if verbose:
             traceback.print_exc()
         raise failed(error.exit_code, "FAILED", str(error)) from None
-    except Terminated:
-        raise failed(143, "KILLED", "stopped by SIGTERM") from None
     except KeyboardInterrupt:
-        raise failed(130, "KILLED", "stopped by SIGINT") from None
+        failed(130, "KILLED", "ended at once by a signal")
+        os._exit(130)  # whatever still runs here is not waited for
     finally:
-        signal.signal(signal.SIGTERM, before)
         os.dup2(out, 1)
         os.close(out)
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command the way SIGINT does."""
-
-
-def _terminate(_signal: int, _frame: object) -> None:
-    raise Terminated
 
 
 def _yaml(document: dict[str, Any]) -> str:

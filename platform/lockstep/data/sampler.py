@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset, DistributedSampler
 
 from lockstep.data.order import epoch_order
@@ -66,8 +67,9 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             for m in clip(self.micro_batches, position.micro_batches):
                 yield self._micro_batch(order, position, m)
 
-    def _order(self, epoch: int) -> Tensor:
-        return epoch_order(self.seed, epoch, self.plan.samples, self.order)
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """As an array, which is quicker to cut into micro-batches than a tensor."""
+        return epoch_order(self.seed, epoch, self.plan.samples, self.order).numpy()
 
-    def _micro_batch(self, order: Tensor, position: Position, m: int) -> MicroBatch:
+    def _micro_batch(self, order: NDArray[np.int64], position: Position, m: int) -> MicroBatch:
         return MicroBatch(position.step, m, order[self.plan.sample_slice(position, m)].tolist())

@@ -17,6 +17,7 @@ from lockstep.errors import LockstepError
 from lockstep.job import load_job
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
+from lockstep.orchestration.signals import StopSignal
 from lockstep.record.environment import git_state
 from lockstep.record.ledger import EvaluationRow, StepRow
 from lockstep.record.recorder import Recorder
@@ -27,7 +28,10 @@ from lockstep.train.weights import save_weights
 
 
 class NoRecord:
-    """The record of every rank but 0."""
+    """The record of every rank but 0; under torchrun a rank hears of signals by itself."""
+
+    def __init__(self, stop: StopSignal | None = None) -> None:
+        self._stop = stop
 
     def started(self, facts: Mapping[str, Any]) -> None: ...
 
@@ -37,12 +41,16 @@ class NoRecord:
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None: ...
 
+    def stopping(self) -> bool:
+        return self._stop is not None and self._stop.asked
+
 
 class DirectRecord:
     """The record of rank 0 where the recorder lives in the same process."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, stop: StopSignal) -> None:
         self.recorder = recorder
+        self._stop = stop
 
     def started(self, facts: Mapping[str, Any]) -> None:
         self.recorder.started({**facts, "git": git_state(Path.cwd())})
@@ -54,8 +62,10 @@ class DirectRecord:
         self.recorder.evaluation(row)
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        files = save_weights(self.recorder.run_folder(), weights)
-        self.recorder.finished(summary, files)
+        self.recorder.finished(summary, save_weights(self.recorder.run_folder(), weights))
+
+    def stopping(self) -> bool:
+        return self._stop.asked
 
 
 def under_torchrun() -> bool:
@@ -63,13 +73,15 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def train_here(spec: Spec, progress: Progress, *, began_at: float, warnings: list[str]) -> Result | None:
+def train_here(
+    spec: Spec, progress: Progress, stop: StopSignal, *, began_at: float, warnings: list[str]
+) -> Result | None:
     """Train in this process. Under torchrun every rank calls it, and all but rank 0 get None."""
     device = _device(spec)
     if not under_torchrun():
-        return _train_as(spec, Group.join(device), progress, began_at=began_at, warnings=warnings)
+        return _train_as(spec, Group.join(device), progress, stop, began_at=began_at, warnings=warnings)
     with distributed("nccl" if device.type == "cuda" else "gloo"):
-        return _train_as(spec, Group.join(device), progress, began_at=began_at, warnings=warnings)
+        return _train_as(spec, Group.join(device), progress, stop, began_at=began_at, warnings=warnings)
 
 
 def _device(spec: Spec) -> torch.device:
@@ -81,17 +93,17 @@ def _device(spec: Spec) -> torch.device:
 
 
 def _train_as(
-    spec: Spec, group: Group, progress: Progress, *, began_at: float, warnings: list[str]
+    spec: Spec, group: Group, progress: Progress, stop: StopSignal, *, began_at: float, warnings: list[str]
 ) -> Result | None:
     if group.rank > 0:
-        fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord())
+        fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop))
         return None
     job = load_job(spec.job.use, spec.job.params)
     recorder = Recorder(spec)
     recorder.start()
     try:
         with _shown(recorder, progress):
-            summary = fit(spec, job, group, DirectRecord(recorder))
+            summary = fit(spec, job, group, DirectRecord(recorder, stop))
     except KeyboardInterrupt:
         recorder.failed("stopped by a signal", status="KILLED")
         raise
@@ -108,6 +120,7 @@ def _train_as(
         folder=str(recorder.run_folder()),
         began_at=began_at,
         warnings=warnings,
+        signal_number=stop.number,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 import tempfile
 import threading
 import uuid
@@ -17,6 +16,7 @@ from typing import Any
 from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
+from lockstep.orchestration.signals import StopSignal
 from lockstep.spec import Spec
 from lockstep.train.determinism import WORKER_ENVIRONMENT
 
@@ -34,6 +34,7 @@ RAY_SETTINGS = {
 def train_on_ray(
     spec: Spec,
     progress: Progress,
+    stop: StopSignal,
     *,
     address: str | None,
     verbose: bool,
@@ -42,7 +43,8 @@ def train_on_ray(
 ) -> Result:
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
     with connected(address, verbose=verbose) as own_cluster:
-        return _Driver(spec, progress, own_cluster, began_at, warnings, verbose=verbose).run()
+        stop.listen()  # Ray takes SIGTERM for itself when it connects
+        return _Driver(spec, progress, stop, own_cluster, began_at, warnings).run()
 
 
 @contextmanager
@@ -58,7 +60,6 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    terminate = signal.getsignal(signal.SIGTERM)
     quiet = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         context = ray.init(address=address, include_dashboard=None if address else False, **quiet)
@@ -66,11 +67,14 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
         raise ClusterError(
             f"ray: cannot connect to {address or 'a local cluster'}: {_first_line(error)}"
         ) from error
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, terminate)  # Ray sets one of its own, which ends the driver at once
     try:
         yield address == "local" or _is_new(context)
-    finally:
+    except KeyboardInterrupt:
+        raise  # at once: to part from Ray under an attempt that goes on would crash the process
+    except BaseException:
+        ray.shutdown()
+        raise
+    else:
         ray.shutdown()
 
 
@@ -88,17 +92,16 @@ class _Driver:
         self,
         spec: Spec,
         progress: Progress,
+        stop: StopSignal,
         own_cluster: bool,
         began_at: float,
         warnings: list[str],
-        *,
-        verbose: bool,
     ) -> None:
         self.spec = spec
         self.progress = progress
+        self.stop = stop
         self.began_at = began_at
         self.warnings = warnings
-        self.verbose = verbose
         self.environment: dict[str, str] = {} if own_cluster else dict(WORKER_ENVIRONMENT)
 
     def run(self) -> Result:
@@ -117,7 +120,7 @@ class _Driver:
                 ray.get(recorder.ended.remote(str(error), ending.details, "FAILED"))
                 raise error
         except KeyboardInterrupt:
-            ray.get(recorder.ended.remote("stopped by a signal", "", "KILLED"))
+            ray.get(recorder.ended.remote("stopped by a second signal", "", "KILLED"))
             raise
         finally:
             ray.get(recorder.close.remote())
@@ -130,16 +133,24 @@ class _Driver:
             folder=folder,
             began_at=self.began_at,
             warnings=self.warnings,
+            signal_number=self.stop.number,
         )
 
     def _watch(self, attempt: Attempt, recorder: Any) -> None:
-        """Until the attempt ends: show its progress, and stop it where nothing can be recorded."""
+        """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         import ray
 
         attempt.start()
+        told = False
         while not attempt.over.wait(POLL_S):
+            if self.stop.asked and not told:
+                told = True
+                recorder.stop.remote()
+                self.progress.say("stopping after the next step; a second signal ends the run at once")
             news = ray.get(recorder.news.remote())
-            if news.failure is not None and news.step is None:
+            if news.failure is not None and not news.recording:
+                recorder.stop.remote()
+                attempt.over.wait()
                 raise news.failure
             self.progress.show(news.step, news.evaluation, news.total_steps)
 

@@ -28,6 +28,8 @@ class News(NamedTuple):
     evaluation: EvaluationRow | None
     total_steps: int | None
     failure: LockstepError | None
+    recording: bool
+    """Whether the run exists in its store."""
 
 
 class Ending(NamedTuple):
@@ -48,6 +50,7 @@ class RecorderActor:
     def __init__(self, spec: Spec) -> None:
         self._recorder = Recorder(spec)
         self._open = False
+        self._stop = False
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
         self._error: LockstepError | None = None
@@ -107,7 +110,18 @@ class RecorderActor:
     @ray.method(concurrency_group="news")
     def news(self) -> News:
         latest = self._recorder.latest
-        return News(latest.step, latest.evaluation, self._total_steps, self._recorder.failure())
+        return News(
+            latest.step, latest.evaluation, self._total_steps, self._recorder.failure(), self._recorder.opened
+        )
+
+    @ray.method(concurrency_group="news")
+    def stop(self) -> None:
+        """Ask the workers to end the run after their next step."""
+        self._stop = True
+
+    @ray.method(concurrency_group="news")
+    def stopping(self) -> bool:
+        return self._stop
 
     @ray.method(concurrency_group="news")
     def ending(self) -> Ending:
@@ -134,6 +148,8 @@ class RemoteRecord:
         self._folder = folder
         self._rows: list[StepRow] = []
         self._sent_at = 0.0
+        self._stopping = False
+        self._asked: Any = None
 
     def started(self, facts: Mapping[str, Any]) -> None:
         self._actor.started.remote({**facts, "git": git_state(self._folder)})
@@ -152,7 +168,18 @@ class RemoteRecord:
         files = save_weights(ray.get(self._actor.run_folder.remote()), weights)
         ray.get(self._actor.finished.remote(dict(summary), files))
 
+    def stopping(self) -> bool:
+        return self._stopping
+
     def _flush(self) -> None:
         if self._rows:
             self._actor.steps.remote(self._rows)
         self._rows, self._sent_at = [], time.monotonic()
+        self._hear()
+
+    def _hear(self) -> None:
+        """Take in an answer that has come, and ask again."""
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            self._stopping, self._asked = ray.get(self._asked), None
+        if self._asked is None:
+            self._asked = self._actor.stopping.remote()

@@ -32,6 +32,8 @@ class Result:
     tracking_uri: str
     folder: str
     checkpoint: str | None = None
+    signal_number: int | None = None
+    """The signal that ended it, where `status` is KILLED."""
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,13 +50,15 @@ def result_of(
     folder: str,
     began_at: float,
     warnings: list[str],
+    signal_number: int | None,
 ) -> Result:
     """The result of a run that came to its end, from the summary that its workers agreed on."""
-    rest = {key: value for key, value in summary.items() if key != "first_step_at"}
+    rest = {key: value for key, value in summary.items() if key not in {"first_step_at", "stopped"}}
     first = summary["first_step_at"]
     return Result(
         run_id=run_id,
-        status="FINISHED",
+        status="KILLED" if summary["stopped"] else "FINISHED",
+        signal_number=signal_number if summary["stopped"] else None,
         attempts=1,
         first_step_s=None if first is None else first - began_at,
         url=url,

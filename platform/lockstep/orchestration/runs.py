@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.errors import StorageError
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result
+from lockstep.orchestration.signals import StopSignal
 from lockstep.source import check_job_source
 from lockstep.spec import Spec, load_spec
 
@@ -31,7 +32,8 @@ def train(
     """Train one run to its end.
 
     `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `local` trains in this one
-    process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. Raises LockstepError.
+    process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. A SIGTERM or SIGINT
+    stops the run after the next step, and its result says KILLED. Raises LockstepError.
     """
     began_at = began_at or time.time()
     progress = progress or Silent()
@@ -46,15 +48,17 @@ def train(
     if local:
         from lockstep.orchestration.local import train_here
 
-        result = train_here(loaded, progress, began_at=began_at, warnings=warnings)
+        with StopSignal() as stop:
+            result = train_here(loaded, progress, stop, began_at=began_at, warnings=warnings)
         if result is None:
             raise SystemExit(0)  # a rank of torchrun that has nothing to tell
         return result
     from lockstep.orchestration.ray_trainer import train_on_ray
 
-    return train_on_ray(
-        loaded, progress, address=address, verbose=verbose, began_at=began_at, warnings=warnings
-    )
+    with StopSignal() as stop:
+        return train_on_ray(
+            loaded, progress, stop, address=address, verbose=verbose, began_at=began_at, warnings=warnings
+        )
 
 
 def advise(spec: Spec) -> list[str]:

@@ -78,6 +78,11 @@ class Recorder:
         return self._writer.failure()
 
     @property
+    def opened(self) -> bool:
+        """Whether the run exists in its store. Never waits."""
+        return self._writer.run_id is not None
+
+    @property
     def latest(self) -> Latest:
         """The newest rows that were given. Never waits."""
         return Latest(self._step, self._evaluation)
@@ -102,7 +107,9 @@ class Recorder:
         self._writer.tell(partial(self._writer.evaluation, row))
 
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path] = ()) -> None:
-        """The run is done: keep the ledger, the summary, and `files` that lie in the run's folder; status FINISHED.
+        """The run is done: keep the ledger, the summary, and `files` that lie in the run's folder.
+
+        Its status is FINISHED, or KILLED where the summary has `stopped`.
 
         Single values of the summary become tags `lockstep.<name>`, all of it is summary.json.
         """

@@ -212,11 +212,12 @@ class Writer:
         )
         self._tag(values)
         metrics = documents.single_values(summary.get("metrics") or {})
+        status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
         verdict = [
-            f"**FINISHED** at step {summary.get('step', '?')}",
+            f"**{status}** at step {summary.get('step', '?')}",
             *map(documents.reading, metrics.items()),
         ]
-        self._end("FINISHED", " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
+        self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
 
     def failed(self, message: str, details: str, status: Status) -> None:
         self._tag({"error": message})

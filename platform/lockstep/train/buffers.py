@@ -37,8 +37,11 @@ class StepBuffers:
 
     def restore(self) -> None:
         """Put the step's buffers back, once backward is done: it may still read what forward left."""
+        changed = self._changed()
+        if not changed:
+            return
         with torch.no_grad():
-            for i in self._changed():
+            for i in changed:
                 self.buffers[i].copy_(self._before[i])
                 self._versions[i] = self.buffers[i]._version
 

@@ -15,7 +15,9 @@ def told(error: Exception, where: str) -> LockstepError:
 
     `where` is the place in the run, such as `step 7, micro-batch 3, rank 0`.
     """
-    lost = process_lost(error)  # torch raises it from a signal handler, wherever the training thread happens to be
+    lost = process_lost(
+        error
+    )  # torch raises it from a signal handler, wherever the training thread happens to be
     if lost is not None:
         return lost
     text = " ".join(str(error).split())

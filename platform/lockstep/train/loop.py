@@ -38,6 +38,9 @@ class RunRecord(Protocol):
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         """The run is over: its figures, and the weights to keep by name (`final`, `best`)."""
 
+    def stopping(self) -> bool:
+        """Whether someone asks the run to end after the next step. Never waits."""
+
 
 def fit(spec: Spec, job: Job, group: Group, record: RunRecord) -> dict[str, Any]:
     """Train one run to its end as one worker of `group`. Returns its summary, the same on every rank.
@@ -48,20 +51,24 @@ def fit(spec: Spec, job: Job, group: Group, record: RunRecord) -> dict[str, Any]
         run = prepare(spec, job, group)
         record.started(run.facts)
         metrics: dict[str, float] = {}
+        stopped = False
         clock = Clock()
 
         with closing(run.loader()) as batches:
             for position in run.plan.positions(run.state.counters.step):
-                result = run.step(position, batches)
+                result = run.step(position, batches, stop=record.stopping())
                 record.step(clock.row(run, position, result, batches))
+                stopped = result.stop and position.step + 1 < run.plan.total_steps
+                if stopped:
+                    break
 
                 if evaluation_is_due(run, position):
-                    metrics, stop = evaluate(run, position, record)
+                    metrics, enough = evaluate(run, position, record)
                     clock.leave_out()
-                    if stop:
+                    if enough:
                         break
 
-        summary = summarise(run, metrics, clock)
+        summary = summarise(run, metrics, clock, stopped=stopped)
         record.finished(summary, kept_weights(run))
         return summary
 
@@ -100,7 +107,7 @@ def kept_weights(run: Run) -> Mapping[str, Mapping[str, Tensor]]:
     return {"final": tensors(run.state.model)} | ({"best": best} if best is not None else {})
 
 
-def summarise(run: Run, metrics: dict[str, float], clock: Clock) -> dict[str, Any]:
+def summarise(run: Run, metrics: dict[str, float], clock: Clock, *, stopped: bool) -> dict[str, Any]:
     """The run in figures. Raises DriftError where the ranks' weights are not the same bits."""
     state = run.state
     digest = weights_digest(state.model.state_dict())
@@ -117,6 +124,7 @@ def summarise(run: Run, metrics: dict[str, float], clock: Clock) -> dict[str, An
         "epoch": state.epoch(run.plan),
         "samples": state.counters.samples,
         "skipped": state.counters.skipped,
+        "stopped": stopped,
         "workers": run.group.size,
         "metrics": {**clock.last, **metrics},
         "weights_digest": digest,

@@ -156,7 +156,7 @@ class TreeReduction:
             tree.add(node, [part])
         root = tree.sums[0][1][0]
         entry.result = root.new_empty(self.group.size * root.numel())
-        entry.work = _all_gather(entry.result, root, group=self.group.channel, async_op=True)
+        entry.work = all_gather(entry.result, root, group=self.group.channel, async_op=True)
 
     def _complete(self, entry: _Bucket) -> None:
         assert entry.result is not None
@@ -166,7 +166,7 @@ class TreeReduction:
 
 
 # The newer name of the same collective; the older one warns where both exist.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _first(future: Future[list[Tensor]]) -> Tensor:

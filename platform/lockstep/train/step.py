@@ -24,7 +24,7 @@ from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
 from lockstep.spec import Spec
 from lockstep.train.buffers import StepBuffers
-from lockstep.train.exchange import Exchange, Totals
+from lockstep.train.exchange import Agreed, Exchange, Totals
 from lockstep.train.failure import told
 from lockstep.train.group import Group
 from lockstep.train.reduction import TreeReduction, TreeSum
@@ -44,6 +44,8 @@ class StepResult:
     clipped_norm: float
     scale: float
     skipped: bool
+    stop: bool
+    """Whether a rank asked to end the run after this step."""
 
 
 class LossModule(nn.Module):
@@ -117,6 +119,7 @@ class Stepper:
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         settings: dict[str, Any] = {
             buffers: False,
+            "process_group": self.group.channel,  # its own beside the channel's costs gloo a second set of threads
             "bucket_cap_mb": self.spec.workers.bucket_mb,
             "gradient_as_bucket_view": True,
         }
@@ -126,15 +129,19 @@ class Stepper:
             wrapped.register_comm_hook(None, named_hook(self.reduction))
         return wrapped
 
-    def __call__(self, position: Position, batches: Iterator[Any]) -> StepResult:
-        """Train on the global batch at `position`; `batches` gives this worker's micro-batches of it, in order."""
+    def __call__(self, position: Position, batches: Iterator[Any], *, stop: bool = False) -> StepResult:
+        """Train on the global batch at `position`; `batches` gives this worker's micro-batches of it, in order.
+
+        `stop` is this rank's vote to end the run after the step.
+        """
+        self.exchange.vote(stop=stop)
         exponent = self.state.counters.weight_exponent
         down = 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
         self._accumulate(position, batches, down)
-        totals, flagged = self.exchange.read(position.micro_batches)
-        self._check(position, totals)
-        self.buffers.end_step(flagged)
-        return self._update(position, totals, down)
+        agreed = self.exchange.read(position.micro_batches)
+        self._check(position, agreed.totals)
+        self.buffers.end_step(agreed.flagged)
+        return self._update(position, agreed, down)
 
     # --- forward and backward -----------------------------------------------------------------------------
 
@@ -167,7 +174,7 @@ class Stepper:
         try:
             with self.state.precision.autocast():
                 loss: Loss = self.wrapped(batch)
-            self.exchange.put(m, loss)
+            self.exchange.put(loss)
             if m == 0:
                 self.exchange.flag(self.buffers.keep())
             if post:
@@ -222,8 +229,8 @@ class Stepper:
                 "a step without any weight has no mean"
             )
 
-    def _update(self, position: Position, totals: Totals, down: float) -> StepResult:
-        spec, state = self.spec, self.state
+    def _update(self, position: Position, agreed: Agreed, down: float) -> StepResult:
+        spec, state, totals = self.spec, self.state, agreed.totals
         gradients = self._gradients(position, 0)
         state.precision.unscale(state.optimizer)
         factor = 1.0 / (totals.weight * down)
@@ -249,7 +256,15 @@ class Stepper:
         }
         clipped = grad_norm * min(1.0, spec.clip_norm / (grad_norm + 1e-6)) if spec.clip_norm else grad_norm
         return StepResult(
-            totals.loss / totals.weight, totals.weight, parts, lr, grad_norm, clipped, scale, skipped
+            loss=totals.loss / totals.weight,
+            weight=totals.weight,
+            parts=parts,
+            lr=lr,
+            grad_norm=grad_norm,
+            clipped_norm=clipped,
+            scale=scale,
+            skipped=skipped,
+            stop=agreed.stop,
         )
 
     def _where(self, position: Position, m: int) -> str:

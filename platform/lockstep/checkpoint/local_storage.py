@@ -1,0 +1,192 @@
+"""A storage on a disk, with plain system calls, so that it is certain what is on the disk when.
+
+A file is written aside, flushed to the disk, renamed into place, and the folder is flushed. A staging folder
+is a fence: it ends by being renamed, in one moment, and whoever still writes through it finds no way to
+rename anything into place any more. Neither clocks nor locks take part.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.checkpoint.errors import LostFileError, TakenError
+from lockstep.checkpoint.storage import Item, Reading, Written, hashed
+from lockstep.errors import StorageError
+
+ENDED = "ended-"
+"""Front of the name of a staging folder that has ended and is not deleted yet."""
+
+_NEVER_FLUSHED = {errno.EINVAL, errno.ENOTSUP}  # file systems that know no fsync of a folder
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP}
+_LOST = {errno.ENOENT, errno.ENOTDIR, errno.EIO}
+
+
+class LocalStorage:
+    """The folder `root`, made when something is first written."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.expanduser().absolute()
+        self.shown = str(self.root)
+
+    def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
+        target = self.root / path
+        aside = self.root / staging / path.replace("/", ".")
+        with _told("write", target):
+            try:
+                written = _write(aside, pieces)
+                self._make(target.parent)
+                aside.replace(target)
+            except BaseException:
+                with suppress(OSError):  # the failure itself is what is told
+                    aside.unlink()
+                raise
+            _flush_folder(target.parent)
+        return written
+
+    def create(self, path: str, content: bytes) -> None:
+        target = self.root / path
+        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        with _told("create", target):
+            self._make(target.parent)
+            try:
+                _write(aside, [content])
+                _link(aside, target)
+            finally:
+                aside.unlink(missing_ok=True)
+            _flush_folder(target.parent)
+
+    def read(self, path: str) -> bytes:
+        with _told("read", self.root / path):
+            return (self.root / path).read_bytes()
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Reading]:
+        with _told("read", self.root / path), (self.root / path).open("rb", buffering=0) as file:
+            yield file
+
+    def list(self, folder: str) -> list[Item]:
+        with _told("list", self.root / folder):
+            try:
+                with os.scandir(self.root / folder) as entries:
+                    return sorted(_item(entry) for entry in entries)
+            except FileNotFoundError:
+                return []
+
+    def exists(self, path: str) -> bool:
+        with _told("look at", self.root / path):
+            return (self.root / path).exists()
+
+    def delete(self, path: str, *, staging: str | None = None) -> None:
+        target = self.root / path
+        with _told("delete", target):
+            if staging is not None:
+                aside = self.root / staging / f"{path.replace('/', '.')}.deleted"
+                target.replace(aside)
+                _flush_folder(target.parent)
+                target = aside
+            target.unlink()
+
+    def delete_folder(self, folder: str) -> None:
+        with _told("delete", self.root / folder):
+            try:
+                (self.root / folder).rmdir()
+            except OSError as error:
+                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
+                    raise
+
+    def begin_staging(self, folder: str) -> None:
+        target = self.root / folder
+        with _told("create", target):
+            self._make(target.parent)
+            target.mkdir()
+            _flush_folder(target.parent)
+
+    def end_staging(self, folder: str) -> None:
+        target = self.root / folder
+        with _told("delete", target):
+            if not target.name.startswith(ENDED):
+                ended = target.with_name(f"{ENDED}{target.name}-{uuid.uuid4().hex[:8]}")
+                target.replace(ended)
+                _flush_folder(target.parent)
+                target = ended
+            for file in target.iterdir():
+                file.unlink()
+            target.rmdir()
+
+    def _make(self, folder: Path) -> None:
+        """Make a folder and those above it, each flushed into the one that holds it."""
+        if folder.is_dir():
+            return
+        self._make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _flush_folder(folder.parent)
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        written = hashed(pieces, lambda portion: _write_all(descriptor, portion))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return written
+
+
+def _write_all(descriptor: int, portion: memoryview) -> None:
+    while portion:
+        portion = portion[os.write(descriptor, portion) :]
+
+
+def _link(aside: Path, target: Path) -> None:
+    """Give `aside` the name `target`, which must be free; the file is whole from its first moment."""
+    try:
+        os.link(aside, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        os.close(descriptor)
+        aside.replace(target)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NEVER_FLUSHED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _item(entry: os.DirEntry[str]) -> Item:
+    is_folder = entry.is_dir()
+    try:
+        return Item(entry.name, is_folder, 0 if is_folder else entry.stat().st_size)
+    except FileNotFoundError:  # deleted since it was listed
+        return Item(entry.name, False, 0)
+
+
+@contextmanager
+def _told(verb: str, path: Path) -> Iterator[None]:
+    """Turn the system's errors into StorageError, one line each."""
+    try:
+        yield
+    except OSError as error:
+        _raise(error, f"checkpoint.storage: cannot {verb} {str(path)!r}: {error.strerror or error}")
+
+
+def _raise(error: OSError, line: str) -> NoReturn:
+    if error.errno in _LOST:
+        raise LostFileError(line) from error
+    if error.errno == errno.EEXIST:
+        raise TakenError(line) from error
+    raise StorageError(line) from error

@@ -1,0 +1,152 @@
+"""The manifest of a checkpoint: what it consists of, of which run and step it is, and what it was made by.
+
+A manifest is canonical: there is one way to write it, it bears the hash of itself, and anything else is
+refused; so no flipped bit goes unnoticed. Format versions: an older one is read for good (`_READERS`), a
+newer one is refused as such before anything else in it is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.errors import BadCheckpointError, NewerFormatError
+from lockstep.checkpoint.plain_json import as_text, parsed
+from lockstep.checkpoint.tree import plain, unpack
+
+T = TypeVar("T")
+
+FORMAT = "lockstep-checkpoint"
+VERSION = 1
+
+_FACTS = ("identity_fields", "environment", "counters", "metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint. `kind` is one of `tensors`, `tree` and `bytes`; `sha256` is in hexadecimal."""
+
+    name: str
+    section: str
+    kind: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a checkpoint tells of its run besides the sections: plain values, kept exactly."""
+
+    identity: str = ""
+    """The digest of the run identity."""
+    identity_fields: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Evaluation metrics of this very step, for keeping the best; empty where it was not evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint's table of contents. `written_at` is Unix time in seconds."""
+
+    run: str
+    step: int
+    attempt: int
+    written_at: float
+    files: tuple[FileEntry, ...]
+    facts: Facts
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files, the manifest apart."""
+        return sum(entry.size for entry in self.files)
+
+    def encode(self) -> bytes:
+        """The manifest as it is written. JobError where the facts are not plain."""
+        facts = {name: plain(dict(getattr(self.facts, name)), name) for name in _FACTS}
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "run": self.run,
+            "step": self.step,
+            "attempt": self.attempt,
+            "written_at": self.written_at,
+            "files": [asdict(entry) for entry in self.files],
+            "identity": self.facts.identity,
+            **facts,
+        }
+        return _canonical({**document, "sha256": _digest(document)})
+
+    @classmethod
+    def decode(cls, text: bytes) -> Manifest:
+        """Read what `encode` wrote. BadCheckpointError, NewerFormatError among them, with what is wrong."""
+        try:
+            document = parsed(text)
+        except ValueError as error:
+            raise BadCheckpointError(f"it cannot be read: {error or 'no JSON'}") from None
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise BadCheckpointError("it is no manifest of a checkpoint")
+        version = document.get("version")
+        if type(version) is int and version > VERSION:
+            raise NewerFormatError(
+                f"it has format version {version}, and this Lockstep reads versions up to {VERSION}; "
+                "update lockstep-train to use it"
+            )
+        if type(version) is not int or version not in _READERS:
+            raise BadCheckpointError(f"it has the unknown format version {version!r}")
+        try:
+            return _READERS[version](document, text)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadCheckpointError(f"it is not complete: {error}") from error
+
+
+def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
+    digest = document.pop("sha256")
+    if digest != _digest(document) or text != _canonical({**document, "sha256": digest}):
+        raise BadCheckpointError("its hash is not that of its content")
+    manifest = Manifest(
+        run=_of(str, document["run"]),
+        step=_of(int, document["step"]),
+        attempt=_of(int, document["attempt"]),
+        written_at=_of(float, document["written_at"]),
+        files=tuple(FileEntry(**entry) for entry in document["files"]),
+        facts=Facts(
+            identity=_of(str, document["identity"]),
+            **{name: _of(dict, unpack(document[name], {})) for name in _FACTS},
+        ),
+    )
+    for entry in manifest.files:
+        check_entry(entry)
+    if len({entry.name for entry in manifest.files}) != len(manifest.files):
+        raise BadCheckpointError("it names a file twice")
+    return manifest
+
+
+_READERS = {1: _version_1}
+
+
+def check_entry(entry: FileEntry) -> None:
+    """BadCheckpointError where a file does not bear a name of this store: it could lie anywhere."""
+    name = layout.file_name(_of(str, entry.name))
+    if name is None or (name.section, name.kind) != (entry.section, entry.kind):
+        raise BadCheckpointError(f"it names {entry.name!r}, which is no file of a checkpoint")
+    if _of(int, entry.size) < 0 or len(_of(str, entry.sha256)) != 64:
+        raise BadCheckpointError(f"it gives {entry.name!r} no size or hash")
+
+
+def _of(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"got {value!r}, wanted {kind.__name__}")
+    return value
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(document)).hexdigest()
+
+
+def _canonical(document: dict[str, Any]) -> bytes:
+    return as_text(document, indent=1, sort_keys=True)

@@ -1,0 +1,214 @@
+"""Reading checkpoints: found newest first, verified while they are read, passed over where they are not whole.
+
+Nothing is handed out before the hash of all of its file has been compared; nothing that is read can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
+from lockstep.checkpoint.manifest import FileEntry, Manifest
+from lockstep.checkpoint.plain_json import parsed
+from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.storage import PIECE, Reading, Storage
+from lockstep.checkpoint.tensor_file import read_tensors
+from lockstep.checkpoint.tree import Tree, unpack
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder with a manifest; whether it is any good shows when it is read."""
+
+    storage: Storage
+    folder: str
+    run_id: str | None = None
+    step: int | None = None
+
+    @classmethod
+    def of(cls, run: RunFolder, step: int) -> Checkpoint:
+        """The checkpoint of a run after `step`, wherever that step's folder would be."""
+        return cls(run.storage, run.path(layout.step_folder(step)), run.run_id, step)
+
+    @property
+    def shown(self) -> str:
+        """The folder as a person is shown it."""
+        return f"{self.storage.shown.rstrip('/')}/{self.folder}".rstrip("/")
+
+    def exists(self) -> bool:
+        """Whether there is a manifest."""
+        return self.storage.exists(self.path(layout.MANIFEST))
+
+    def manifest(self) -> Manifest:
+        """The table of contents. BadCheckpointError where it cannot be used or is of another run or step."""
+        try:
+            manifest = Manifest.decode(self.storage.read(self.path(layout.MANIFEST)))
+        except LostFileError as error:
+            raise BadCheckpointError(f"checkpoint {self.shown}: it has no {layout.MANIFEST}") from error
+        except BadCheckpointError as error:
+            raise type(error)(f"checkpoint {self.shown}: {layout.MANIFEST}: {error}") from error
+        for what, wanted, got in (("run", self.run_id, manifest.run), ("step", self.step, manifest.step)):
+            if wanted is not None and got != wanted:
+                raise self.bad(
+                    layout.MANIFEST, f"it is of {what} {got}, and lies where {what} {wanted} should"
+                )
+        return manifest
+
+    def path(self, name: str) -> str:
+        """The path of a file, as the storage takes it."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def bad(self, name: str, why: object) -> BadCheckpointError:
+        return BadCheckpointError(f"checkpoint {self.shown}: {name}: {why}")
+
+
+class Loaded(NamedTuple):
+    """A verified checkpoint's content: each section a tree or a block of bytes."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    sections: dict[str, Tree | bytes]
+
+
+def checkpoints(run: RunFolder) -> list[Checkpoint]:
+    """Every step of the run that has a manifest, newest first, unverified."""
+    found = (Checkpoint.of(run, step) for step in run.steps())
+    return [checkpoint for checkpoint in found if checkpoint.exists()]
+
+
+def verify(checkpoint: Checkpoint, *, hashes: bool = True) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, with the right sizes and hashes.
+
+    BadCheckpointError names the first file that is wrong, and how. Without `hashes` only the sizes are compared.
+    """
+    manifest = checkpoint.manifest()
+    _check_sizes(checkpoint, manifest.files)
+    for entry in manifest.files if hashes else ():
+        _read(checkpoint, entry, lambda file: file.rest())
+    return manifest
+
+
+def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
+    """Read a checkpoint, or `only` some of its sections, in one pass in which each file is verified.
+
+    BadCheckpointError names the first file that is wrong, and how.
+    """
+    manifest = checkpoint.manifest()
+    wanted = [entry for entry in manifest.files if only is None or entry.section in only]
+    _check_sizes(checkpoint, wanted)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    skeletons: dict[str, tuple[FileEntry, Any]] = {}
+    sections: dict[str, Tree | bytes] = {}
+    for entry in wanted:
+        if entry.kind == "tensors":
+            found = _read(checkpoint, entry, lambda file: read_tensors(file.fill, file.entry.size))
+            tensors.setdefault(entry.section, {}).update(found)
+        elif entry.kind == "tree":
+            skeletons[entry.section] = entry, _read(checkpoint, entry, _skeleton)
+        else:
+            sections[entry.section] = _read(checkpoint, entry, lambda file: bytes(file.all()))
+    for section, (entry, skeleton) in skeletons.items():
+        try:
+            sections[section] = unpack(skeleton, tensors.get(section, {}))
+        except BadCheckpointError as error:
+            raise checkpoint.bad(entry.name, error) from error
+    return Loaded(checkpoint, manifest, sections)
+
+
+def newest_good(run: RunFolder, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole, verified to the last byte; None where there is none.
+
+    Each one that is passed over is told to `warn` with the bad file and what is wrong with it. Another
+    StorageError is raised: a store that cannot be reached is no reason to start from an older state.
+    """
+    return _newest(run, warn, lambda checkpoint: (verify(checkpoint), checkpoint)[1])
+
+
+def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
+    """The content of the newest checkpoint that is whole, read once; else as `newest_good`."""
+    return _newest(run, warn, load)
+
+
+def _newest(run: RunFolder, warn: Callable[[str], None], read: Callable[[Checkpoint], T]) -> T | None:
+    for checkpoint in checkpoints(run):
+        try:
+            return read(checkpoint)
+        except (BadCheckpointError, LostFileError) as error:
+            warn(f"{error}; passing over it to the checkpoint before")
+    return None
+
+
+def _check_sizes(checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
+    sizes = {item.name: item.size for item in checkpoint.storage.list(checkpoint.folder)}
+    for entry in entries:
+        if entry.name not in sizes:
+            raise checkpoint.bad(entry.name, "it is missing")
+        if sizes[entry.name] != entry.size:
+            raise checkpoint.bad(
+                entry.name, f"it has {sizes[entry.name]} bytes, and its manifest says {entry.size}"
+            )
+
+
+def _read(checkpoint: Checkpoint, entry: FileEntry, content: Callable[[_Verified], T]) -> T:
+    """What `content` makes of a file, when all of it has been read and has the right hash."""
+    try:
+        with checkpoint.storage.open(checkpoint.path(entry.name)) as reading:
+            file = _Verified(reading, entry)
+            try:
+                found = content(file)
+            except BadCheckpointError:
+                file.rest()  # a wrong hash tells more than what it led to
+                raise
+            file.rest()
+            return found
+    except BadCheckpointError as error:
+        raise checkpoint.bad(entry.name, error) from error
+
+
+def _skeleton(file: _Verified) -> Any:
+    try:
+        return parsed(file.all())
+    except ValueError as error:
+        raise BadCheckpointError(f"it is no skeleton of a tree: {error}") from error
+
+
+class _Verified:
+    """A file that is hashed as it is read."""
+
+    def __init__(self, reading: Reading, entry: FileEntry) -> None:
+        self.entry = entry
+        self._reading = reading
+        self._digest = hashlib.sha256()
+        self._left = entry.size
+
+    def fill(self, buffer: memoryview) -> None:
+        """Fill the buffer with the bytes that follow. BadCheckpointError where there are too few."""
+        while buffer:
+            got = self._reading.readinto(buffer[:PIECE]) or 0
+            if not got:
+                raise BadCheckpointError(f"it ends {self._left} bytes too early")
+            self._digest.update(buffer[:got])
+            self._left -= got
+            buffer = buffer[got:]
+
+    def all(self) -> bytearray:
+        """The whole file."""
+        content = bytearray(self.entry.size)
+        self.fill(memoryview(content))
+        return content
+
+    def rest(self) -> None:
+        """Read what is left and compare the hash. BadCheckpointError where it is another."""
+        piece = memoryview(bytearray(min(self._left, PIECE)))
+        while self._left > 0:
+            self.fill(piece[: self._left])
+        if self._digest.hexdigest() != self.entry.sha256:
+            raise BadCheckpointError("its hash is not the one in its manifest")

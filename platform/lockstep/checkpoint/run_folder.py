@@ -1,0 +1,231 @@
+"""The folder of a run: it belongs to one run, and one attempt at a time may publish and delete in it.
+
+Invariants:
+- `owner.json` is created exclusively: of two runs that want one folder, one is refused.
+- Attempts only count up. Before `attempt.json` names the new attempt, the staging folders of all older ones
+  have ended; as publishing and withdrawing are renames through an attempt's own staging folder, no older
+  attempt can do either from then on, however late it wakes. An object store knows no rename: there the
+  attempt reads `attempt.json` right before, which leaves the time between that read and the put. What a stale
+  worker could do in it is put its own manifest of a step: the same bits, under files of its own names.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
+from lockstep.checkpoint.local_storage import ENDED
+from lockstep.checkpoint.plain_json import as_text, parsed
+from lockstep.checkpoint.storage import Storage, Written
+from lockstep.errors import StorageError
+
+
+class Fence(NamedTuple):
+    """What `attempt.json` says: the attempt that may publish and delete. Number 0 is before the first."""
+
+    number: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`<storage>/<run_id>/`. Make one with `create` for a new run, with `open` for one that exists."""
+
+    storage: Storage
+    run_id: str
+
+    @classmethod
+    def create(cls, storage: Storage, run_id: str) -> RunFolder:
+        """The folder of a new run. StorageError where it belongs to a run already."""
+        folder = cls(storage, _checked(run_id))
+        try:
+            content = as_text({"run": run_id, "token": uuid.uuid4().hex})
+            storage.create(folder.path(layout.OWNER), content)
+        except TakenError as error:
+            raise TakenError(
+                f"checkpoint.storage: {folder.shown!r} already belongs to run {folder._owner() or '?'}; "
+                "resume that run, or give the new one another storage"
+            ) from error
+        return folder
+
+    @classmethod
+    def open(cls, storage: Storage, run_id: str) -> RunFolder:
+        """The folder of a run that exists. StorageError where it does not, or belongs to another."""
+        folder = cls(storage, _checked(run_id))
+        try:
+            owner = folder._owner()
+        except LostFileError as error:
+            raise LostFileError(
+                f"checkpoint.storage: no run {run_id} in {storage.shown!r}; "
+                "look for it with another checkpoint.storage"
+            ) from error
+        if owner != run_id:
+            raise StorageError(
+                f"checkpoint.storage: {folder.shown!r} belongs to run {owner or '?'}, not to {run_id}"
+            )
+        return folder
+
+    @property
+    def shown(self) -> str:
+        """The folder as a person is shown it."""
+        return f"{self.storage.shown.rstrip('/')}/{self.run_id}"
+
+    def path(self, *names: str) -> str:
+        """A path in this folder, as the storage takes it."""
+        return "/".join((self.run_id, *names))
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, newest first, whether or not it holds a checkpoint."""
+        found = (layout.step_of(item.name) for item in self.storage.list(self.run_id) if item.is_folder)
+        return sorted((step for step in found if step is not None), reverse=True)
+
+    def fence(self) -> Fence:
+        """The attempt that may publish and delete."""
+        try:
+            found = self._read(layout.ATTEMPT)
+            return Fence(int(found["number"]), str(found["token"]))
+        except LostFileError:
+            return Fence(0, "")
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError(
+                f"checkpoint.storage: {self.shown}/{layout.ATTEMPT} cannot be understood ({error}); "
+                "resume the run to begin a new attempt"
+            ) from error
+
+    def claim(self, number: int | None = None) -> Attempt:
+        """Begin an attempt, by default the next one; every older attempt is over from here on.
+
+        StaleAttemptError where an attempt of this number or a newer one has begun.
+        """
+        staged = self._staged()
+        newest = max(self._begun(staged))
+        attempt = Attempt(self, newest + 1 if number is None else number, uuid.uuid4().hex)
+        if attempt.number <= newest:
+            raise StaleAttemptError(
+                f"checkpoint.storage: attempt {attempt.number} of run {self.run_id} cannot begin, "
+                f"attempt {newest} has begun"
+            )
+        try:
+            self.storage.begin_staging(attempt.staging)
+        except TakenError as error:
+            raise StaleAttemptError(
+                f"checkpoint.storage: attempt {attempt.number} of run {self.run_id} cannot begin, "
+                "another process has just begun it"
+            ) from error
+        for older in staged:
+            self._end(layout.staging_folder(older))
+        attempt.write((layout.ATTEMPT,), [as_text({"number": attempt.number, "token": attempt.token})])
+        attempt.ensure_current()
+        return attempt
+
+    def attempt(self, number: int) -> Attempt:
+        """Join an attempt that was claimed elsewhere. StaleAttemptError where another is the current one."""
+        attempt = Attempt(self, number, self.fence().token)
+        attempt.ensure_current()
+        return attempt
+
+    def clear_ended(self) -> None:
+        """Delete the staging folders of ended attempts that a crash has left."""
+        for item in self.storage.list(self.run_id):
+            if item.is_folder and item.name.startswith(ENDED):
+                self._end(item.name)
+
+    def _end(self, folder: str) -> None:
+        with suppress(LostFileError):  # another process ends it as well
+            self.storage.end_staging(self.path(folder))
+
+    def _staged(self) -> list[int]:
+        numbers = (layout.attempt_of(item.name) for item in self.storage.list(self.run_id) if item.is_folder)
+        return [number for number in numbers if number is not None]
+
+    def _begun(self, staged: list[int]) -> Iterator[int]:
+        """Every attempt that has left a trace: were `attempt.json` lost, no number is given twice even so."""
+        with suppress(StorageError):  # a fence that cannot be understood is replaced by the next claim
+            yield self.fence().number
+        yield from (0, *staged)
+        for step in self.steps():
+            for item in self.storage.list(self.path(layout.step_folder(step))):
+                if name := layout.file_name(item.name):
+                    yield name.attempt
+
+    def _owner(self) -> str:
+        try:
+            return str(self._read(layout.OWNER)["run"])
+        except (KeyError, TypeError, ValueError):
+            return ""
+
+    def _read(self, name: str) -> Any:
+        return parsed(self.storage.read(self.path(name)))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt's right to publish and delete in the run's folder. Paths are those of `run.path`."""
+
+    run: RunFolder
+    number: int
+    token: str
+
+    @property
+    def staging(self) -> str:
+        """The folder that this attempt writes aside in."""
+        return self.run.path(layout.staging_folder(self.number))
+
+    def ensure_current(self) -> None:
+        """StaleAttemptError where a newer attempt has begun."""
+        fence = self.run.fence()
+        if fence != (self.number, self.token):
+            raise self._stale(f"attempt {fence.number} has taken its place")
+
+    def write(self, path: tuple[str, ...], pieces: Iterable[bytes | memoryview]) -> Written:
+        """Write a file whole or not at all. StaleAttemptError where this attempt is over."""
+        try:
+            return self.run.storage.write(self.run.path(*path), pieces, staging=self.staging)
+        except LostFileError as error:
+            raise self._over(error) from error
+
+    def publish(self, path: tuple[str, ...], content: bytes) -> None:
+        """Write the file that makes others count, as the current attempt or not at all."""
+        self.ensure_current()
+        self.write(path, [content])
+
+    def withdraw(self, path: tuple[str, ...]) -> None:
+        """Delete the file that makes others count, as the current attempt or not at all; it may be gone."""
+        self.ensure_current()
+        whole = self.run.path(*path)
+        try:
+            self.run.storage.delete(whole, staging=self.staging)
+        except LostFileError as error:
+            if self.run.storage.exists(whole):
+                raise self._over(error) from error
+
+    def discard(self, path: tuple[str, ...]) -> None:
+        """Delete a file that nothing counts on any more; it may be gone."""
+        with suppress(LostFileError):
+            self.run.storage.delete(self.run.path(*path))
+
+    def _over(self, error: LostFileError) -> StorageError:
+        """Why a file went missing while it was written: this attempt's end, or else the error itself."""
+        self.ensure_current()
+        if self.run.storage.exists(self.staging):
+            return error
+        return self._stale("its folder has been ended")
+
+    def _stale(self, why: str) -> StaleAttemptError:
+        return StaleAttemptError(
+            f"checkpoint.storage: attempt {self.number} of run {self.run.run_id} is over, {why}; "
+            "it can neither publish nor delete"
+        )
+
+
+def _checked(run_id: str) -> str:
+    if not layout.is_run_id(run_id):
+        raise StorageError(
+            f"checkpoint.storage: {run_id!r} cannot name a run's folder; wanted letters, digits and . _ -"
+        )
+    return run_id

@@ -1,0 +1,98 @@
+"""Tensors in one file, in the format of safetensors: bytes and a table of contents, nothing that can run.
+
+Written and read as a stream, so that each byte is hashed on its one way past: the library writes without
+telling the hash and reads into a second copy. Every tensor that is read has memory of its own, aligned as
+torch aligns it: an offset within a file must never change the bits of what is computed from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.errors import BadCheckpointError
+from lockstep.checkpoint.plain_json import parsed
+from lockstep.checkpoint.tree import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # the library's own limit
+
+
+def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of the file. The tensors are contiguous, in host memory, and wait until they are read."""
+    # Wide types first: every tensor then begins at a multiple of its items' size, as the format wants it.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    contents, end = {}, 0
+    for name in order:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        contents[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    header = json.dumps(contents, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for name in order:
+        yield _bytes(tensors[name])
+
+
+def read_tensors(fill: Callable[[memoryview], None], size: int) -> dict[str, Tensor]:
+    """The tensors of a file of `size` bytes; `fill` fills a buffer with the bytes that follow.
+
+    Asks for no more memory than the file has bytes. BadCheckpointError where the file is none of this format.
+    """
+    try:
+        contents, remaining = _contents(fill, size)
+        return _tensors(contents, remaining, fill)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadCheckpointError(f"it is no safetensors file: {error}") from error
+
+
+def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, Any], int]:
+    """The table of contents, and how many bytes follow it."""
+    if size < 8:
+        raise ValueError(f"{size} bytes hold no table of contents")
+    front = bytearray(8)
+    fill(memoryview(front))
+    length = int.from_bytes(front, "little")
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise ValueError(f"a table of contents of {length} bytes does not fit")
+    header = bytearray(length)
+    fill(memoryview(header))
+    contents = parsed(header)
+    contents.pop("__metadata__", None)
+    return contents, size - 8 - length
+
+
+def _tensors(
+    contents: dict[str, Any], remaining: int, fill: Callable[[memoryview], None]
+) -> dict[str, Tensor]:
+    found, end = {}, 0
+    for name in sorted(contents, key=lambda name: contents[name]["data_offsets"]):
+        entry = contents[name]
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        begin, stop = entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (begin, stop, *shape)):
+            raise ValueError(f"{name!r} has no sizes")
+        if begin != end or stop > remaining or stop - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r} lies at other bytes than it fills")
+        end = stop
+        tensor = torch.empty(shape, dtype=dtype)
+        fill(_bytes(tensor))
+        found[name] = tensor
+    if end != remaining:
+        raise ValueError(f"{remaining - end} bytes belong to no tensor")
+    return {name: found[name] for name in contents}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # a buffer, which numpy's types do not tell
+    return memoryview(array)

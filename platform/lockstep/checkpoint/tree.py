@@ -1,0 +1,228 @@
+"""A section's state as JSON and tensors, and back, exactly.
+
+A tree is a tensor, None, a truth value, a number, text, or a list, tuple or mapping of trees; keys are plain
+values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `unpack`
+gives the same tree: types and order of keys, every bit of a float or a tensor, whole numbers of any size, a
+tuple as a tuple. Tensors that are the same memory are stored once and are one tensor again. A tensor that is
+dense in another order of dimensions (channels last) keeps that order. Nothing that is read can run code.
+
+In the skeleton a JSON object is a mapping whose keys are text, unless its one key begins with `$`:
+
+    {"$tensor": "state/0/exp_avg"}                 the tensor of that name
+    {"$tensor": "conv.weight", "order": [0, 2, 3, 1]}      … stored with its dimensions in this order
+    {"$tuple": […]}    {"$map": [[key, value], …]}         a tuple; a mapping with any other keys
+    {"$float": "7ff8000000000001"}                 the bits of a float that is not finite
+    {"$int": "0x8000000000000000"}                 a whole number beyond 64 bits
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.errors import BadCheckpointError
+from lockstep.errors import JobError
+
+Tree = Any
+"""See the head of this module: type checkers know no such recursion through invariant containers."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types of numbers by their names in safetensors."""
+
+_STORED = frozenset(DTYPES.values())
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_DEEPEST = 100
+_WORDS = frozenset({"$tensor", "$tuple", "$map", "$float", "$int"})
+
+
+class Packed(NamedTuple):
+    """A tree taken apart. The tensors are contiguous, and still the memory of the tree."""
+
+    skeleton: Any
+    tensors: dict[str, Tensor]
+
+
+def pack(tree: Tree, where: str = "tree") -> Packed:
+    """Take a tree apart. JobError, with its place after `where`, for what is no tree."""
+    packing = _Packing(where)
+    return Packed(packing.encode(tree, ()), packing.tensors)
+
+
+def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
+    """The tree that `pack` took apart. BadCheckpointError where the two do not belong together."""
+    unused = set(tensors)
+
+    def tensor(name: str) -> Tensor:
+        if name not in tensors:
+            raise BadCheckpointError(f"tensor {name!r} is missing")
+        unused.discard(name)
+        return tensors[name]
+
+    try:
+        tree = _decode(skeleton, tensor)
+    except RecursionError:
+        raise BadCheckpointError("the skeleton is nested too deep") from None
+    if unused:
+        raise BadCheckpointError(f"tensor {min(unused)!r} has no place in the skeleton")
+    return tree
+
+
+def plain(tree: Tree, where: str) -> Any:
+    """A tree without tensors as JSON. JobError for what is none."""
+    packed = pack(tree, where)
+    if packed.tensors:
+        raise JobError(f"checkpoint: {where} holds a tensor ({min(packed.tensors)!r}), wanted plain values")
+    return packed.skeleton
+
+
+class _Packing:
+    """One tree on its way into a skeleton."""
+
+    def __init__(self, where: str) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._where = where
+        self._known: dict[Any, str] = {}
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind in _TENSORS:
+            return self._tensor(value, path)
+        if len(path) >= _DEEPEST:
+            raise self._refused(path, "nested too deep, or holds itself")
+        if kind is list:
+            return [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        if kind is tuple:
+            return {"$tuple": [self.encode(item, (*path, i)) for i, item in enumerate(value)]}
+        if kind is dict or kind is OrderedDict:
+            return self._mapping(value, path)
+        raise self._refused(path, f"a {kind.__module__}.{kind.__qualname__}")
+
+    def _mapping(self, mapping: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in mapping):
+            return {key: self.encode(value, (*path, key)) for key, value in mapping.items()}
+        return {
+            "$map": [
+                [self._key(key, path), self.encode(value, (*path, key))] for key, value in mapping.items()
+            ]
+        }
+
+    def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
+        if key is not None and type(key) not in (bool, int, float, str):
+            raise self._refused(path, f"a mapping with a {type(key).__qualname__} as a key")
+        return self.encode(key, path)
+
+    def _tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> Any:
+        if tensor.dtype not in _STORED or tensor.layout is not torch.strided or tensor.is_meta:
+            raise self._refused(path, f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}")
+        tensor = tensor.detach()
+        if tensor.is_neg() or tensor.is_conj():
+            tensor = tensor.resolve_conj().resolve_neg()
+        tensor, order = _in_order_of_memory(tensor)
+        # An empty tensor has no memory that it could share.
+        place = tensor.data_ptr() if tensor.numel() else -len(self._known)
+        same = (place, tensor.dtype, tensor.shape, tensor.device)
+        name = self._known.get(same)
+        if name is None:
+            name = self._known[same] = self._free_name(path)
+            self.tensors[name] = tensor
+        return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
+
+    def _free_name(self, path: tuple[Any, ...]) -> str:
+        name = wanted = "/".join(map(str, path)) or "tensor"
+        if wanted == "__metadata__":  # safetensors keeps this one for itself
+            name = wanted = "tensor"
+        count = 1
+        while name in self.tensors:
+            count += 1
+            name = f"{wanted}#{count}"
+        return name
+
+    def _refused(self, path: tuple[Any, ...], what: str) -> JobError:
+        place = "/".join(map(str, (self._where, *path[:8])))
+        return JobError(
+            f"checkpoint: {place} is {what}, which a checkpoint cannot hold; wanted tensors, numbers, text, "
+            "true, false, None, and lists, tuples or mappings of these"
+        )
+
+
+def _in_order_of_memory(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
+    """A contiguous tensor without a copy, and the order of dimensions that makes it so; a copy where none does."""
+    if tensor.is_contiguous():
+        return tensor, None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
+    permuted = tensor.permute(order)
+    return (permuted, order) if permuted.is_contiguous() else (tensor.contiguous(), None)
+
+
+def _decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    word = next(iter(value), "")
+    if not word.startswith("$"):
+        if any(key.startswith("$") for key in value):
+            raise BadCheckpointError("the skeleton mixes words and keys")
+        return {key: _decode(item, tensor) for key, item in value.items()}
+    if word not in _WORDS:
+        raise BadCheckpointError(f"the skeleton holds the unknown word {word!r}")
+    try:
+        return _decode_word(word, value, tensor)
+    except (ValueError, TypeError, KeyError, struct.error, RuntimeError) as error:
+        raise BadCheckpointError(f"the skeleton's {word} cannot be read: {error}") from error
+
+
+def _decode_word(word: str, value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
+    content = value[word]
+    if word == "$tensor":
+        return _reordered(tensor(content), value.get("order"))
+    if len(value) > 1:
+        raise ValueError("it stands beside other keys")
+    if word == "$tuple":
+        return tuple([_decode(item, tensor) for item in content])
+    if word == "$map":
+        return {_decode(key, tensor): _decode(item, tensor) for key, item in content}
+    if word == "$float":
+        return struct.unpack(">d", bytes.fromhex(content))[0]
+    return int(content, 16)
+
+
+def _reordered(tensor: Tensor, order: list[int] | None) -> Tensor:
+    """The inverse of `_in_order_of_memory`."""
+    if order is None:
+        return tensor
+    if sorted(order) != list(range(tensor.dim())):
+        raise ValueError(f"{order} is no order of its dimensions")
+    return tensor.permute([order.index(dimension) for dimension in range(len(order))])

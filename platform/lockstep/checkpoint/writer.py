@@ -1,0 +1,180 @@
+"""Writing a checkpoint: every rank writes its part, then one rank publishes the manifest.
+
+Invariants: a file is on the disk, whole and hashed, before a receipt or a manifest names it; the manifest is
+written last, and nothing that a published one names is written again; no name is shared by two attempts or
+ranks. A crash at any moment leaves what was published before, and files that nothing names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import NamedTuple
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.errors import LostFileError, TakenError
+from lockstep.checkpoint.layout import FileName
+from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, check_entry
+from lockstep.checkpoint.plain_json import as_text, parsed
+from lockstep.checkpoint.reader import Checkpoint
+from lockstep.checkpoint.run_folder import Attempt
+from lockstep.checkpoint.snapshot import Snapshot, snapshot
+from lockstep.checkpoint.tensor_file import tensor_pieces
+from lockstep.checkpoint.tree import Tree
+from lockstep.errors import StorageError
+
+_LONGEST_PAUSE_S = 1.0
+_FENCE_EVERY_S = 5.0
+
+
+class Part(NamedTuple):
+    """What one rank has written. `structure` is equal on ranks whose state is."""
+
+    rank: int
+    structure: str
+    files: list[FileEntry]
+
+
+def write_checkpoint(
+    attempt: Attempt, step: int, sections: Mapping[str, Tree | bytes], facts: Facts | None = None
+) -> Checkpoint:
+    """Write and publish a whole checkpoint from one process."""
+    copied = snapshot(sections)
+    part = write_part(attempt, step, copied)
+    return commit(attempt, step, [part], facts or Facts())
+
+
+def write_part(attempt: Attempt, step: int, copied: Snapshot) -> Part:
+    """Write this rank's part of a step, each file flushed to the disk. It counts for nothing until `commit`.
+
+    StaleAttemptError where the attempt is over, TakenError where it has published this step already.
+    """
+    attempt.ensure_current()
+    _refuse_published(attempt, step)
+    copied.wait()
+    files = []
+    for section, kind, pieces in _files(copied):
+        name = FileName(section, attempt.number, copied.rank, kind)
+        written = attempt.write((layout.step_folder(step), str(name)), pieces)
+        files.append(FileEntry(str(name), section, kind, written.size, written.sha256))
+    return Part(copied.rank, copied.structure(), files)
+
+
+def post_receipt(attempt: Attempt, step: int, part: Part) -> None:
+    """Tell the committing rank, through the store, that a part is written."""
+    _post(attempt, step, part.rank, {**part._asdict(), "files": [asdict(entry) for entry in part.files]})
+
+
+def post_failure(attempt: Attempt, step: int, rank: int, reason: str) -> None:
+    """Tell the committing rank that a part will not come, so that it need not wait for it."""
+    _post(attempt, step, rank, {"failed": reason})
+
+
+def gather_parts(
+    attempt: Attempt,
+    step: int,
+    own: Part,
+    writers: int,
+    *,
+    timeout_s: float,
+    sleep: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Part]:
+    """This rank's part and those of the other writers, when all have posted their receipts.
+
+    StorageError where a rank tells that it failed, holds another state, or is silent for `timeout_s` seconds.
+    """
+    missing = set(range(writers)) - {own.rank}
+    parts, pause_s, began = {own.rank: own}, 0.01, clock()
+    fence_at = began + _FENCE_EVERY_S
+    while missing:
+        for rank in sorted(missing):
+            if (part := _receipt(attempt, step, rank)) is not None:
+                parts[rank] = part
+                missing.discard(rank)
+        waited_s = clock() - began
+        if missing and waited_s >= timeout_s:
+            raise StorageError(
+                f"checkpoint: ranks {sorted(missing)} have not written their parts of step {step} after {waited_s:.0f} s"
+            )
+        if missing:
+            if clock() >= fence_at:
+                attempt.ensure_current()
+                fence_at = clock() + _FENCE_EVERY_S
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    strays = [rank for rank, part in sorted(parts.items()) if part.structure != own.structure]
+    if strays:
+        raise StorageError(
+            f"checkpoint: ranks {strays} hold another state at step {step} than rank {own.rank}"
+        )
+    return [parts[rank] for rank in sorted(parts)]
+
+
+def commit(attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts) -> Checkpoint:
+    """Publish a step of which all parts are written: from here on the checkpoint exists.
+
+    StaleAttemptError where the attempt is over. The receipts, which have done their work, are deleted.
+    """
+    files = tuple(entry for part in parts for entry in part.files)
+    folder = layout.step_folder(step)
+    sizes = {item.name: item.size for item in attempt.run.storage.list(attempt.run.path(folder))}
+    for entry in files:
+        if sizes.get(entry.name) != entry.size:
+            raise StorageError(
+                f"checkpoint: {entry.name!r} of step {step} was written with {entry.size} bytes "
+                f"and now has {sizes.get(entry.name, 'none')}; the step is not published"
+            )
+    manifest = Manifest(attempt.run.run_id, step, attempt.number, time.time(), files, facts)
+    attempt.publish((folder, layout.MANIFEST), manifest.encode())
+    for name in sizes:
+        if (known := layout.file_name(name)) and known.kind == layout.RECEIPT:
+            attempt.discard((folder, name))
+    return Checkpoint.of(attempt.run, step)
+
+
+def _files(copied: Snapshot) -> Iterator[tuple[str, str, Iterable[bytes | memoryview]]]:
+    """Section, kind and bytes of each file of this rank's part. Skeletons and blocks are rank 0's."""
+    for section, tensors in copied.tensors.items():
+        yield section, "tensors", tensor_pieces(tensors)
+    if copied.rank == 0:
+        for section, skeleton in copied.trees.items():
+            yield section, "tree", [as_text(skeleton)]
+        for section, block in copied.blocks.items():
+            yield section, "bytes", [block]
+
+
+def _refuse_published(attempt: Attempt, step: int) -> None:
+    checkpoint = Checkpoint.of(attempt.run, step)
+    try:
+        published = checkpoint.manifest()
+    except StorageError:
+        return  # none, or one of no use: its place is free
+    if published.attempt == attempt.number:
+        raise TakenError(f"checkpoint: attempt {attempt.number} has published step {step} already")
+
+
+def _post(attempt: Attempt, step: int, rank: int, content: Mapping[str, object]) -> None:
+    attempt.write(_receipt_path(attempt, step, rank), [as_text(content)])
+
+
+def _receipt_path(attempt: Attempt, step: int, rank: int) -> tuple[str, str]:
+    return layout.step_folder(step), str(FileName(layout.RECEIPT, attempt.number, rank, layout.RECEIPT))
+
+
+def _receipt(attempt: Attempt, step: int, rank: int) -> Part | None:
+    """A rank's part, or None as long as it has not told of one."""
+    path = _receipt_path(attempt, step, rank)
+    try:
+        content = parsed(attempt.run.storage.read(attempt.run.path(*path)))
+    except LostFileError:
+        return None
+    if "failed" in content:
+        raise StorageError(
+            f"checkpoint: rank {rank} could not write its part of step {step}: {content['failed']}"
+        )
+    files = [FileEntry(**entry) for entry in content["files"]]
+    for entry in files:
+        check_entry(entry)
+    return Part(rank, content["structure"], files)
