@@ -92,7 +92,7 @@ class ObjectStorage:
         """Nothing."""
 
     def _at(self, path: str) -> str:
-        return f"{self._root}/{path}"
+        return f"{self._root}/{path}".rstrip("/")
 
     def _shown(self, path: str) -> str:
         return f"{self.shown.rstrip('/')}/{path}"

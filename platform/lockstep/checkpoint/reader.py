@@ -17,7 +17,7 @@ from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.checkpoint.plain_json import parsed
 from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.storage import PIECE, Reading, Storage
+from lockstep.checkpoint.storage import PIECE, Reading, Storage, open_storage
 from lockstep.checkpoint.tensor_file import read_tensors
 from lockstep.checkpoint.tree import Tree, unpack
 
@@ -76,6 +76,11 @@ class Loaded(NamedTuple):
     checkpoint: Checkpoint
     manifest: Manifest
     sections: dict[str, Tree | bytes]
+
+
+def checkpoint_at(uri: str) -> Checkpoint:
+    """The checkpoint in a folder by itself, downloaded from a record, say: of whatever run and step."""
+    return Checkpoint(open_storage(uri), "")
 
 
 def checkpoints(run: RunFolder) -> list[Checkpoint]:
@@ -142,7 +147,7 @@ def _newest(run: RunFolder, warn: Callable[[str], None], read: Callable[[Checkpo
         try:
             return read(checkpoint)
         except (BadCheckpointError, LostFileError) as error:
-            warn(f"{error}; passing over it to the checkpoint before")
+            warn(f"{error}; this checkpoint is passed over")
     return None
 
 

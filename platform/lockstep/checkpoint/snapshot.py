@@ -132,7 +132,7 @@ class Buffers:
                 torch._foreach_copy_(self._views, sources, non_blocking=on_cuda)
         if not on_cuda:
             return self._views, None
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return self._views, copied
 
@@ -166,7 +166,7 @@ def _host_block(size: int) -> Tensor:
 
 def _lock(block: Tensor) -> None:
     """Lock the pages of a block for CUDA. torch's own pinned memory comes in powers of two, up to twice as much."""
-    runtime: Any = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if len(block) and int(runtime.cudaHostRegister(block.data_ptr(), len(block), 1)) == 0:
         weakref.finalize(block, runtime.cudaHostUnregister, block.data_ptr())
     # Where there is too much to lock, the copies are made all the same, and the host waits for them.

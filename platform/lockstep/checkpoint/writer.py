@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ def gather_parts(
     sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Part]:
-    """This rank's part and those of the other writers, when all have posted their receipts.
+    """The parts of all writers, when the other ranks have posted their receipts.
 
     StorageError where a rank tells that it failed, holds another state, or is silent for `timeout_s` seconds.
     """
@@ -128,9 +129,10 @@ def commit(attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts) -> 
             )
     manifest = Manifest(attempt.run.run_id, step, attempt.number, time.time(), files, facts)
     attempt.publish((folder, layout.MANIFEST), manifest.encode())
-    for name in sizes:
-        if (known := layout.file_name(name)) and known.kind == layout.RECEIPT:
-            attempt.discard((folder, name))
+    with suppress(StorageError):  # the step is published; what is left is cleared with the leftovers
+        for name in sizes:
+            if (known := layout.file_name(name)) and known.kind == layout.RECEIPT:
+                attempt.discard((folder, name))
     return Checkpoint.of(attempt.run, step)
 
 
@@ -168,13 +170,15 @@ def _receipt(attempt: Attempt, step: int, rank: int) -> Part | None:
     path = _receipt_path(attempt, step, rank)
     try:
         content = parsed(attempt.run.storage.read(attempt.run.path(*path)))
+        if "failed" not in content:
+            files = [FileEntry(**entry) for entry in content["files"]]
+            for entry in files:
+                check_entry(entry)
+            return Part(rank, content["structure"], files)
     except LostFileError:
         return None
-    if "failed" in content:
-        raise StorageError(
-            f"checkpoint: rank {rank} could not write its part of step {step}: {content['failed']}"
-        )
-    files = [FileEntry(**entry) for entry in content["files"]]
-    for entry in files:
-        check_entry(entry)
-    return Part(rank, content["structure"], files)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"checkpoint: the receipt of rank {rank} cannot be understood: {error}") from error
+    raise StorageError(
+        f"checkpoint: rank {rank} could not write its part of step {step}: {content['failed']}"
+    )

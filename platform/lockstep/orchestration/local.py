@@ -6,14 +6,14 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import LockstepError
+from lockstep.errors import RecordError
 from lockstep.job import load_job
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
@@ -50,9 +50,11 @@ class DirectRecord:
 
     def __init__(self, recorder: Recorder, stop: StopSignal) -> None:
         self.recorder = recorder
+        self.total_steps: int | None = None
         self._stop = stop
 
     def started(self, facts: Mapping[str, Any]) -> None:
+        self.total_steps = facts["plan"]["total_steps"]
         self.recorder.started({**facts, "git": git_state(Path.cwd())})
 
     def step(self, row: StepRow) -> None:
@@ -65,7 +67,8 @@ class DirectRecord:
         self.recorder.finished(summary, save_weights(self.recorder.run_folder(), weights))
 
     def stopping(self) -> bool:
-        return self._stop.asked
+        """A signal came, or the run cannot be recorded anywhere."""
+        return self._stop.asked or (not self.recorder.opened and self.recorder.failure() is not None)
 
 
 def under_torchrun() -> bool:
@@ -98,20 +101,23 @@ def _train_as(
     if group.rank > 0:
         fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop))
         return None
-    job = load_job(spec.job.use, spec.job.params)
-    recorder = Recorder(spec)
+    record = DirectRecord(Recorder(spec), stop)
+    recorder = record.recorder
     recorder.start()
     try:
-        with _shown(recorder, progress):
-            summary = fit(spec, job, group, DirectRecord(recorder, stop))
-    except KeyboardInterrupt:
-        recorder.failed("stopped by a signal", status="KILLED")
+        with _shown(record, progress):
+            summary = fit(spec, load_job(spec.job.use, spec.job.params), group, record)
+    except BaseException as error:
+        signalled = isinstance(error, KeyboardInterrupt)
+        recorder.failed(
+            "ended at once by a signal" if signalled else str(error),
+            traceback.format_exc(),
+            status="KILLED" if signalled else "FAILED",
+        )
+        with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
+            recorder.close()
         raise
-    except LockstepError as error:
-        recorder.failed(str(error), traceback.format_exc())
-        raise
-    finally:
-        recorder.close()
+    recorder.close()
     return result_of(
         summary,
         run_id=recorder.run_id(),
@@ -125,14 +131,14 @@ def _train_as(
 
 
 @contextmanager
-def _shown(recorder: Recorder, progress: Progress) -> Iterator[None]:
-    """Show the recorder's newest rows, twice a second, from a thread of its own."""
+def _shown(record: DirectRecord, progress: Progress) -> Iterator[None]:
+    """Show the newest rows twice a second, from a thread of its own."""
     over = threading.Event()
 
     def show() -> None:
         while not over.wait(0.5):
-            latest = recorder.latest
-            progress.show(latest.step, latest.evaluation, None)
+            latest = record.recorder.latest
+            progress.show(latest.step, latest.evaluation, record.total_steps)
 
     thread = threading.Thread(target=show, name="lockstep-progress", daemon=True)
     thread.start()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
@@ -120,10 +120,15 @@ class _Driver:
                 ray.get(recorder.ended.remote(str(error), ending.details, "FAILED"))
                 raise error
         except KeyboardInterrupt:
-            ray.get(recorder.ended.remote("stopped by a second signal", "", "KILLED"))
+            ray.get(recorder.ended.remote("ended at once by a second signal", "", "KILLED"))
+            self._close(recorder)
             raise
-        finally:
-            ray.get(recorder.close.remote())
+        except LockstepError:
+            self._close(recorder)  # what ended the run is told; that it could not be recorded comes second
+            raise
+        failure = self._close(recorder)
+        if failure is not None:
+            raise failure
         run_id, url, folder = ray.get(recorder.names.remote())
         return result_of(
             ending.summary,
@@ -135,6 +140,13 @@ class _Driver:
             warnings=self.warnings,
             signal_number=self.stop.number,
         )
+
+    def _close(self, recorder: Any) -> RecordError | None:
+        """Let the recorder write what is left; what it could not write."""
+        import ray
+
+        failure: RecordError | None = ray.get(recorder.close.remote())
+        return failure
 
     def _watch(self, attempt: Attempt, recorder: Any) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ray
 from torch import Tensor
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RecordError
 from lockstep.record.environment import git_state
 from lockstep.record.ledger import EvaluationRow, StepRow
 from lockstep.record.recorder import Recorder
@@ -93,10 +93,14 @@ class RecorderActor:
         self._recorder.failed(message, details, status)  # type: ignore[arg-type]
 
     @ray.method(concurrency_group="write")
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self) -> RecordError | None:
+        """Write what is left. Returns, rather than raises, what could not be written: Ray would wrap it."""
         self._start()
-        self._recorder.close()
+        try:
+            self._recorder.close()
+        except RecordError as error:
+            return error
+        return None
 
     @ray.method(concurrency_group="ask")
     def run_folder(self) -> Path:

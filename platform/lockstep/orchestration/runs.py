@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import StorageError
+from lockstep.errors import SpecError, StorageError
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result
 from lockstep.orchestration.signals import StopSignal
@@ -43,6 +44,7 @@ def train(
     warnings = advise(loaded)
     for text in warnings:
         progress.say(f"warning: {text}")
+    loaded = find_initial_weights(loaded)
     check_job_source(loaded.job.use)
     check_storage(loaded)
     if local:
@@ -70,6 +72,20 @@ def advise(spec: Spec) -> list[str]:
             f"{most} workers are the most that can share it (lower batch.micro for more)"
         ]
     return []
+
+
+def find_initial_weights(spec: Spec) -> Spec:
+    """`initial_weights` as a file: a run id stands for the final weights in that run's folder. SpecError without them."""
+    given = spec.initial_weights
+    if given is None:
+        return spec
+    of_run = Path(spec.checkpoint.storage, given, "weights", "final.safetensors")
+    path = of_run if re.fullmatch("[0-9a-f]{32}", given) else Path(given)
+    if not path.is_file():
+        raise SpecError(
+            f"initial_weights: there is no file {str(path)!r}; give a safetensors file or the id of a run in checkpoint.storage"
+        )
+    return spec.model_copy(update={"initial_weights": str(path)})
 
 
 def check_storage(spec: Spec) -> None:

@@ -88,7 +88,9 @@ class Exchange:
             sent[self.rows * self.width + b] = 1.0
         sent[-1] = float(self._stop)
         self._values, self._flagged = [], ()
-        message = torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
+        message = (
+            torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
+        )
         self._gathered = message
         if size > 1:
             self._gathered = message.new_empty(size * length)

@@ -83,6 +83,7 @@ class TreeReduction:
         self.group = group
         self.ranges = plan.ranges(group.size)
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._orders = [memory_order(parameter) for parameter in parameters]
         self._leaves = 0
         self._nodes: list[tuple[range, ...]] = []
         self._folded: list[Gradients] = []
@@ -101,7 +102,7 @@ class TreeReduction:
         gradients = bucket.gradients()
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
         for total in self._folded:
-            torch._foreach_add_(gradients, [total[i] for i in indices])
+            torch._foreach_add_(gradients, self._as_in_bucket(total, indices))
         if self.group.size == 2 and all(len(own) == 1 for own in self._nodes):
             self.finished = bucket.is_last()
             work = dist.all_reduce(bucket.buffer(), group=self.group.channel, async_op=True)
@@ -114,7 +115,8 @@ class TreeReduction:
         entry = _Bucket(buffer, Future(devices=devices))
         if self._sent:
             self._gather(self._sent[-1])
-        self._scatter(entry, [torch.cat([total[i].reshape(-1) for i in indices]) for total in self._apart])
+        sets = [self._as_in_bucket(total, indices) for total in self._apart]
+        self._scatter(entry, [torch.cat([gradient.reshape(-1) for gradient in total]) for total in sets])
         self._sent.append(entry)
         if bucket.is_last():
             self._gather(entry)
@@ -122,6 +124,14 @@ class TreeReduction:
                 self._complete(sent)
             self._sent, self.finished = [], True
         return entry.future
+
+    def _as_in_bucket(self, total: Gradients, indices: list[int]) -> Gradients:
+        """Gradients as `GradBucket.gradients()` gives its own: with the right shapes, but the numbers in memory order."""
+        orders = [(total[i], self._orders[i]) for i in indices]
+        return [
+            gradient if order is None else gradient.permute(order).reshape(gradient.shape)
+            for gradient, order in orders
+        ]
 
     def _scatter(self, entry: _Bucket, apart: list[Tensor]) -> None:
         """Send slice s of each of this rank's partial sums to rank s."""
@@ -163,6 +173,16 @@ class TreeReduction:
         entry.work.wait()
         entry.buffer.copy_(entry.result[: entry.buffer.numel()])
         entry.future.set_result(entry.buffer)
+
+
+def memory_order(parameter: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a parameter from the slowest to the quickest in memory, such as (0, 2, 3, 1) for channels last.
+
+    None where that is their own order, or where the memory has gaps: DDP then lays the gradient out by its shape.
+    """
+    order = tuple(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
+    in_order = order == tuple(range(parameter.dim()))
+    return None if in_order or not parameter.permute(order).is_contiguous() else order
 
 
 # The newer name of the same collective; the older one warns where both exist.

@@ -1,0 +1,105 @@
+"""Which checkpoints to keep, and what a crash has left behind: decisions only, nothing is touched here.
+
+Invariants: the newest good checkpoint is never deleted, nor a pinned one; a damaged one never counts for a good
+one; where nothing is good, nothing is deleted. A file is a leftover only if no manifest names it and nobody
+can still be about to name it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.checkpoint.layout import MANIFEST, FileName, file_name
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The checkpoints to keep: those that any of these asks for."""
+
+    last: int = 2
+    """The newest so many, at least one."""
+    metric: str | None = None
+    """The best by this metric; of equals the earliest, and NaN is never best."""
+    mode: Literal["min", "max"] = "min"
+    every: int | None = None
+    """Each step that so many divide, for good."""
+    pinned: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or (self.every is not None and self.every < 1):
+            raise ValueError(f"last and every are at least 1, got {self.last} and {self.every}")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A checkpoint as it is judged. One is `good` unless something is known to be wrong with it."""
+
+    step: int
+    good: bool = True
+    metrics: Mapping[str, float] | None = None
+
+
+def surplus(known: Iterable[Known], keep: Keep) -> list[int]:
+    """The steps to delete, oldest first.
+
+    A damaged checkpoint goes when a newer one is good; until then it stays as evidence.
+    """
+    found = sorted(known, key=lambda checkpoint: checkpoint.step)
+    good = [checkpoint for checkpoint in found if checkpoint.good]
+    if not good:
+        return []
+    kept = {checkpoint.step for checkpoint in good[-keep.last :]} | keep.pinned
+    kept |= {checkpoint.step for checkpoint in good if keep.every and checkpoint.step % keep.every == 0}
+    kept |= _best(good, keep)
+    newest = good[-1].step
+    return [
+        checkpoint.step for checkpoint in found if checkpoint.step not in kept and checkpoint.step <= newest
+    ]
+
+
+def _best(good: list[Known], keep: Keep) -> set[int]:
+    """The step with the best metric, in a set; none where no checkpoint has it."""
+    sign = 1.0 if keep.mode == "min" else -1.0
+    values = [
+        (sign * checkpoint.metrics[keep.metric], checkpoint.step)
+        for checkpoint in good
+        if keep.metric is not None and checkpoint.metrics and keep.metric in checkpoint.metrics
+    ]
+    return {step for _, step in sorted(pair for pair in values if not math.isnan(pair[0]))[:1]}
+
+
+@dataclass(frozen=True, slots=True)
+class StepFolder:
+    """What lies in a step's folder. `listed` are the names in its manifest, None where that cannot be read."""
+
+    step: int
+    names: frozenset[str]
+    listed: frozenset[str] | None = None
+    attempt: int | None = None
+    """The attempt that published it."""
+
+
+def leftovers(folders: Iterable[StepFolder], current: int) -> dict[int, list[str]]:
+    """The files to clear, by step, while attempt `current` is the current one.
+
+    Files of ended attempts, and those of the current one before the newest step that it has published: ranks
+    write their parts in the order of steps. A folder whose manifest cannot be read is left as it is, and a
+    name that is not of this store's making is never touched.
+    """
+    known = list(folders)
+    published = max((folder.step for folder in known if folder.attempt == current), default=-1)
+    return {folder.step: found for folder in known if (found := _leftovers(folder, current, published))}
+
+
+def _leftovers(folder: StepFolder, current: int, published: int) -> list[str]:
+    if MANIFEST in folder.names and folder.listed is None:
+        return []
+
+    def left(name: FileName) -> bool:
+        return name.attempt < current or (name.attempt == current and folder.step < published)
+
+    unlisted = sorted(folder.names - (folder.listed or frozenset()))
+    return [name for name in unlisted if (parts := file_name(name)) and left(parts)]

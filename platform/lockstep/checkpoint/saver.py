@@ -1,0 +1,214 @@
+"""Saving beside training: the step pays for a copy to host memory, a thread writes it.
+
+Invariants:
+- At most one save is in flight. A save that is asked for while another is being written waits for it, for
+  the buffers are still in use; how long is told (`Pause.waited_s`).
+- A save that fails is tried again, then given up and reported; what was published before stands, the next
+  save starts anew, and the run goes on.
+- A step is saved once by an attempt: the state after a step is one state.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+from lockstep.checkpoint.errors import StaleAttemptError, TakenError
+from lockstep.checkpoint.manifest import Facts
+from lockstep.checkpoint.pruning import clear_leftovers, prune
+from lockstep.checkpoint.reader import Checkpoint
+from lockstep.checkpoint.retention import Keep
+from lockstep.checkpoint.run_folder import Attempt
+from lockstep.checkpoint.snapshot import Snapshot, snapshot
+from lockstep.checkpoint.tree import Tree
+from lockstep.checkpoint.writer import Part, commit, gather_parts, post_failure, post_receipt, write_part
+from lockstep.errors import LockstepError, StorageError
+
+T = TypeVar("T")
+
+
+class Pause(NamedTuple):
+    """What a save cost the training loop, in seconds: waiting for the save before, and the copy."""
+
+    waited_s: float
+    copied_s: float
+
+
+class Saved(NamedTuple):
+    """A save that is done. `checkpoint` is rank 0's, who publishes; `nbytes` are this rank's."""
+
+    step: int
+    nbytes: int
+    written_s: float
+    tries: int
+    checkpoint: Checkpoint | None
+    deleted: tuple[int, ...] = ()
+    warning: str | None = None
+    """What went wrong after the checkpoint was published, where anything did."""
+
+
+class Failed(NamedTuple):
+    """A save that was given up. `error` is its last failure."""
+
+    step: int
+    tries: int
+    error: LockstepError
+
+
+class AsyncSaver:
+    """Saves the state of one rank of an attempt. Calls come from one thread; reports come from another.
+
+    All `ranks` ask for the same saves in the same order, and rank 0 publishes them. `attempt` may be tried
+    `tries` times for each file operation, first after `pause_s` seconds, then after twice as long each time.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        keep: Keep | None = None,
+        tries: int = 3,
+        pause_s: float = 1.0,
+        parts_timeout_s: float = 300.0,
+        on_saved: Callable[[Saved], None] | None = None,
+        on_failure: Callable[[Failed], None] | None = None,
+    ) -> None:
+        self.attempt = attempt
+        self.rank, self.ranks = rank, ranks
+        self.keep = keep or Keep()
+        self.tries, self.pause_s, self.parts_timeout_s = tries, pause_s, parts_timeout_s
+        self.last: Saved | None = None
+        """The newest save that is done."""
+        self.failure: Failed | None = None
+        """The failure of the newest save, or None where it went well."""
+        self._on_saved, self._on_failure = on_saved, on_failure
+        self._copied: Snapshot | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def reserve(self, sections: Mapping[str, Tree | bytes]) -> None:
+        """Make the buffers before the first save, which then takes no longer than any other."""
+        self.wait()
+        self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
+
+    def save(self, step: int, sections: Mapping[str, Tree | bytes], facts: Facts | None = None) -> Pause:
+        """Copy the state and begin to write it. Returns as soon as the sections may change again.
+
+        Raises JobError for what no checkpoint can hold, and nothing else: a failure is reported instead.
+        """
+        began = time.perf_counter()
+        self.wait()
+        waited_s = time.perf_counter() - began
+        if self._closing.is_set() or (self.last is not None and self.last.step == step):
+            return Pause(waited_s, 0.0)
+        try:
+            self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
+            work = _Save(self, step, self._copied, facts or Facts())
+        except StorageError as error:
+            self._copied = None
+            work = _Save(self, step, error, Facts())
+        copied_s = time.perf_counter() - began - waited_s
+        self._thread = threading.Thread(target=work.run, name=f"lockstep-save-{step}")
+        self._thread.start()
+        return Pause(waited_s, copied_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the save in flight, if any. False where it is still being written after `timeout_s`."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        self._thread = None
+        return True
+
+    def close(self) -> None:
+        """Finish the save in flight; one that fails from now on is not tried again. No save begins any more."""
+        self._closing.set()
+        self.wait()
+        self._copied = None
+
+    def _done(self, saved: Saved) -> None:
+        self.last, self.failure = saved, None
+        if self._on_saved is not None:
+            self._on_saved(saved)
+
+    def _failed(self, failed: Failed) -> None:
+        self.failure = failed
+        if self._on_failure is not None:
+            self._on_failure(failed)
+
+
+class _Save:
+    """One save, from its copy to its report."""
+
+    def __init__(self, saver: AsyncSaver, step: int, copied: Snapshot | StorageError, facts: Facts) -> None:
+        self.saver, self.step, self.copied, self.facts = saver, step, copied, facts
+        self.used = 0  # tries
+
+    def run(self) -> None:
+        began, after_failure = time.perf_counter(), self.saver.failure is not None
+        try:
+            checkpoint = self._write()
+        except Exception as error:  # noqa: BLE001  a thread's last line: whatever it is, it is reported and ends no run
+            told = error if isinstance(error, LockstepError) else StorageError(f"checkpoint: {error!r}")
+            self._give_up(told)
+            return
+        written_s = time.perf_counter() - began
+        deleted, warning = self._prune(after_failure) if checkpoint is not None else ((), None)
+        nbytes = self.copied.nbytes if isinstance(self.copied, Snapshot) else 0
+        self.saver._done(Saved(self.step, nbytes, written_s, self.used, checkpoint, deleted, warning))
+
+    def _write(self) -> Checkpoint | None:
+        """Write this rank's part; publish, as rank 0, when the other parts are there."""
+        saver, step, copied = self.saver, self.step, self.copied
+        if isinstance(copied, StorageError):
+            raise copied
+        if saver.rank >= copied.writers:
+            return None
+        try:
+            part: Part = self._tried(lambda: write_part(saver.attempt, step, copied))
+        except TakenError:
+            return Checkpoint.of(saver.attempt.run, step)  # a commit that was told as failed had been done
+        if saver.rank > 0:
+            self._tried(lambda: post_receipt(saver.attempt, step, part))
+            return None
+        parts = gather_parts(saver.attempt, step, part, copied.writers, timeout_s=saver.parts_timeout_s)
+        return self._tried(lambda: commit(saver.attempt, step, parts, self.facts))
+
+    def _tried(self, action: Callable[[], T]) -> T:
+        """The result of `action`, tried again after a failure that may pass."""
+        pause_s, used = self.saver.pause_s, 0
+        while True:
+            used += 1
+            self.used = max(self.used, used)
+            try:
+                return action()
+            except (StaleAttemptError, TakenError):
+                raise
+            except StorageError:
+                if used >= self.saver.tries or self.saver._closing.wait(pause_s):
+                    raise
+            pause_s *= 2
+
+    def _prune(self, after_failure: bool) -> tuple[tuple[int, ...], str | None]:
+        """Delete what is not to be kept. The checkpoint stands: a failure here is no more than a warning."""
+        attempt = self.saver.attempt
+        try:
+            if after_failure:
+                clear_leftovers(attempt)
+            return tuple(prune(attempt, self.saver.keep, whole=self.step)), None
+        except LockstepError as error:
+            return (), str(error)
+
+    def _give_up(self, error: LockstepError) -> None:
+        saver = self.saver
+        if saver.rank > 0 and not isinstance(error, StaleAttemptError):
+            with suppress(StorageError):  # rank 0 then finds out by waiting
+                post_failure(saver.attempt, self.step, saver.rank, str(error))
+        saver._failed(Failed(self.step, self.used, error))
