@@ -21,7 +21,9 @@ WARNINGS_OF_OTHERS = (
 
 def pytest_configure(config: pytest.Config) -> None:
     if sys.flags.hash_randomization and os.environ.get("PYTHONHASHSEED", "random") in {"random", "0"}:
-        raise pytest.UsageError("exact runs need fixed string hashing: PYTHONHASHSEED=0 pytest … (make test does so)")
+        raise pytest.UsageError(
+            "exact runs need fixed string hashing: PYTHONHASHSEED=0 pytest … (make test does so)"
+        )
     for line in WARNINGS_OF_OTHERS:
         config.addinivalue_line("filterwarnings", line)
 

@@ -59,7 +59,9 @@ class Pool:
 def _start() -> tuple[Any, Connection]:
     context = mp.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there,), daemon=False)  # a daemon may have no loader processes
+    process = context.Process(
+        target=_serve, args=(there,), daemon=False
+    )  # a daemon may have no loader processes
     process.start()
     there.close()
     return process, here
@@ -98,7 +100,9 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             function = getattr(importlib.import_module(module), name)
-            dist.init_process_group("gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
+            )
             pipe.send((function(*args), ""))
         except Exception as error:  # noqa: BLE001 - carried to the test
             pipe.send((error, traceback.format_exc()))

@@ -102,11 +102,13 @@ class Centred(Plain):
 
 
 class Strided(Plain):
-    """Parameters that lie otherwise in memory than their shape says, one that is used twice and one that is frozen."""
+    """Parameters that lie otherwise in memory than their shape says, one used twice, one frozen, one a float64 scalar."""
 
     def model(self) -> nn.Module:
         model = Images()
-        model.table.weight = model.again.weight = nn.Parameter(model.table.weight.detach().t().contiguous().t())
+        model.table.weight = model.again.weight = nn.Parameter(
+            model.table.weight.detach().t().contiguous().t()
+        )
         model.out.weight = nn.Parameter(torch.randn(3, 12)[:, ::2] * 0.3)
         return model.to(memory_format=torch.channels_last)
 
@@ -123,10 +125,11 @@ class Images(nn.Module):
         self.again = nn.Linear(6, 6, bias=False)
         self.out = nn.Linear(6, 3)
         self.out.bias.requires_grad_(False)
+        self.heat = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.convolution(x.view(-1, 2, 2, 2)).flatten(1).tanh()
-        return self.out(self.again(self.table(features).tanh()))
+        return self.out(self.again(self.table(features).tanh())) * self.heat.float()
 
 
 class Words(lockstep.Job):
@@ -177,7 +180,10 @@ class Numbered(lockstep.Job):
         return lockstep.Loss(model(batch.float().unsqueeze(1)).sum(), len(batch))
 
     def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, lockstep.Mean]:
-        return {f"seen {i}": lockstep.Mean((batch == i).sum(), len(batch)) for i in range(self.params.eval_samples)}
+        return {
+            f"seen {i}": lockstep.Mean((batch == i).sum(), len(batch))
+            for i in range(self.params.eval_samples)
+        }
 
 
 class Overflowing(lockstep.Job):

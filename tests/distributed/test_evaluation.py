@@ -17,7 +17,10 @@ def document(samples: int, loader_processes: int = 0) -> Document:
     }
 
 
-@pytest.mark.parametrize(("samples", "workers", "loader_processes"), [(1, 3, 0), (2, 3, 2), (7, 4, 0), (29, 3, 2), (32, 3, 0), (29, 1, 0)])
+@pytest.mark.parametrize(
+    ("samples", "workers", "loader_processes"),
+    [(1, 3, 0), (2, 3, 2), (7, 4, 0), (29, 3, 2), (32, 3, 0), (29, 1, 0)],
+)
 def test_every_evaluation_sample_is_counted_once(
     pool: Pool, samples: int, workers: int, loader_processes: int
 ) -> None:

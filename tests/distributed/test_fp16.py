@@ -82,7 +82,9 @@ def test_the_same_data_overflow_in_no_other_precision() -> None:
 
 
 def test_fifty_skips_in_a_row_end_the_run() -> None:
-    with pytest.raises(NumericsError, match=r"^precision fp16: 50 steps in a row overflowed .*scale.*bf16 or fp32$") as info:
+    with pytest.raises(
+        NumericsError, match=r"^precision fp16: 50 steps in a row overflowed .*scale.*bf16 or fp32$"
+    ) as info:
         train(document(steps=60, bombs=(0, 32)))
     assert "\n" not in str(info.value)
 

@@ -85,6 +85,16 @@ def test_loss_that_is_nan_later() -> None:
         train_job(document(), with_loss(loss))
 
 
+def test_loss_that_is_not_finite_on_another_worker(pool: Pool) -> None:
+    """Sample 19 alone overflows: it is in step 3, and in micro-batch 3 of the second worker."""
+    params = {"bombs": [19, 20], "force": 1e38 * 3.4}
+    use = "tests.distributed.small_jobs:Overflowing"
+    with told(NumericsError, "step 3", "micro-batch 3", "inf"):
+        pool.run(
+            2, train, {**document(use, params, data={"shuffle": "none"}), "batch": {"global": 8, "micro": 2}}
+        )
+
+
 def test_gradient_that_is_not_finite_though_the_loss_is() -> None:
     job = with_loss(lambda model, x, y: lockstep.Loss((model(x) * 0).abs().sqrt().sum(), 4))
     with told(NumericsError, "gradient of step 1", "nan", "square root"):
@@ -123,7 +133,9 @@ def test_part_that_is_no_mean() -> None:
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
 def test_weight_that_is_no_count(weight: float) -> None:
     with told(JobError, "job.loss", f"weight is {weight}", "at least 0"):
-        train_job(document(), with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y), weight)))
+        train_job(
+            document(), with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y), weight))
+        )
 
 
 def test_weights_that_add_up_to_nothing() -> None:
@@ -202,7 +214,9 @@ def test_parameter_that_gets_no_gradient() -> None:
         net.spare, net.extra = nn.Linear(2, 2), nn.Parameter(torch.zeros(1))
         return net
 
-    with told(JobError, "parameter 'extra' and 2 more", "before training", "requires_grad", "conditional_parameters"):
+    with told(
+        JobError, "parameter 'extra' and 2 more", "before training", "requires_grad", "conditional_parameters"
+    ):
         train_job(document(), with_model(model))
 
 
@@ -215,13 +229,20 @@ def branching(**params: Any) -> Document:
 
 
 def test_parameter_that_gets_no_gradient_later() -> None:
-    with told(JobError, "parameter 'second.weight' and 1 more", "step 4, micro-batch 0, rank 0", "conditional_parameters"):
+    with told(
+        JobError,
+        "parameter 'second.weight' and 1 more",
+        "step 4, micro-batch 0, rank 0",
+        "conditional_parameters",
+    ):
         train(branching())
 
 
 def test_parameter_that_gets_no_gradient_later_on_two_workers(pool: Pool) -> None:
     """DDP itself would fail a step later, in words about find_unused_parameters."""
-    with told(JobError, "parameter 'second.weight' and 1 more", "step 4, micro-batch", "conditional_parameters"):
+    with told(
+        JobError, "parameter 'second.weight' and 1 more", "step 4, micro-batch", "conditional_parameters"
+    ):
         pool.run(2, train, branching())
 
 
@@ -354,7 +375,9 @@ def test_operator_without_a_deterministic_kernel_is_named() -> None:
 
 
 def test_mixed_machines_are_refused(pool: Pool) -> None:
-    with told(DriftError, "numerics_probe", f"rank 0 has {0:016x}", f"rank 1 has {1:016x}", "machines of one kind"):
+    with told(
+        DriftError, "numerics_probe", f"rank 0 has {0:016x}", f"rank 1 has {1:016x}", "machines of one kind"
+    ):
         pool.run(2, train_mixed_numerics, document())
 
 
@@ -377,14 +400,16 @@ with determinism("strict", 1):
 """
 
 
-@pytest.mark.parametrize(("seed", "printed"), [(None, "fast\n"), ("random", "fast\n"), ("0", "fast\nstrict\n"), ("7", "fast\nstrict\n")])
+@pytest.mark.parametrize(("seed", "printed"), [(None, "fast\n"), ("7", "fast\nstrict\n")])
 def test_random_string_hashing_is_refused_under_strict(seed: str | None, printed: str) -> None:
     """A fast run before it in the same process does not hide it."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "platform")
     if seed is not None:
         environment["PYTHONHASHSEED"] = seed
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == printed
     last = done.stderr.strip().splitlines()[-1:]
     if printed == "fast\n":

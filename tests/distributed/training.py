@@ -36,6 +36,8 @@ class Trained:
     """What a run came to. Two are equal where every bit that the guarantees cover is; numbers are kept as hex."""
 
     weights_digest: str
+    best: tuple[Any, ...]
+    """Step and digest of the best weights, where early stopping keeps them."""
     identity: str
     rows: tuple[Any, ...]
     evaluations: tuple[Any, ...]
@@ -88,7 +90,9 @@ def train_stopped(document: Document, rank: int, step: int) -> Trained:
     """A run that rank number `rank`, and no other, asks to end after step number `step`, counted from 1."""
     spec = load_spec(document)
     here = dist.get_rank() if dist.is_initialized() else 0
-    return train_job(document, load_job(spec.job.use, spec.job.params), stop_in=step - 1 if here == rank else None)
+    return train_job(
+        document, load_job(spec.job.use, spec.job.params), stop_in=step - 1 if here == rank else None
+    )
 
 
 def train_job(document: Document, job: Job, stop_in: int | None = None) -> Trained:
@@ -99,6 +103,7 @@ def train_job(document: Document, job: Job, stop_in: int | None = None) -> Train
         summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record)
     return Trained(
         weights_digest=summary["weights_digest"],
+        best=(summary["best_step"], summary["best_digest"]),
         identity=summary["identity"],
         rows=tuple(bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in record.steps),
         evaluations=tuple((row.step, row.epoch, bits(row.metrics)) for row in record.evaluations),
@@ -116,6 +121,8 @@ def bits(value: Any) -> Any:
         return value.hex()
     if isinstance(value, Mapping):
         return tuple((name, bits(inner)) for name, inner in sorted(value.items()))
+    if isinstance(value, tuple):
+        return tuple(map(bits, value))
     return value
 
 
@@ -176,7 +183,9 @@ def train_left_fold(document: Document) -> Trained:
 def train_rank_seeds(document: Document) -> Trained:
     """The usual recipe of one seed a rank."""
     seed_all, rank = lockstep.train.step.seed_all, dist.get_rank()
-    with mock.patch.object(lockstep.train.step, "seed_all", lambda *key, **more: seed_all(rank, *key, **more)):
+    with mock.patch.object(
+        lockstep.train.step, "seed_all", lambda *key, **more: seed_all(rank, *key, **more)
+    ):
         return train(document)
 
 
@@ -194,7 +203,10 @@ def train_buffers_apart(document: Document) -> Trained:
             for i, buffer in enumerate(self.buffers):
                 self._before[i].copy_(buffer)
 
-    with mock.patch.object(StepBuffers, "restore", lambda self: None), mock.patch.object(StepBuffers, "end_step", keep_own):
+    with (
+        mock.patch.object(StepBuffers, "restore", lambda self: None),
+        mock.patch.object(StepBuffers, "end_step", keep_own),
+    ):
         return train(document)
 
 

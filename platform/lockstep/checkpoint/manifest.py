@@ -16,6 +16,7 @@ from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, NewerFormatError
 from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.tree import plain, unpack
+from lockstep.errors import JobError
 
 T = TypeVar("T")
 
@@ -68,6 +69,8 @@ class Manifest:
     def encode(self) -> bytes:
         """The manifest as it is written. JobError where the facts are not plain."""
         facts = {name: plain(dict(getattr(self.facts, name)), name) for name in _FACTS}
+        if not all(map(_is_number, self.facts.metrics.values())):
+            raise JobError(f"checkpoint: metrics are {dict(self.facts.metrics)}, wanted numbers")
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -121,6 +124,8 @@ def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
     )
     for entry in manifest.files:
         check_entry(entry)
+    if not all(map(_is_number, manifest.facts.metrics.values())):
+        raise BadCheckpointError("its metrics are not all numbers")
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
         raise BadCheckpointError("it names a file twice")
     return manifest
@@ -142,6 +147,10 @@ def _of(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise TypeError(f"got {value!r}, wanted {kind.__name__}")
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _digest(document: dict[str, Any]) -> str:

@@ -22,9 +22,9 @@ def prune(attempt: Attempt, keep: Keep, *, whole: int | None = None) -> list[int
     verified from the newest on until one is whole. One of a newer format is neither counted nor deleted.
     """
     known = _known(attempt, whole)
-    steps = surplus(known, keep)
     if whole is not None and whole not in {checkpoint.step for checkpoint in known if checkpoint.good}:
         return []
+    steps = surplus(known, keep)
     apply(attempt, steps)
     return steps
 

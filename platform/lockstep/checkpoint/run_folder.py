@@ -130,10 +130,13 @@ class RunFolder:
         return attempt
 
     def clear_ended(self) -> None:
-        """Delete the staging folders of ended attempts that a crash has left."""
+        """Delete what a crash has left in this folder itself: staging folders that have ended, owners half made."""
         for item in self.storage.list(self.run_id):
             if item.is_folder and item.name.startswith(ENDED):
                 self._end(item.name)
+            elif item.name.startswith(f".{layout.OWNER}."):
+                with suppress(LostFileError):
+                    self.storage.delete(self.path(item.name))
 
     def _end(self, folder: str) -> None:
         with suppress(LostFileError):  # another process ends it as well

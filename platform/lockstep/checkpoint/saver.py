@@ -61,8 +61,8 @@ class Failed(NamedTuple):
 class AsyncSaver:
     """Saves the state of one rank of an attempt. Calls come from one thread; reports come from another.
 
-    All `ranks` ask for the same saves in the same order, and rank 0 publishes them. `attempt` may be tried
-    `tries` times for each file operation, first after `pause_s` seconds, then after twice as long each time.
+    All `ranks` ask for the same saves in the same order, and rank 0 publishes them. Writing a part and
+    publishing it are tried `tries` times each, again after `pause_s` seconds, then after twice as long each time.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class AsyncSaver:
         self._on_saved, self._on_failure = on_saved, on_failure
         self._copied: Snapshot | None = None
         self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
+        self._closed = False
+        self._abandoned = threading.Event()
 
     def reserve(self, sections: Mapping[str, Tree | bytes]) -> None:
         """Make the buffers before the first save, which then takes no longer than any other."""
@@ -104,7 +105,9 @@ class AsyncSaver:
         began = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter() - began
-        if self._closing.is_set() or (self.last is not None and self.last.step == step):
+        if self._closed:
+            raise RuntimeError("the saver is closed")
+        if self.last is not None and self.last.step == step:
             return Pause(waited_s, 0.0)
         try:
             self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
@@ -127,11 +130,17 @@ class AsyncSaver:
         self._thread = None
         return True
 
-    def close(self) -> None:
-        """Finish the save in flight; one that fails from now on is not tried again. No save begins any more."""
-        self._closing.set()
+    def close(self, *, abandon: bool = False) -> None:
+        """Finish the save in flight; none begins any more. `abandon` gives up tries and waiting for other ranks."""
+        self._closed = True
+        if abandon:
+            self._abandoned.set()
         self.wait()
         self._copied = None
+
+    def _sleep(self, seconds: float) -> None:
+        if self._abandoned.wait(seconds):
+            raise StorageError("checkpoint: the save was abandoned")
 
     def _done(self, saved: Saved) -> None:
         self.last, self.failure = saved, None
@@ -174,11 +183,14 @@ class _Save:
         try:
             part: Part = self._tried(lambda: write_part(saver.attempt, step, copied))
         except TakenError:
-            return Checkpoint.of(saver.attempt.run, step)  # a commit that was told as failed had been done
+            # A commit that was told as failed had been done.
+            return Checkpoint.of(saver.attempt.run, step) if saver.rank == 0 else None
         if saver.rank > 0:
             self._tried(lambda: post_receipt(saver.attempt, step, part))
             return None
-        parts = gather_parts(saver.attempt, step, part, copied.writers, timeout_s=saver.parts_timeout_s)
+        parts = gather_parts(
+            saver.attempt, step, part, copied.writers, timeout_s=saver.parts_timeout_s, sleep=saver._sleep
+        )
         return self._tried(lambda: commit(saver.attempt, step, parts, self.facts))
 
     def _tried(self, action: Callable[[], T]) -> T:
@@ -192,8 +204,9 @@ class _Save:
             except (StaleAttemptError, TakenError):
                 raise
             except StorageError:
-                if used >= self.saver.tries or self.saver._closing.wait(pause_s):
+                if used >= self.saver.tries:
                     raise
+            self.saver._sleep(pause_s)
             pause_s *= 2
 
     def _prune(self, after_failure: bool) -> tuple[tuple[int, ...], str | None]:

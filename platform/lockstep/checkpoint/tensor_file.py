@@ -93,6 +93,7 @@ def _tensors(
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # a buffer, which numpy's types do not tell
+    """The memory of a contiguous tensor. (One item may have any stride and still counts as contiguous.)"""
+    row = tensor.as_strided((tensor.numel(),), (1,))
+    array: Any = row.view(torch.uint8).numpy()  # a buffer, which numpy's types do not tell
     return memoryview(array)

@@ -70,7 +70,7 @@ class Packed(NamedTuple):
 def pack(tree: Tree, where: str = "tree") -> Packed:
     """Take a tree apart. JobError, with its place after `where`, for what is no tree."""
     packing = _Packing(where)
-    return Packed(packing.encode(tree, ()), packing.tensors)
+    return Packed(packing.encode(tree, "", 0), packing.tensors)
 
 
 def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
@@ -101,51 +101,54 @@ def plain(tree: Tree, where: str) -> Any:
 
 
 class _Packing:
-    """One tree on its way into a skeleton."""
+    """One tree on its way into a skeleton. It takes some 3 µs a tensor, of which a step pays every one."""
 
     def __init__(self, where: str) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._where = where
         self._known: dict[Any, str] = {}
 
-    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+    def encode(self, value: Any, path: str, depth: int) -> Any:
+        """`path` is the keys that lead to `value`, each with a `/` before it."""
         kind = type(value)
+        if kind in _TENSORS:
+            return self._tensor(value, path)
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
             return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-        if kind in _TENSORS:
-            return self._tensor(value, path)
-        if len(path) >= _DEEPEST:
+        if depth > _DEEPEST:
             raise self._refused(path, "nested too deep, or holds itself")
         if kind is list:
-            return [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+            return [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
         if kind is tuple:
-            return {"$tuple": [self.encode(item, (*path, i)) for i, item in enumerate(value)]}
+            return {"$tuple": [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]}
         if kind is dict or kind is OrderedDict:
-            return self._mapping(value, path)
+            return self._mapping(value, path, depth + 1)
         raise self._refused(path, f"a {kind.__module__}.{kind.__qualname__}")
 
-    def _mapping(self, mapping: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+    def _mapping(self, mapping: Mapping[Any, Any], path: str, depth: int) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in mapping):
-            return {key: self.encode(value, (*path, key)) for key, value in mapping.items()}
+            return {key: self.encode(value, f"{path}/{key}", depth) for key, value in mapping.items()}
         return {
             "$map": [
-                [self._key(key, path), self.encode(value, (*path, key))] for key, value in mapping.items()
+                [self._key(key, path), self.encode(value, f"{path}/{key}", depth)]
+                for key, value in mapping.items()
             ]
         }
 
-    def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
+    def _key(self, key: Any, path: str) -> Any:
         if key is not None and type(key) not in (bool, int, float, str):
             raise self._refused(path, f"a mapping with a {type(key).__qualname__} as a key")
-        return self.encode(key, path)
+        return self.encode(key, path, 0)
 
-    def _tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> Any:
+    def _tensor(self, tensor: Tensor, path: str) -> Any:
         if tensor.dtype not in _STORED or tensor.layout is not torch.strided or tensor.is_meta:
             raise self._refused(path, f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}")
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tensor.is_neg() or tensor.is_conj():
             tensor = tensor.resolve_conj().resolve_neg()
         tensor, order = _in_order_of_memory(tensor)
@@ -154,25 +157,24 @@ class _Packing:
         same = (place, tensor.dtype, tensor.shape, tensor.device)
         name = self._known.get(same)
         if name is None:
-            name = self._known[same] = self._free_name(path)
+            name = self._known[same] = self._free_name(path[1:])
             self.tensors[name] = tensor
         return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
 
-    def _free_name(self, path: tuple[Any, ...]) -> str:
-        name = wanted = "/".join(map(str, path)) or "tensor"
-        if wanted == "__metadata__":  # safetensors keeps this one for itself
-            name = wanted = "tensor"
-        count = 1
+    def _free_name(self, wanted: str) -> str:
+        if wanted in ("", "__metadata__"):  # safetensors keeps the second for itself
+            wanted = "tensor"
+        name, count = wanted, 1
         while name in self.tensors:
             count += 1
             name = f"{wanted}#{count}"
         return name
 
-    def _refused(self, path: tuple[Any, ...], what: str) -> JobError:
-        place = "/".join(map(str, (self._where, *path[:8])))
+    def _refused(self, path: str, what: str) -> JobError:
+        place = f"{self._where}{path}"
         return JobError(
-            f"checkpoint: {place} is {what}, which a checkpoint cannot hold; wanted tensors, numbers, text, "
-            "true, false, None, and lists, tuples or mappings of these"
+            f"checkpoint: {place if len(place) < 200 else place[:200] + '…'} is {what}, which a checkpoint cannot hold; "
+            "wanted tensors, numbers, text, true, false, None, and lists, tuples or mappings of these"
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.errors import LostFileError, TakenError
+from lockstep.checkpoint.errors import TakenError
 from lockstep.checkpoint.layout import FileName
 from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, check_entry
 from lockstep.checkpoint.plain_json import as_text, parsed
@@ -116,7 +116,7 @@ def gather_parts(
 def commit(attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts) -> Checkpoint:
     """Publish a step of which all parts are written: from here on the checkpoint exists.
 
-    StaleAttemptError where the attempt is over. The receipts, which have done their work, are deleted.
+    StaleAttemptError where the attempt is over. What this makes useless in the step's folder is deleted.
     """
     files = tuple(entry for part in parts for entry in part.files)
     folder = layout.step_folder(step)
@@ -130,9 +130,8 @@ def commit(attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts) -> 
     manifest = Manifest(attempt.run.run_id, step, attempt.number, time.time(), files, facts)
     attempt.publish((folder, layout.MANIFEST), manifest.encode())
     with suppress(StorageError):  # the step is published; what is left is cleared with the leftovers
-        for name in sizes:
-            if (known := layout.file_name(name)) and known.kind == layout.RECEIPT:
-                attempt.discard((folder, name))
+        for name in _replaced(attempt.number, sizes, files):
+            attempt.discard((folder, name))
     return Checkpoint.of(attempt.run, step)
 
 
@@ -145,6 +144,14 @@ def _files(copied: Snapshot) -> Iterator[tuple[str, str, Iterable[bytes | memory
             yield section, "tree", [as_text(skeleton)]
         for section, block in copied.blocks.items():
             yield section, "bytes", [block]
+
+
+def _replaced(number: int, names: Iterable[str], files: Iterable[FileEntry]) -> list[str]:
+    """Receipts, which have done their work, and the files of an older attempt's checkpoint of this step."""
+    known = [(name, layout.file_name(name)) for name in set(names) - {entry.name for entry in files}]
+    return [
+        name for name, parts in known if parts and (parts.kind == layout.RECEIPT or parts.attempt < number)
+    ]
 
 
 def _refuse_published(attempt: Attempt, step: int) -> None:
@@ -166,17 +173,19 @@ def _receipt_path(attempt: Attempt, step: int, rank: int) -> tuple[str, str]:
 
 
 def _receipt(attempt: Attempt, step: int, rank: int) -> Part | None:
-    """A rank's part, or None as long as it has not told of one."""
+    """A rank's part, or None as long as it has not told of one. StorageError where it tells that it failed."""
     path = _receipt_path(attempt, step, rank)
     try:
-        content = parsed(attempt.run.storage.read(attempt.run.path(*path)))
+        text = attempt.run.storage.read(attempt.run.path(*path))
+    except StorageError:
+        return None  # not there yet, or not to be read just now: it is asked for again
+    try:
+        content = parsed(text)
         if "failed" not in content:
             files = [FileEntry(**entry) for entry in content["files"]]
             for entry in files:
                 check_entry(entry)
             return Part(rank, content["structure"], files)
-    except LostFileError:
-        return None
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"checkpoint: the receipt of rank {rank} cannot be understood: {error}") from error
     raise StorageError(

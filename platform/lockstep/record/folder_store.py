@@ -23,7 +23,8 @@ from lockstep.record.run_store import Status
 class FolderStore:
     """The RunStore of `record.uri: off`."""
 
-    def __init__(self, storage: Path, run_name: str) -> None:
+    def __init__(self, storage: Path, run_name: str, started_at: float | None = None) -> None:
+        self._started_at = started_at or time.time()
         self._storage = storage
         self._name = run_name
         self._folder = storage
@@ -36,7 +37,7 @@ class FolderStore:
             self._run = {
                 "run_id": known,
                 "name": self._name,
-                "started": time.time(),
+                "started": self._started_at,
                 "params": {},
                 "tags": {},
             }

@@ -69,11 +69,19 @@ class MlflowStore:
     `artifacts` is where a new experiment of a database other than SQLite keeps its files; a server decides for itself.
     """
 
-    def __init__(self, uri: str, experiment: str, run_name: str, artifacts: str | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        artifacts: str | None = None,
+        started_at: float | None = None,
+    ) -> None:
         self._uri = uri
         self._experiment_name = experiment
         self._run_name = run_name
         self._artifacts = artifacts
+        self._start_ms = None if started_at is None else round(started_at * 1000)
         self._client: Any = None
         self._experiment_id = ""
         self._run_id = ""
@@ -127,7 +135,9 @@ class MlflowStore:
         with self._translated(
             again=False
         ):  # a run whose creation was not confirmed may exist: a second try would make two
-            run = self._client.create_run(self._experiment_id, run_name=self._run_name or None, tags=tags)
+            run = self._client.create_run(
+                self._experiment_id, start_time=self._start_ms, run_name=self._run_name or None, tags=tags
+            )
         self._run_id = run.info.run_id
 
     def _reopen(self, run_id: str) -> None:

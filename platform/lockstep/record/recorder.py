@@ -6,6 +6,7 @@ value into a queue. The recorder is the run's only writer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,8 @@ class Recorder:
         *,
         patience_s: float = 60.0,
     ) -> None:
-        self._writer = Writer(spec, store_factory or store_for, run_id, patience_s)
+        make_store = store_factory or partial(store_for, started_at=time.time())
+        self._writer = Writer(spec, make_store, run_id, patience_s)
         self._step: StepRow | None = None
         self._evaluation: EvaluationRow | None = None
 

@@ -52,8 +52,8 @@ class RunStore(Protocol):
         """A link that lands on the run's page, or nothing where the store has no pages."""
 
 
-def store_for(spec: Spec) -> RunStore:
-    """The store that `record.uri` names, not opened yet."""
+def store_for(spec: Spec, started_at: float) -> RunStore:
+    """The store that `record.uri` names, not opened yet; a run that it creates began at `started_at` (Unix seconds)."""
     from lockstep.record.folder_store import FolderStore
     from lockstep.record.mlflow_store import MlflowStore
 
@@ -63,12 +63,11 @@ def store_for(spec: Spec) -> RunStore:
             "record.uri: missing; read the spec with load_spec, which fills it in, or set record.uri=off"
         )
     if uri == RECORD_OFF:
-        return FolderStore(Path(spec.checkpoint.storage), spec.name)
+        return FolderStore(Path(spec.checkpoint.storage), spec.name, started_at)
     storage = spec.checkpoint.storage
     artifacts = storage if "://" in storage else Path(storage).as_uri()
-    return MlflowStore(
-        uri, spec.record.experiment or spec.name or "lockstep", spec.name, f"{artifacts}/mlartifacts"
-    )
+    experiment = spec.record.experiment or spec.name or "lockstep"
+    return MlflowStore(uri, experiment, spec.name, f"{artifacts}/mlartifacts", started_at)
 
 
 def unreachable(uri: str, reason: str) -> str:

@@ -142,7 +142,9 @@ def test_a_collation_that_fails_names_its_samples(processes: int) -> None:
     with pytest.raises(JobError) as info:
         fetched(Samples(lambda index: torch.zeros(index + 1)), processes=processes)
     text = one_line(info.value)
-    assert text.startswith("data: the collation of samples 0, 1 failed (step 1, micro-batch 0): RuntimeError: ")
+    assert text.startswith(
+        "data: the collation of samples 0, 1 failed (step 1, micro-batch 0): RuntimeError: "
+    )
     assert "equal size" in text
 
 
@@ -156,7 +158,7 @@ def test_an_error_of_the_jobs_own_words_passes_as_it_is(processes: int) -> None:
     def refused(index: int) -> Any:
         raise JobError("train_data: the index is older than the files; build it anew")
 
-    with pytest.raises(JobError, match="^train_data: the index is older"):
+    with pytest.raises(JobError, match=r"^train_data: the index is older"):
         fetched(Samples(refused), processes=processes)
 
 

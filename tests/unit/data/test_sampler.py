@@ -42,7 +42,9 @@ def plans(size: int) -> Iterator[Plan]:
                 yield Plan.of(size, global_batch, micro, drop_last=drop_last, epochs=EPOCHS)
 
 
-def sampler(plan: Plan, own: range, *, shuffle: Literal["full", "none"] = "full", start: int = 0) -> MicroBatchSampler:
+def sampler(
+    plan: Plan, own: range, *, shuffle: Literal["full", "none"] = "full", start: int = 0
+) -> MicroBatchSampler:
     return MicroBatchSampler(Ids(plan.samples), plan, own, seed=SEED, shuffle=shuffle, start=start)
 
 
@@ -52,7 +54,12 @@ def distributed(plan: Plan, m: int, epoch: int, *, shuffle: bool = True) -> list
     With `drop_last` it drops less than we do (down to a whole number of rounds), so only whole batches are taken.
     """
     whole = DistributedSampler(
-        Ids(plan.samples), num_replicas=plan.micro_batches, rank=m, seed=SEED, shuffle=shuffle, drop_last=False
+        Ids(plan.samples),
+        num_replicas=plan.micro_batches,
+        rank=m,
+        seed=SEED,
+        shuffle=shuffle,
+        drop_last=False,
     )
     whole.set_epoch(epoch)
     real = range(m, plan.samples, plan.micro_batches)
@@ -75,7 +82,10 @@ def test_every_sample_is_fetched_once_an_epoch_by_any_number_of_workers(size: in
                 for key, ids in zip(keys, Loader(fetched, keys, CPU), strict=True):
                     per_epoch[key.step // plan.steps_per_epoch].extend(ids)
             for epoch, ids in enumerate(per_epoch):
-                assert sorted(ids) == sorted(epoch_order(SEED, epoch, size, "full")[:kept].tolist()), (plan, workers)
+                assert sorted(ids) == sorted(epoch_order(SEED, epoch, size, "full")[:kept].tolist()), (
+                    plan,
+                    workers,
+                )
                 assert len(set(ids)) == kept
 
 

@@ -12,7 +12,10 @@ from lockstep.train.digest import weights_digest
 
 
 def test_digest_of_a_linear_layer_by_hand() -> None:
-    state = {"weight": torch.tensor([[1.0, -2.0], [0.5, 3.0], [0.0, -0.0]]), "bias": torch.tensor([1.0, 2.0, 3.0])}
+    state = {
+        "weight": torch.tensor([[1.0, -2.0], [0.5, 3.0], [0.0, -0.0]]),
+        "bias": torch.tensor([1.0, 2.0, 3.0]),
+    }
     wanted = hashlib.sha256(
         b"bias|torch.float32|(3,)" + struct.pack("<3f", 1.0, 2.0, 3.0)
         + b"weight|torch.float32|(3, 2)" + struct.pack("<6f", 1.0, -2.0, 0.5, 3.0, 0.0, -0.0)

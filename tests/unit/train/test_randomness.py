@@ -19,7 +19,13 @@ from lockstep.randomness import digest64, rng, seed_all
 
 
 def draws() -> tuple[float, ...]:
-    return (random.random(), float(np.random.rand()), float(torch.rand(())), float(rng().random()), random.gauss(0, 1))
+    return (
+        random.random(),
+        float(np.random.rand()),
+        float(torch.rand(())),
+        float(rng().random()),
+        random.gauss(0, 1),
+    )
 
 
 KEYS: list[tuple[int | str, ...]] = [
@@ -59,7 +65,11 @@ def test_keys_do_not_run_into_each_other() -> None:
     assert digest64(("a", "b")) != digest64(("ab",))
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**63), st.integers(0, 10**9), st.integers(0, 4096)), min_size=2, unique=True))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**63), st.integers(0, 10**9), st.integers(0, 4096)), min_size=2, unique=True
+    )
+)
 def test_no_two_steps_share_their_seed(steps: list[tuple[int, int, int]]) -> None:
     assert len({digest64((seed, "step", t, m)) for seed, t, m in steps}) == len(steps)
 

@@ -32,7 +32,12 @@ def test_linear_reaches_its_end_just_after_the_last_update() -> None:
 
 def test_cosine_is_half_a_cosine() -> None:
     assert factors(Cosine(), 3) == [0.5 * (1 + math.cos(math.pi * i / 3)) for i in range(3)]
-    assert factors(Cosine(warmup_steps=2, final=0.2), 4) == [0.5, 1.0, 1.0, 0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 2))]
+    assert factors(Cosine(warmup_steps=2, final=0.2), 4) == [
+        0.5,
+        1.0,
+        1.0,
+        0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 2)),
+    ]
     assert rate_factor(Cosine(final=0.1), 9, 9) == 0.1
 
 
@@ -47,7 +52,9 @@ def test_step_decay_counts_from_the_end_of_the_warmup() -> None:
     assert factors(StepDecay(every=2, gamma=0.5, warmup_steps=1), 6) == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
 
 
-@pytest.mark.parametrize("schedule", [Cosine(warmup_steps=10), Linear(warmup_steps=10), StepDecay(every=3, warmup_steps=10)])
+@pytest.mark.parametrize(
+    "schedule", [Cosine(warmup_steps=10), Linear(warmup_steps=10), StepDecay(every=3, warmup_steps=10)]
+)
 def test_warmup_longer_than_the_run(schedule: Schedule) -> None:
     assert factors(schedule, 5) == [0.1, 0.2, 0.3, 0.4, 0.5]
 
@@ -58,7 +65,7 @@ def test_every_factor_is_a_rate() -> None:
             for kind in (Constant, Linear, Cosine):
                 values = factors(kind(warmup_steps=warmup), total)
                 assert all(0.0 < value <= 1.0 for value in values)
-                assert values[: warmup] == sorted(values[: warmup])
+                assert values[:warmup] == sorted(values[:warmup])
                 assert values[warmup:] == sorted(values[warmup:], reverse=True)
 
 

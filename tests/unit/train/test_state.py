@@ -71,7 +71,9 @@ def test_counters_move_together() -> None:
     """A skipped step consumes its samples and is a step, but no update."""
     model = nn.Linear(1, 1)
     plan = Plan.of(10, 4, 2, drop_last=False, epochs=2)
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0), Precision("fp32", torch.device("cpu")))
+    state = TrainState(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), Precision("fp32", torch.device("cpu"))
+    )
     for step, skipped in enumerate((False, True, False, False)):
         state.advance(plan.position(step), skipped=skipped, weight=12.0)
     counters = state.counters
@@ -81,7 +83,8 @@ def test_counters_move_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "exponent"), [(1.0, 0), (1.5, 0), (2.0, 1), (3.99, 1), (4.0, 2), (0.75, -1), (0.5, -1), (1e-300, -997)]
+    ("weight", "exponent"),
+    [(1.0, 0), (1.5, 0), (2.0, 1), (3.99, 1), (4.0, 2), (0.75, -1), (0.5, -1), (1e-300, -997)],
 )
 def test_power_of_two_is_the_one_at_or_below(weight: float, exponent: int) -> None:
     assert power_of_two(weight) == exponent

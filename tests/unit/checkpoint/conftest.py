@@ -1,0 +1,59 @@
+"""Stores to test: a folder, and a bucket of an S3 server on loopback."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.storage import Storage, open_storage
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The query of a URI that leads to a real S3 server, and the bucket `runs` in it."""
+    from moto.server import ThreadedMotoServer
+    from pyarrow.fs import FileSystem
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    query = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1&allow_bucket_creation=true"
+    files, _ = FileSystem.from_uri(f"s3://key:secret@runs?{query}")
+    files.create_dir("runs", recursive=False)
+    yield query
+    server.stop()
+
+
+@pytest.fixture(params=["local", "s3"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A storage that nobody else uses, as the spec would name it."""
+    if request.param == "local":
+        return str(tmp_path / "runs")
+    return f"s3://key:secret@runs/{uuid.uuid4().hex}?{request.getfixturevalue('s3')}"
+
+
+@pytest.fixture
+def storage(uri: str) -> Storage:
+    return open_storage(uri)
+
+
+@pytest.fixture
+def run(storage: Storage) -> RunFolder:
+    return RunFolder.create(storage, "run-a")
+
+
+@pytest.fixture
+def attempt(run: RunFolder) -> Attempt:
+    return run.claim()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> RunFolder:
+    """A run in a folder, for what is about files of a disk."""
+    return RunFolder.create(open_storage(str(tmp_path / "runs")), "run-a")

@@ -1,0 +1,213 @@
+"""The documentation holds: every field, option and error is on its page, links lead somewhere, snippets parse."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import pydantic
+import pytest
+import torch
+import typer
+import yaml
+
+from lockstep import errors
+from lockstep.cli.main import app
+from lockstep.identity import PLACEMENT
+from lockstep.job import load_job
+from lockstep.orchestration.local import NoRecord
+from lockstep.orchestration.result import Result
+from lockstep.spec import Spec, load_spec
+from lockstep.train.group import Group
+from lockstep.train.loop import fit
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "jobs" / "README.md"]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def each_page() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page that are in one of these languages."""
+    return [text for language, text in FENCE.findall(page.read_text()) if language in languages]
+
+
+def rows(page: Path) -> Iterator[list[str]]:
+    """The cells of every row of every table."""
+    for line in page.read_text().splitlines():
+        if line.startswith("|"):
+            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+# --- links and snippets -----------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page()
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+@each_page()
+def test_snippets_parse(page: Path) -> None:
+    for text in blocks(page, "python"):
+        ast.parse(text)
+    for text in blocks(page, "yaml"):
+        assert isinstance(yaml.safe_load(text), dict)
+    for text in blocks(page, "json"):
+        json.loads(text)
+
+
+@each_page()
+def test_specs_that_are_shown_are_valid(page: Path) -> None:
+    for text in blocks(page, "yaml"):
+        load_spec(yaml.safe_load(text))
+
+
+@each_page()
+def test_commands_that_are_shown_can_be_read(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `lockstep …` of a shell block has a command, options and overrides that exist."""
+    monkeypatch.chdir(ROOT)
+    for line in "\n".join(blocks(page, "sh")).splitlines():
+        words = shlex.split(line, comments=True)
+        if "lockstep" not in (Path(word).name for word in words):
+            continue
+        start = [Path(word).name for word in words].index("lockstep") + 1
+        given = words[start : words.index(">")] if ">" in words else words[start:]
+        name, *rest = given
+        with typer.main.get_command(app).commands[name].make_context(name, rest) as context:  # type: ignore[attr-defined]
+            if name == "train" and context.params["spec"].exists():
+                load_spec(context.params["spec"], context.params["overrides"] or [])
+
+
+# --- complete pages ---------------------------------------------------------------------------------------
+
+
+class Field(NamedTuple):
+    """One field of the spec: its dotted name and one of its defaults, as plain data."""
+
+    name: str
+    default: Any
+
+
+def sections(annotation: Any) -> list[type[pydantic.BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in sections(inner)]
+
+
+def fields(model: type[pydantic.BaseModel], prefix: str = "", filled: Any = None) -> Iterator[Field]:
+    """Every field below `model`; `filled` is the section that a spec has where it says nothing."""
+    for attribute, field in model.model_fields.items():
+        name = prefix + (field.alias or attribute)
+        default = getattr(filled, attribute, field.default) if isinstance(filled, model) else field.default
+        below = sections(field.annotation)
+        for section in below:
+            yield from fields(section, f"{name}.", default)
+        if not below:
+            yield Field(name, list(default) if isinstance(default, tuple) else default)
+
+
+def described() -> dict[str, list[list[str]]]:
+    """The rows of docs/spec.md by the field that they describe."""
+    found: dict[str, list[list[str]]] = {}
+    for cells in rows(DOCS / "spec.md"):
+        if len(cells) == 6 and re.fullmatch(r"`[\w.]+`", cells[0]):
+            found.setdefault(cells[0].strip("`"), []).append(cells)
+    return found
+
+
+def test_every_field_of_the_spec_is_described_and_no_other() -> None:
+    names = {field.name for field in fields(Spec)}
+    assert {"batch.global", "optimizer.nesterov", "schedule.gamma", "early_stop.metric"} <= names
+    assert described().keys() - {"early_stop"} == names
+
+
+def test_defaults_of_the_spec_are_those_described() -> None:
+    """Where a default is told in words, the words are trusted."""
+    expected: dict[str, list[Any]] = {}
+    for field in fields(Spec):
+        expected.setdefault(field.name, []).append(field.default)
+    compared = 0
+    for name, found in described().items():
+        cells = [cells[2] for cells in found]
+        if name in expected and all(re.fullmatch(r"`[^`]+`", cell) for cell in cells):
+            told = [yaml.safe_load(cell.strip("`")) for cell in cells]
+            assert all(default in told for default in expected[name]), name
+            assert all(value in expected[name] for value in told), name
+            compared += 1
+    assert compared > 30
+
+
+def test_identity_and_placement_are_those_described() -> None:
+    for name, found in described().items():
+        placement = name.partition(".")[0] in PLACEMENT or name == "data.loader_processes"
+        assert {cells[4] for cells in found} == {"placement" if placement else "identity"}, name
+
+
+def test_every_command_and_option_is_described() -> None:
+    page = (DOCS / "cli.md").read_text()
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        section = page.partition(f"## `lockstep {name}")[2].partition("\n## ")[0]
+        assert section, name
+        for parameter in command.params:
+            for option in (word for word in parameter.opts if word.startswith("-") and word != "--help"):
+                assert f"`{option}`" in section, f"{name} {option}"
+
+
+def test_every_field_of_a_result_is_described() -> None:
+    told = {name for cells in rows(DOCS / "cli.md") for name in re.findall(r"`(\w+)`", cells[0])}
+    assert {field.name for field in dataclasses.fields(Result)} <= told
+
+
+def test_every_error_is_described() -> None:
+    page = (DOCS / "failures.md").read_text()
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.LockstepError):
+            assert name in page
+            assert kind is errors.LockstepError or f"## {name} · exit code {kind.exit_code}" in page, name
+
+
+def test_every_page_is_on_the_map() -> None:
+    linked = {(DOCS / target).resolve() for target in LINK.findall((DOCS / "index.md").read_text())}
+    assert linked >= {page.resolve() for page in DOCS.rglob("*.md") if page.name != "index.md"}
+
+
+# --- the example ------------------------------------------------------------------------------------------
+
+
+def test_the_job_that_is_shown_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = DOCS / "writing-a-job.md"
+    package = tmp_path / "job_of_the_docs"
+    package.mkdir()
+    (package / "job.py").write_text(blocks(page, "python")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    document = yaml.safe_load(blocks(page, "yaml")[0])
+    document["job"]["use"] = document["job"]["use"].replace("jobs.spirals", package.name)
+    spec = load_spec(document, ["length.epochs=10"])
+    job = load_job(spec.job.use, spec.job.params)
+    summary = fit(spec, job, Group.join(torch.device("cpu")), NoRecord())
+    assert summary["metrics"].keys() >= {"train/accuracy", "eval/accuracy", "eval/accuracy_inside"}
+    assert summary["metrics"]["eval/accuracy"] > 0.8

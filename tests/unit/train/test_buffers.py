@@ -1,0 +1,87 @@
+"""Buffers as DDP treats them at world size M: every micro-batch begins with the step's, micro-batch 0's update stays."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.train.buffers import StepBuffers, statistics
+from lockstep.train.group import Group
+
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+class Counting(nn.Module):
+    """Writes to one buffer, reads another and never touches a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        for name in ("written", "constant"):
+            self.register_buffer(name, torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written += x.detach().mean(0)  # type: ignore[operator]
+        return self.norm(x) + self.constant
+
+
+def step(model: Counting, buffers: StepBuffers, batches: list[Tensor]) -> list[int]:
+    """The forwards of one step; which buffers micro-batch 0 wrote to."""
+    flagged: list[int] = []
+    for m, batch in enumerate(batches):
+        model(batch)
+        if m == 0:
+            flagged = buffers.keep()
+        buffers.restore()
+    buffers.end_step(flagged)
+    return flagged
+
+
+def test_the_update_of_micro_batch_0_is_the_one_that_stays() -> None:
+    model, alone = Counting(), Counting()
+    buffers = StepBuffers(model, ALONE, frozenset())
+    for _ in range(3):
+        batches = [torch.randn(4, 2) for _ in range(4)]
+        step(model, buffers, batches)
+        alone(batches[0])
+        for (name, value), (_, wanted) in zip(model.named_buffers(), alone.named_buffers(), strict=True):
+            assert torch.equal(value, wanted), name
+    assert model.norm.num_batches_tracked == 3
+
+
+def test_every_micro_batch_begins_with_the_steps_buffers() -> None:
+    model = Counting()
+    buffers = StepBuffers(model, ALONE, frozenset())
+    before = [buffer.clone() for buffer in model.buffers()]
+    model(torch.randn(4, 2))
+    buffers.keep()
+    buffers.restore()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before, strict=True))
+
+
+def test_only_what_is_written_is_sent() -> None:
+    model = Counting()
+    names = [name for name, _ in model.named_buffers()]
+    flagged = step(model, StepBuffers(model, ALONE, frozenset()), [torch.randn(4, 2)])
+    assert {names[i] for i in flagged} == {
+        "written", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+    }  # fmt: skip
+
+
+def test_statistics_of_normalisation_count_as_written() -> None:
+    """torch's batch norm writes its running mean without raising the version by which a write is seen."""
+    model = Counting()
+    names = [name for name, _ in model.named_buffers()]
+    assert {names[i] for i in statistics(model)} == {
+        "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+    }  # fmt: skip
+    assert statistics(nn.LayerNorm(2)) == frozenset()
+
+
+def test_a_step_that_writes_nothing_sends_nothing() -> None:
+    model = nn.Linear(2, 2)
+    buffers = StepBuffers(model, ALONE, frozenset())
+    model(torch.randn(4, 2))
+    assert buffers.keep() == []
+    buffers.restore()
+    buffers.end_step([])
