@@ -306,10 +306,6 @@ class Spec(_Section):
         return self.model_dump(mode="json", by_alias=True)
 
 
-PLACEMENT_FIELDS = frozenset({"name", "workers", "checkpoint", "record"})
-"""Sections that never change the bits of a run, and so are no part of its identity; `data.loader_processes` is another."""
-
-
 def load_spec(
     source: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), *, uri: str | None = None
 ) -> Spec:

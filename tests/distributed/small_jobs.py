@@ -1,4 +1,4 @@
-"""Jobs for the tests of training: the real ones with less data, and small ones that each show one thing."""
+"""Small jobs for the tests of training, each of which shows one thing."""
 
 from __future__ import annotations
 
@@ -9,43 +9,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
-from jobs.digits.job import Digits
-from jobs.stdlib_gpt.job import StdlibGPT
-
-
-class FewDigits(Digits):
-    """jobs.digits on its first images: dropout, BatchNorm, augmentation from three generators."""
-
-    class Params(Digits.Params):
-        train_samples: int
-        eval_samples: int
-
-    params: Params
-
-    def train_data(self) -> Dataset[tuple[Tensor, int]]:
-        return Subset(super().train_data(), range(self.params.train_samples))
-
-    def eval_data(self) -> Dataset[tuple[Tensor, int]]:
-        return Subset(super().eval_data(), range(self.params.eval_samples))
-
-
-class FewPieces(StdlibGPT):
-    """jobs.stdlib_gpt on its first pieces: dropout, weights that are counts of bytes."""
-
-    class Params(StdlibGPT.Params):
-        train_samples: int
-        eval_samples: int
-
-    params: Params
-
-    def train_data(self) -> Dataset[Tensor]:
-        return Subset(super().train_data(), range(self.params.train_samples))
-
-    def eval_data(self) -> Dataset[Tensor]:
-        return Subset(super().eval_data(), range(self.params.eval_samples))
 
 
 def points(samples: int, features: int = 8) -> tuple[Tensor, Tensor]:
@@ -80,25 +46,40 @@ class Plain(lockstep.Job):
 
 
 class Centre(nn.Module):
-    """Takes a running mean away, and its forward in training *reads* the buffer that it writes."""
+    """Takes a running mean away, and its forward in training *reads* the buffer that it writes.
+
+    It writes in place, through `data`, which torch does not count as a write, or by putting another tensor there.
+    """
 
     mean: Tensor
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, writes: str) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(features))
+        self.writes = writes
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.mean.lerp_(x.detach().float().mean(0), 0.1)
+            new = self.mean.lerp(x.detach().float().mean(0), 0.1)
+            if self.writes == "in place":
+                self.mean.copy_(new)
+            elif self.writes == "data":
+                self.mean.data.copy_(new)
+            else:
+                self.mean = new
         return x - self.mean
 
 
 class Centred(Plain):
     """A job whose bits depend on which buffers a micro-batch starts from."""
 
+    class Params(Plain.Params):
+        writes: Literal["in place", "data", "another"] = "in place"
+
+    params: Params
+
     def model(self) -> nn.Module:
-        return nn.Sequential(Centre(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        return nn.Sequential(Centre(8, self.params.writes), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Strided(Plain):

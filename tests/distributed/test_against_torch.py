@@ -18,7 +18,7 @@ JOBS = {
     "LayerNorm": {**PLAIN, "params": {"samples": 70, "norm": "layer"}},
     "BatchNorm": {**PLAIN, "params": {"samples": 70, "norm": "batch"}},
     "a convolutional net with BatchNorm": {
-        "use": "tests.distributed.small_jobs:FewDigits",
+        "use": "tests.distributed.real_jobs:FewDigits",
         "params": {"width": 4, "dropout": 0.0, "augment": False, "train_samples": 70, "eval_samples": 10},
     },
 }

@@ -12,13 +12,16 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from lockstep.errors import DriftError
+from lockstep.train.reduction import LATENCY_BYTES
 from tests.distributed.covering import covering, pairs
 from tests.distributed.pool import Pool
 from tests.distributed.training import (
@@ -29,6 +32,7 @@ from tests.distributed.training import (
     train_buffers_left,
     train_left_fold,
     train_rank_seeds,
+    train_sending,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +43,24 @@ FACTORS = {
     "precision": ("fp32", "bf16", "fp16"),
     "workers": (1, 2, 3, 4),
     "loader_processes": (0, 2),
+    # The largest bucket that is sent whole: none (all go in slices), some, all.
+    "latency_bytes": (0, 600, LATENCY_BYTES),
 }
-COVERING = covering(FACTORS)
-PRODUCT = list(product(*FACTORS.values()))
+
+
+class Case(NamedTuple):
+    """One way to execute one of the runs."""
+
+    job: str
+    micro_batches: int
+    precision: str
+    workers: int
+    loader_processes: int
+    latency_bytes: int
+
+
+COVERING = [Case(*row) for row in covering(FACTORS)]  # type: ignore[arg-type]
+PRODUCT = [Case(*row) for row in product(*FACTORS.values())]  # type: ignore[arg-type]
 
 
 def document(
@@ -55,7 +74,7 @@ def document(
     jobs = {
         "digits": {
             "job": {
-                "use": "tests.distributed.small_jobs:FewDigits",
+                "use": "tests.distributed.real_jobs:FewDigits",
                 "params": {"width": 4, "dropout": 0.2, "augment": True, "train_samples": 102, "eval_samples": 37},
             },
             "batch": {"global": 5 * micro_batches, "micro": 5},
@@ -64,7 +83,7 @@ def document(
         },
         "gpt": {
             "job": {
-                "use": "tests.distributed.small_jobs:FewPieces",
+                "use": "tests.distributed.real_jobs:FewPieces",
                 "params": {
                     "depth": 1, "heads": 2, "head_width": 8, "context": 32, "dropout": 0.1, "corpus_bytes": 100_000,
                     "train_samples": 51, "eval_samples": 13,
@@ -93,30 +112,48 @@ def reference(job: str, micro_batches: int, precision: str) -> Trained:
     return train(document(job, micro_batches, precision))
 
 
-def check(
-    pool: Pool, job: str, micro_batches: int, precision: str, workers: int, loader_processes: int
-) -> None:
-    every = pool.run(workers, train, document(job, micro_batches, precision, loader_processes))
+def check(pool: Pool, case: Case) -> None:
+    job, micro_batches, precision, workers, loader_processes, latency_bytes = case
+    spec = document(job, micro_batches, precision, loader_processes)
+    every = pool.run(workers, train_sending, spec, latency_bytes)
     assert every == [reference(job, micro_batches, precision)] * workers
     if workers > 1:
         assert min(trained.buckets for trained in every) >= 6
 
 
-@pytest.mark.parametrize(tuple(FACTORS), COVERING)
-def test_bits_do_not_depend_on_workers_or_loader_processes(
-    pool: Pool, job: str, micro_batches: int, precision: str, workers: int, loader_processes: int
-) -> None:
+def name(case: Case) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", COVERING, ids=name)
+def test_bits_do_not_depend_on_how_a_run_is_executed(pool: Pool, case: Case) -> None:
     """G1, every pair of factors' values."""
-    check(pool, job, micro_batches, precision, workers, loader_processes)
+    check(pool, case)
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize(tuple(FACTORS), PRODUCT)
-def test_bits_do_not_depend_on_workers_or_loader_processes_in_full(
-    pool: Pool, job: str, micro_batches: int, precision: str, workers: int, loader_processes: int
-) -> None:
+@pytest.mark.parametrize("case", PRODUCT, ids=name)
+def test_bits_do_not_depend_on_how_a_run_is_executed_in_full(pool: Pool, case: Case) -> None:
     """G1, the full product."""
-    check(pool, job, micro_batches, precision, workers, loader_processes)
+    check(pool, case)
+
+
+@pytest.fixture(scope="module")
+def wide_pool() -> Iterator[Pool]:
+    """As many processes as a step has micro-batches."""
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("workers", [5, 6, 7, 8])
+@pytest.mark.parametrize("latency_bytes", FACTORS["latency_bytes"])
+@pytest.mark.parametrize("job", FACTORS["job"])
+def test_bits_are_the_same_on_up_to_a_worker_for_each_micro_batch(
+    wide_pool: Pool, job: str, latency_bytes: int, workers: int
+) -> None:
+    check(wide_pool, Case(job, 8, "fp32", workers, 0, latency_bytes))
 
 
 def test_covering_set_shows_every_pair() -> None:
@@ -150,11 +187,29 @@ def test_activation_checkpointing_keeps_the_bits(pool: Pool) -> None:
     assert digests == {reference("gpt", 8, "fp32").weights_digest}
 
 
-def test_buffers_that_forward_reads_keep_the_bits(pool: Pool) -> None:
-    """G1 where the bits depend on the buffers that a micro-batch starts from."""
-    alone = train(CENTRED)
+@pytest.mark.parametrize("writes", ["in place", "data", "another"])
+def test_buffers_that_forward_reads_keep_the_bits(pool: Pool, writes: str) -> None:
+    """G1 where the bits depend on the buffers that a micro-batch starts from, however it writes to them."""
+    alone = train(centred(writes))
     for workers in (2, 3, 4):
-        assert pool.run(workers, train, CENTRED) == [alone] * workers
+        assert pool.run(workers, train, centred(writes)) == [alone] * workers
+
+
+def centred(writes: str = "in place") -> Document:
+    return {
+        "job": {"use": "tests.distributed.small_jobs:Centred", "params": {"samples": 50, "writes": writes}},
+        "batch": {"global": 16, "micro": 2},
+        "data": {"drop_last": False},
+        "length": {"epochs": 2},
+    }
+
+
+def test_bits_with_two_threads_do_not_depend_on_workers(pool: Pool) -> None:
+    """The number of threads belongs to the run; the workers do not."""
+    two = document("digits", 6, threads=2, loader_processes=2)
+    alone = train({**two, "data": {"drop_last": False}})
+    for workers in (2, 3):
+        assert pool.run(workers, train, two) == [alone] * workers
 
 
 def test_parameters_of_any_kind_keep_the_bits(pool: Pool) -> None:
@@ -168,16 +223,8 @@ def test_parameters_of_any_kind_keep_the_bits(pool: Pool) -> None:
     }
     for bucket_mb in (25.0, 0.00005):
         document = {**strided, "workers": {"bucket_mb": bucket_mb}}
-        for workers in (2, 3, 4):
-            assert pool.run(workers, train, document) == [train(document)] * workers
-
-
-CENTRED: Document = {
-    "job": {"use": "tests.distributed.small_jobs:Centred", "params": {"samples": 50}},
-    "batch": {"global": 16, "micro": 2},
-    "data": {"drop_last": False},
-    "length": {"epochs": 2},
-}
+        for workers, latency_bytes in product((2, 3, 4), (0, LATENCY_BYTES)):
+            assert pool.run(workers, train_sending, document, latency_bytes) == [train(document)] * workers
 
 
 def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
@@ -234,10 +281,10 @@ def test_a_seed_for_each_rank_gives_other_bits_on_other_workers(pool: Pool) -> N
 
 
 def test_buffers_that_are_not_restored_give_other_bits_on_other_workers(pool: Pool) -> None:
-    digests = {pool.run(workers, train_buffers_left, CENTRED)[0].weights_digest for workers in (1, 2, 4)}
+    digests = {pool.run(workers, train_buffers_left, centred())[0].weights_digest for workers in (1, 2, 4)}
     assert len(digests) == 3
 
 
 def test_ranks_with_buffers_of_their_own_are_found_out(pool: Pool) -> None:
     with pytest.raises(DriftError, match=r"after step 8 ranks \[1\] hold other weights than rank 0"):
-        pool.run(2, train_buffers_apart, CENTRED)
+        pool.run(2, train_buffers_apart, centred())

@@ -9,7 +9,7 @@ from tests.distributed.training import Document, Trained, train, train_stopped
 
 SPEC: Document = {
     "job": {
-        "use": "tests.distributed.small_jobs:FewDigits",
+        "use": "tests.distributed.real_jobs:FewDigits",
         "params": {"width": 2, "train_samples": 40, "eval_samples": 9},
     },
     "batch": {"global": 12, "micro": 3},

@@ -86,6 +86,12 @@ def train(document: Document) -> Trained:
     return train_job(document, load_job(spec.job.use, spec.job.params))
 
 
+def train_sending(document: Document, latency_bytes: int) -> Trained:
+    """`train`, with another bound on the buckets that are sent whole; 0 sends all of them in slices."""
+    with mock.patch.object(lockstep.train.reduction, "LATENCY_BYTES", latency_bytes):
+        return train(document)
+
+
 def train_stopped(document: Document, rank: int, step: int) -> Trained:
     """A run that rank number `rank`, and no other, asks to end after step number `step`, counted from 1."""
     spec = load_spec(document)

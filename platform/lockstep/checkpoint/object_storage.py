@@ -29,7 +29,7 @@ class ObjectStorage:
         parts = urlsplit(uri)
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         try:
-            self._files, root = pafs.FileSystem.from_uri(uri)
+            self._files, root = pafs.FileSystem.from_uri(_in_one_request(uri))
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = _one_line(error).replace(uri, self.shown)
             raise SpecError(f"checkpoint.storage: cannot open {self.shown!r}: {reason}") from None
@@ -109,6 +109,13 @@ class ObjectStorage:
             raise kind(
                 f"checkpoint.storage: cannot {verb} {self._shown(path)!r}: {_one_line(error)}"
             ) from error
+
+
+def _in_one_request(uri: str) -> str:
+    """The URI with the option that a file of a few megabytes is put in one request instead of three."""
+    if not uri.startswith("s3://") or "allow_delayed_open" in uri:
+        return uri
+    return f"{uri}{'&' if urlsplit(uri).query else '?'}allow_delayed_open=true"
 
 
 def _item(info: pafs.FileInfo) -> Item:

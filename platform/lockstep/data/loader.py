@@ -78,9 +78,10 @@ class MicroBatches(Dataset[Any]):
 def _told(error: Exception, batch: MicroBatch, what: str) -> JobError:
     """What the job's code raised, with the samples and the step."""
     text = " ".join(str(error).split()) or "no message"
-    return JobError(
-        f"data: {what} failed (step {batch.step + 1}, micro-batch {batch.micro_batch}): {type(error).__name__}: {text}"
-    )
+    where = f"step {batch.step + 1}, micro-batch {batch.micro_batch}"
+    if batch.step < 0:
+        where = f"evaluation micro-batch {batch.micro_batch}"
+    return JobError(f"data: {what} failed ({where}): {type(error).__name__}: {text}")
 
 
 def _named(ids: Sequence[int]) -> str:
@@ -110,6 +111,12 @@ class Loader:
         began = time.perf_counter()
         try:
             batch = next(self._batches)
+        except (
+            ConnectionError,
+            EOFError,
+            FileNotFoundError,
+        ) as error:  # met before torch's watch has noticed
+            raise _lost(error) from error
         except RuntimeError as error:
             lost = process_lost(error)
             if lost is None:
@@ -163,9 +170,11 @@ def one_thread() -> Iterator[None]:
 
 def process_lost(error: Exception) -> ClusterError | None:
     """What torch's complaint about a loader process that is gone means, or None for any other error."""
-    text = " ".join(str(error).split())
-    if not text.startswith("DataLoader worker (pid"):
-        return None
+    return _lost(error) if str(error).startswith("DataLoader worker (pid") else None
+
+
+def _lost(error: Exception) -> ClusterError:
+    text = " ".join(str(error).split()) or type(error).__name__
     return ClusterError(
         f"data: a loader process was lost: {text}; often the machine is out of memory or shared memory: "
         "lower data.loader_processes or batch.micro"

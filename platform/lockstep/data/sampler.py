@@ -16,9 +16,12 @@ from torch.utils.data import Dataset, DistributedSampler
 from lockstep.data.order import epoch_order
 from lockstep.plan import Plan, Position, clip
 
+EVALUATION = -1
+"""Stands for the step in micro-batches of held-out data, which are the same in every evaluation."""
+
 
 class MicroBatch(NamedTuple):
-    """What a worker fetches at once: the samples `ids` of one micro-batch of one step, both from 0."""
+    """What a worker fetches at once: the samples `ids` of one micro-batch of one step, both from 0; EVALUATION for a step."""
 
     step: int
     micro_batch: int

@@ -90,6 +90,10 @@ def find_initial_weights(spec: Spec) -> Spec:
 
 def check_storage(spec: Spec) -> None:
     """Write and remove a file where the run's files will go. StorageError where that cannot be done."""
+    if "://" in spec.checkpoint.storage:
+        raise SpecError(
+            f"checkpoint.storage: got {spec.checkpoint.storage!r}, wanted a folder that all workers see"
+        )
     folder = Path(spec.checkpoint.storage)
     try:
         folder.mkdir(parents=True, exist_ok=True)

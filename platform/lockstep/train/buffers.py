@@ -11,20 +11,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import JobError
 from lockstep.train.group import Group
 
 
 class StepBuffers:
     """Restores the model's buffers between micro-batches and spreads micro-batch 0's update at the step's end.
 
-    A write is seen by the tensor's version. torch's batch norm writes its running statistics without raising it,
-    so those, and whatever the rehearsal saw change (`written`), count as written in every micro-batch.
+    A write is seen by the tensor's version, or by another tensor in its place (`self.mean = …`). torch's batch norm
+    writes its running statistics without raising the version, so those, and whatever the rehearsal saw change
+    (`written`), count as written in every micro-batch.
     """
 
     def __init__(self, model: nn.Module, group: Group, written: frozenset[int]) -> None:
         self.group = group
         self.written = written | statistics(model)
         self.buffers: list[Tensor] = list(model.buffers())
+        self._owners = owners(model)
         self._before = [buffer.detach().clone() for buffer in self.buffers]
         self._versions = [buffer._version for buffer in self.buffers]
         self._kept: dict[int, Tensor] = {}
@@ -32,8 +35,19 @@ class StepBuffers:
     def keep(self) -> list[int]:
         """Set aside what micro-batch 0's forward wrote. Returns which buffers those are."""
         changed = self._changed()
-        self._kept = {i: self.buffers[i].detach().clone() for i in changed}
+        self._kept = {i: self._kept_value(i) for i in changed}
         return changed
+
+    def _kept_value(self, i: int) -> Tensor:
+        held, name = self._owners[i]
+        value, before = held[name], self._before[i]
+        if value is None or value.shape != before.shape or value.dtype != before.dtype:
+            got = "None" if value is None else f"{tuple(value.shape)} of {value.dtype}"
+            raise JobError(
+                f"buffer {name!r} became {got} in training, wanted {tuple(before.shape)} of {before.dtype} as at the start; "
+                "a buffer keeps its shape and type"
+            )
+        return value.detach().clone()
 
     def restore(self) -> None:
         """Put the step's buffers back, once backward is done: it may still read what forward left."""
@@ -42,12 +56,18 @@ class StepBuffers:
             return
         with torch.no_grad():
             for i in changed:
+                held, name = self._owners[i]
+                held[name] = self.buffers[i]
                 self.buffers[i].copy_(self._before[i])
                 self._versions[i] = self.buffers[i]._version
 
     def _changed(self) -> list[int]:
         """Which buffers were written to since the step's start or the last restoration."""
-        return [i for i, b in enumerate(self.buffers) if b._version != self._versions[i] or i in self.written]
+        return [
+            i
+            for i, (buffer, (held, name)) in enumerate(zip(self.buffers, self._owners, strict=True))
+            if buffer._version != self._versions[i] or i in self.written or held[name] is not buffer
+        ]
 
     def end_step(self, flagged: Sequence[int]) -> None:
         """Give every rank micro-batch 0's update of the `flagged` buffers, in one broadcast."""
@@ -65,6 +85,16 @@ class StepBuffers:
                 self._before[i].copy_(value)
                 self._versions[i] = self.buffers[i]._version
         self._kept = {}
+
+
+def owners(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Where the model holds each of its buffers: a module's buffers by name, and the name; in the order of `buffers()`."""
+    found: dict[int, tuple[dict[str, Tensor | None], str]] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found.setdefault(id(buffer), (module._buffers, name))
+    return list(found.values())
 
 
 def statistics(model: nn.Module) -> frozenset[int]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.data.loader import Loader, MicroBatches
-from lockstep.data.sampler import MicroBatch
+from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import JobError, LockstepError
 from lockstep.job import Job, Mean, dataset_size
 from lockstep.plan import evaluation_ranges
@@ -79,8 +79,16 @@ class Evaluation:
             for name, (total, weight) in totals.items()
         }
 
+    def rehearse(self, model: nn.Module) -> list[str]:
+        """The names of the metrics, from the first micro-batch: what is wrong with it is told before training."""
+        first = next(
+            Loader(self.batches, [MicroBatch(EVALUATION, 0, list(range(self._end(0))))], self.group.device)
+        )
+        with evaluating(model):
+            return [f"eval/{name}" for name in self._means(model, 0, first)]
+
     def _own_totals(self, model: nn.Module) -> list[dict[str, tuple[float, float]]]:
-        keys = (MicroBatch(0, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own)
+        keys = (MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own)
         loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.own)))
         try:
             means = [self._means(model, i, batch) for i, batch in zip(self.own, loader, strict=True)]

@@ -5,6 +5,7 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
-from lockstep.errors import DriftError, JobError, SpecError
+from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.identity import identity_digest, identity_fields
 from lockstep.job import Job, dataset_size
 from lockstep.plan import Plan
@@ -64,7 +65,7 @@ class Run:
 
 def prepare(spec: Spec, job: Job, group: Group) -> Run:
     """Build the run on this rank, rehearse one micro-batch, and agree with the other ranks on what was built."""
-    train_data, eval_data = _data(job)
+    train_data, eval_data = _data(job, spec.seed)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
     precision = Precision(spec.precision, group.device)
@@ -88,12 +89,19 @@ def prepare(spec: Spec, job: Job, group: Group) -> Run:
             seed=spec.seed,
             processes=spec.data.loader_processes,
         )
+        _check_metric(spec, evaluate.rehearse(model))
     elif spec.early_stop is not None:
         raise SpecError("early_stop: the job has no eval_data; give it some, or leave early_stop out")
     facts = _facts(spec, group, plan, evaluate, weights_digest(model.state_dict()))
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
     return Run(spec, plan, group, state, step, evaluate, batches, facts)
+
+
+def _check_metric(spec: Spec, metrics: Iterable[str]) -> None:
+    rule = spec.early_stop
+    if rule is not None and rule.metric not in metrics:
+        raise SpecError(f"early_stop.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
 
 
 def make_plan(spec: Spec, samples: int) -> Plan:
@@ -114,9 +122,12 @@ def make_plan(spec: Spec, samples: int) -> Plan:
         raise SpecError(f"batch.global: {error}{advice}") from error
 
 
-def _data(job: Job) -> tuple[Dataset[Any], Dataset[Any] | None]:
+def _data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
     try:
-        return job.train_data(), job.eval_data()
+        seed_all(seed, "train data")
+        train_data = job.train_data()
+        seed_all(seed, "eval data")
+        return train_data, job.eval_data()
     except Exception as error:
         raise told(error, "while its data were opened") from error
 
@@ -187,7 +198,7 @@ def _agree(group: Group, own: dict[str, Any], spec: Spec) -> None:
                 continue
             advice = {
                 "numerics_probe": "these machines give other bits for the same program (another processor, library or number of "
-                "threads): use machines of one kind, or determinism=fast",
+                "threads): use machines of one kind",
                 "initial_weights_digest": "the job's model must be made from the seeded generators alone",
             }.get(field, "all workers must run the same code on the same data")
             if spec.determinism == "strict":

@@ -30,10 +30,10 @@ def s3() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A storage that nobody else uses, as the spec would name it."""
-    if request.param == "local":
+    """A storage that nobody else uses, as the spec would name it: a folder, or what `everywhere` asks for."""
+    if getattr(request, "param", "local") == "local":
         return str(tmp_path / "runs")
     return f"s3://key:secret@runs/{uuid.uuid4().hex}?{request.getfixturevalue('s3')}"
 
@@ -51,9 +51,3 @@ def run(storage: Storage) -> RunFolder:
 @pytest.fixture
 def attempt(run: RunFolder) -> Attempt:
     return run.claim()
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> RunFolder:
-    """A run in a folder, for what is about files of a disk."""
-    return RunFolder.create(open_storage(str(tmp_path / "runs")), "run-a")

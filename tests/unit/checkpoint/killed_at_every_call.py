@@ -1,10 +1,10 @@
 """Runs the store under a shim that counts calls to the operating system and kills the process at call k, for all k.
 
-    python killed_at_every_call.py FOLDER SCENARIO VARIANT
+    python -m tests.unit.checkpoint.killed_at_every_call FOLDER
 
-Prints one JSON object: how many calls there were of each kind, how many processes were killed, and what was wrong
-with the store after any of them. SCENARIO is `first` or `next`; VARIANT is `sound`, or a store that is broken
-on purpose (`in_place`, `manifest_first`, `files_first`). With VARIANT `log` nothing is killed and the calls are listed.
+Prints one JSON object with, for each trial, the calls of an undisturbed process, and what was wrong with the store
+after a process was killed at one of them. A trial is a scenario (`first`: from nothing to a checkpoint, `next`: an
+attempt that finds checkpoints and an unfinished save) and a variant (`sound`, or broken on purpose).
 """
 
 from __future__ import annotations
@@ -171,14 +171,17 @@ def ordered(like: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
     return {name: sections[name] for name in like}
 
 
-def killed(folder: Path, scenario: str, variant: str, at: int | None, *, half: bool) -> bool:
+def store_of(variant: str, folder: Path) -> LocalStorage:
+    return (InPlace if variant == "in_place" else LocalStorage)(folder)
+
+
+def killed(folder: Path, scenario: str, variant: str, at: int, *, half: bool) -> bool:
     """Run the scenario in a process of its own, killed at call `at`. False where it came to its end."""
     child = os.fork()
     if child == 0:
         try:
-            store = (InPlace if variant == "in_place" else LocalStorage)(folder)
             Shim(at, half=half)
-            save_next(opened(store, scenario), variant)
+            save_next(opened(store_of(variant, folder), scenario), variant)
             os._exit(0)
         except Exception:  # noqa: BLE001  printed, and told by the code
             traceback.print_exc()
@@ -190,43 +193,67 @@ def killed(folder: Path, scenario: str, variant: str, at: int | None, *, half: b
     return os.WIFSIGNALED(status)
 
 
-def all_calls(folder: Path, scenario: str) -> list[tuple[str, str, str]]:
-    prepared(folder, scenario)
-    shim = Shim(None)
-    save_next(opened(LocalStorage(folder), scenario), "sound")
-    return list(shim.log)
+def calls_of(folder: Path, scenario: str, variant: str) -> list[tuple[str, str, str]]:
+    """The calls of a process that nobody kills."""
+    place = copied(folder)
+    if os.fork() == 0:
+        try:
+            shim = Shim(None)
+            save_next(opened(store_of(variant, place), scenario), variant)
+            calls = list(shim.log)
+            (folder / "calls.json").write_text(json.dumps(calls))
+        finally:
+            os._exit(0)
+    os.wait()
+    shutil.rmtree(place)
+    return list(json.loads((folder / "calls.json").read_text()))
 
 
-def tried(folder: Path, scenario: str, variant: str, at: int, *, half: bool) -> tuple[bool, list[str]]:
-    """Whether call `at` was reached, and what is wrong with a store whose writer was killed there."""
+def copied(folder: Path) -> Path:
     place = folder / "now"
     if (folder / "before").exists():
         shutil.copytree(folder / "before", place)
-    alive = killed(place, scenario, variant, at, half=half)
+    return place
+
+
+def tried(folder: Path, scenario: str, variant: str, at: int, *, half: bool) -> list[str]:
+    """What is wrong with a store whose writer was killed at call `at`."""
+    place = copied(folder)
     try:
-        return alive, complaints(place, scenario)
+        if not killed(place, scenario, variant, at, half=half):
+            return ["nothing was killed"]
+        return complaints(place, scenario)
     except Exception as error:  # noqa: BLE001  what it is, the test shows
-        return alive, [repr(error)]
+        return [repr(error)]
     finally:
         shutil.rmtree(place)
 
 
-def main(folder: Path, scenario: str, variant: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    storage.PIECE = 1024  # several writes a file
-    if variant == "log":
-        return {"calls": all_calls(folder, scenario)}
+def trial(folder: Path, scenario: str, variant: str) -> dict[str, Any]:
+    """Every call in turn, before it is made, and every write when half of it is done. A broken store's first fault will do."""
     prepared(folder / "before", scenario)
-    wrong, at = {}, 0
-    while True:
-        alive, found = tried(folder, scenario, variant, at, half=False)
-        more = tried(folder, scenario, variant, at, half=True)[1] if alive else []
-        if found or more:
-            wrong[at] = [found, more]
-        if not alive or (wrong and variant != "sound"):
-            return {"kills": at, "wrong": wrong}
-        at += 1
+    calls = calls_of(folder, scenario, variant)
+    wrong = {}
+    for at, (name, *_) in reversed(list(enumerate(calls))):
+        found = tried(folder, scenario, variant, at, half=False)
+        if name == "write":
+            found += tried(folder, scenario, variant, at, half=True)
+        if found:
+            wrong[at] = found
+        if wrong and variant != "sound":
+            break
+    return {"calls": calls, "wrong": wrong}
 
+
+TRIALS = [("first", "sound"), ("next", "sound")]
+TRIALS += [("next", broken) for broken in ("in_place", "manifest_first", "files_first")]
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])))
+    torch.set_num_threads(1)
+    storage.PIECE = 1024  # several writes a file
+    told = {}
+    for scenario, variant in TRIALS:
+        folder = Path(sys.argv[1]) / f"{scenario}-{variant}"
+        folder.mkdir()
+        told[f"{scenario}-{variant}"] = trial(folder, scenario, variant)
+    print(json.dumps(told))

@@ -6,10 +6,14 @@ import math
 import struct
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import Facts
+
+everywhere = pytest.mark.parametrize("uri", ["local", "s3"], indirect=True)
+"""For tests of what holds on a disk and in an object store."""
 
 FACTS = Facts(
     identity="d1",

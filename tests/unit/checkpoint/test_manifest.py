@@ -32,7 +32,9 @@ def test_a_manifest_comes_back() -> None:
 
 
 def test_facts_are_exact() -> None:
-    facts = Facts(counters={"a": nan(7), "b": 2**70, "c": (1, None), "d": {3: -0.0}}, metrics={"x": math.nan, "y": 1})
+    facts = Facts(
+        counters={"a": nan(7), "b": 2**70, "c": (1, None), "d": {3: -0.0}}, metrics={"x": math.nan, "y": 1}
+    )
     found = Manifest.decode(dataclasses.replace(MANIFEST, facts=facts).encode()).facts
     assert same(found.counters, facts.counters) and same(found.metrics, facts.metrics)
 
@@ -59,8 +61,13 @@ def test_every_missing_end_is_noticed() -> None:
 
 def test_a_newer_format_is_refused_as_such() -> None:
     """Whatever else a newer manifest holds, and however it hashes itself."""
-    newer = json.dumps({"format": "lockstep-checkpoint", "version": VERSION + 1, "shards": "elsewhere"}).encode()
-    with pytest.raises(NewerFormatError, match=f"format version {VERSION + 1}, and this Lockstep reads versions up to {VERSION}"):
+    newer = json.dumps(
+        {"format": "lockstep-checkpoint", "version": VERSION + 1, "shards": "elsewhere"}
+    ).encode()
+    with pytest.raises(
+        NewerFormatError,
+        match=f"format version {VERSION + 1}, and this Lockstep reads versions up to {VERSION}",
+    ):
         Manifest.decode(newer)
 
 
@@ -120,6 +127,10 @@ def test_a_manifest_that_is_not_complete_is_refused(changes: dict[str, Any]) -> 
 def test_facts_that_are_not_plain_are_refused() -> None:
     import torch
 
-    for facts in (Facts(counters={"x": torch.ones(1)}), Facts(environment={"x": object()}), Facts(metrics={"x": "y"})):  # type: ignore[dict-item]
+    for facts in (
+        Facts(counters={"x": torch.ones(1)}),
+        Facts(environment={"x": object()}),
+        Facts(metrics={"x": "y"}),
+    ):  # type: ignore[dict-item]
         with pytest.raises(JobError):
             dataclasses.replace(MANIFEST, facts=facts).encode()

@@ -45,7 +45,14 @@ TENSORS = st.builds(
     st.integers(0, 99),
 )
 FLOATS = st.one_of(st.floats(), st.builds(nan, st.integers(1, 2**51 - 1)))
-KEYS = st.one_of(st.none(), st.booleans(), st.integers(), FLOATS, st.text(), st.sampled_from(["$tensor", "$", "a/b", "__metadata__"]))
+KEYS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    FLOATS,
+    st.text(),
+    st.sampled_from(["$tensor", "$", "a/b", "__metadata__"]),
+)
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), FLOATS, st.text(), TENSORS)
 TREES = st.recursive(
     LEAVES,
@@ -91,7 +98,21 @@ def test_a_real_optimizer_comes_back_and_takes_the_same_step() -> None:
 
 
 def test_floats_and_whole_numbers_are_exact() -> None:
-    tree = [0.1, -0.0, 1e-323, 1e16, 1.0, math.inf, -math.inf, nan(12345), -nan(1), 2**53 + 1, -(2**63), 2**63, 10**5000]
+    tree = [
+        0.1,
+        -0.0,
+        1e-323,
+        1e16,
+        1.0,
+        math.inf,
+        -math.inf,
+        nan(12345),
+        -nan(1),
+        2**53 + 1,
+        -(2**63),
+        2**63,
+        10**5000,
+    ]
     limit = sys.get_int_max_str_digits()
     assert same(through_files(tree), tree)
     assert sys.get_int_max_str_digits() == limit
@@ -218,7 +239,9 @@ def test_a_skeleton_without_end_is_refused() -> None:
         parsed(b"[" * 100_000 + b"]" * 100_000)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b'{"a": 1, "a": 2}', b"NaN", b"\xff\xfe", pickle.dumps({"a": 1}), b"1" * 5000])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b'{"a": 1, "a": 2}', b"NaN", b"\xff\xfe", pickle.dumps({"a": 1}), b"1" * 5000]
+)
 def test_what_is_no_strict_json_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
         parsed(text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import JobError
 from lockstep.train.buffers import StepBuffers, statistics
 from lockstep.train.group import Group
 
@@ -85,3 +87,28 @@ def test_a_step_that_writes_nothing_sends_nothing() -> None:
     assert buffers.keep() == []
     buffers.restore()
     buffers.end_step([])
+
+
+def test_a_buffer_that_is_replaced_is_put_back() -> None:
+    model = Counting()
+    tensor = model.written
+    buffers = StepBuffers(model, ALONE, frozenset())
+    model.written = torch.ones(2)
+    flagged = buffers.keep()
+    buffers.restore()
+    assert model.written is tensor
+    assert model.written.tolist() == [0.0, 0.0]
+    buffers.end_step(flagged)
+    assert model.written is tensor
+    assert model.written.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2, dtype=torch.float64), None])
+def test_a_buffer_that_changes_its_kind_is_refused(other: Tensor | None) -> None:
+    model = Counting()
+    buffers = StepBuffers(model, ALONE, frozenset())
+    model.written = other
+    with pytest.raises(
+        JobError, match=r"^buffer 'written' became .*, wanted \(2,\) of torch.float32 as at the start"
+    ):
+        buffers.keep()

@@ -1,0 +1,67 @@
+"""G5, over the years: checkpoints of every format version that was ever written are read, to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.errors import NewerFormatError
+from lockstep.checkpoint.layout import MANIFEST, step_folder
+from lockstep.checkpoint.local_storage import LocalStorage
+from lockstep.checkpoint.manifest import VERSION, Manifest
+from lockstep.checkpoint.reader import Checkpoint, load, load_newest, newest_good
+from lockstep.checkpoint.run_folder import RunFolder
+from tests.unit.checkpoint.fixture_state import FIXTURE_FACTS, fixture_state
+from tests.unit.checkpoint.states import same
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def test_every_format_has_its_fixture() -> None:
+    """A new version brings a new folder; the old ones stay as they are."""
+    assert {path.name for path in FIXTURES.iterdir()} == {
+        f"format-{version}" for version in range(1, VERSION + 1)
+    }
+
+
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+def test_a_checkpoint_of_long_ago_is_read_to_the_bit(version: int) -> None:
+    run = RunFolder.open(LocalStorage(FIXTURES / f"format-{version}"), "fixture")
+    found = load_newest(run, pytest.fail)
+    assert found is not None and (found.manifest.step, found.manifest.attempt) == (7, 3)
+    assert found.manifest.facts == FIXTURE_FACTS
+    wanted = fixture_state()
+    assert set(found.sections) == set(wanted)
+    for name, section in wanted.items():
+        assert same(found.sections[name], section), name
+
+
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+def test_a_run_of_long_ago_goes_on(version: int, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / f"format-{version}", tmp_path / "runs")
+    run = RunFolder.open(LocalStorage(tmp_path / "runs"), "fixture")
+    assert run.claim().number == 4
+
+
+def test_a_newer_format_is_refused_clearly_and_passed_over(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / f"format-{VERSION}", tmp_path / "runs")
+    run = RunFolder.open(LocalStorage(tmp_path / "runs"), "fixture")
+    newest = tmp_path / "runs" / "fixture" / step_folder(8)
+    shutil.copytree(newest.with_name(step_folder(7)), newest)
+    document = json.loads((newest / MANIFEST).read_bytes())
+    (newest / MANIFEST).write_text(json.dumps({**document, "step": 8, "version": VERSION + 1}))
+    line = f"{MANIFEST}: it has format version {VERSION + 1}, and this Lockstep reads versions up to {VERSION}; update lockstep-train"
+    with pytest.raises(NewerFormatError, match=line):
+        load(Checkpoint.of(run, 8))
+    told: list[str] = []
+    assert newest_good(run, told.append) == Checkpoint.of(run, 7)
+    assert len(told) == 1 and line in told[0]
+
+
+def test_what_is_written_today_is_what_the_fixture_holds() -> None:
+    """A change of the format, meant or not, is seen here: it needs a new version and a new fixture."""
+    text = (FIXTURES / f"format-{VERSION}" / "fixture" / step_folder(7) / MANIFEST).read_bytes()
+    assert Manifest.decode(text).encode() == text

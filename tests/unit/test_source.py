@@ -1,0 +1,74 @@
+"""A job's source is found without running it: all of it enters the identity, and what is missing is told at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import JobImportError
+from lockstep.source import check_job_source, job_source_digest, job_sources
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A source root with a package whose job uses a sibling, a relative import and a third-party library."""
+    package = tmp_path / "shapes_of_source"
+    (package / "nets").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "nets" / "__init__.py").write_text("")
+    (package / "nets" / "conv.py").write_text("WIDTH = 3\n")
+    (package / "data.py").write_text("import numpy\n")
+    (package / "unused.py").write_text("raise SystemExit\n")
+    (package / "job.py").write_text(
+        "import torch\nfrom shapes_of_source.data import x\nfrom .nets import conv\nclass Mine: ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield package
+    for name in [name for name in sys.modules if name.startswith("shapes_of_source")]:
+        del sys.modules[name]
+
+
+def test_sources_are_the_job_and_what_it_imports_from_its_own_root(project: Path) -> None:
+    found = job_sources("shapes_of_source.job:Mine")
+    assert {path.relative_to(project).as_posix() for path in found.values()} == {
+        "__init__.py", "job.py", "data.py", "nets/__init__.py", "nets/conv.py",
+    }  # fmt: skip
+
+
+def test_a_change_anywhere_in_the_source_changes_the_digest(project: Path) -> None:
+    before = job_source_digest("shapes_of_source.job:Mine")
+    (project / "unused.py").write_text("")
+    assert job_source_digest("shapes_of_source.job:Mine") == before
+    (project / "nets" / "conv.py").write_text("WIDTH = 4\n")
+    assert job_source_digest("shapes_of_source.job:Mine") != before
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        ("shapes_of_source.job", 'wanted "package.module:Class"'),
+        ("shapes_of_source/job.py:Mine", 'wanted "package.module:Class"'),
+        ("shapes_of_source.jobs:Mine", "there is no module 'shapes_of_source.jobs'"),
+        ("nowhere_at_all.job:Mine", "there is no module 'nowhere_at_all.job'"),
+        ("shapes_of_source.job:Mime", "did you mean 'Mine'?"),
+    ],
+)
+def test_what_is_not_there_is_told_without_importing_anything(project: Path, use: str, told: str) -> None:
+    with pytest.raises(JobImportError, match=r"^job\.use: ") as caught:
+        check_job_source(use)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_syntax_error_is_told_with_its_line(project: Path) -> None:
+    (project / "job.py").write_text("x = 1\nclass Mine(:\n")
+    with pytest.raises(JobImportError, match=r"job\.py, line 2: SyntaxError"):
+        check_job_source("shapes_of_source.job:Mine")
+
+
+def test_a_name_that_is_imported_or_assigned_is_left_to_the_import(project: Path) -> None:
+    (project / "job.py").write_text("from torch import nn as Mine\nclass Other: ...\n")
+    check_job_source("shapes_of_source.job:Mine")
