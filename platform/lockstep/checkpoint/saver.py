@@ -100,7 +100,8 @@ class AsyncSaver:
     def save(self, step: int, sections: Mapping[str, Tree | bytes], facts: Facts | None = None) -> Pause:
         """Copy the state and begin to write it. Returns as soon as the sections may change again.
 
-        Raises JobError for what no checkpoint can hold, and nothing else: a failure is reported instead.
+        Raises JobError for what no checkpoint can hold, RuntimeError when closed, and nothing else: a failure
+        is reported instead.
         """
         began = time.perf_counter()
         self.wait()

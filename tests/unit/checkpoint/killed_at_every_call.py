@@ -9,6 +9,7 @@ attempt that finds checkpoints and an unfinished save) and a variant (`sound`, o
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -251,6 +252,7 @@ TRIALS += [("next", broken) for broken in ("in_place", "manifest_first", "files_
 if __name__ == "__main__":
     torch.set_num_threads(1)
     storage.PIECE = 1024  # several writes a file
+    gc.disable()  # a collection in a forked process touches, and so copies, every page
     told = {}
     for scenario, variant in TRIALS:
         folder = Path(sys.argv[1]) / f"{scenario}-{variant}"

@@ -121,6 +121,14 @@ def test_evaluation_leaves_buffers_and_gradients_alone() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_rehearsal_gives_the_names_of_the_metrics() -> None:
+    model = nn.Linear(1, 1)
+    job = Ids(range(13))
+    assert evaluation(job).rehearse(model) == ["eval/loss", "eval/ids", "eval/largest"]
+    assert job.batches == [[0, 1, 2, 3]]
+    assert model.training
+
+
 def test_sample_that_fails_is_named() -> None:
     class Torn(torch.utils.data.Dataset[int]):
         def __len__(self) -> int:
