@@ -59,7 +59,9 @@ def check_job_source(use: str) -> None:
     except SyntaxError as error:
         raise JobImportError(f"job.use: {path}, line {error.lineno}: SyntaxError: {error.msg}") from error
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    mentioned = {(node.asname or node.name).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    mentioned = {
+        (node.asname or node.name).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)
+    }
     assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if class_name not in classes | mentioned | assigned and "*" not in mentioned and classes:
         raise JobImportError(f"job.use: {module!r} has no {class_name!r}{nearest(class_name, classes)}")

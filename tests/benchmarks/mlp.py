@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,9 +28,7 @@ class MLP(lockstep.Job):
     def model(self) -> nn.Module:
         p = self.params
         widths = [p.features, *[p.width] * p.depth]
-        layers = [
-            layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())
-        ]
+        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(*layers, nn.Linear(widths[-1], CLASSES))
 
     def train_data(self) -> Dataset[tuple[Tensor, Tensor]]:

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from lockstep.job import load_job
 from lockstep.record.ledger import EvaluationRow, StepRow
 from lockstep.spec import load_spec
-from lockstep.train.determinism import WORKER_ENVIRONMENT
-from lockstep.train.group import Group
-from lockstep.train.loop import fit
+from lockstep.training.determinism import WORKER_ENVIRONMENT
+from lockstep.training.group import Group
+from lockstep.training.loop import fit
 from tests.benchmarks import handwritten
 from tests.distributed.pool import Pool
 
@@ -127,9 +127,6 @@ class Contest:
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
         pass
-
-    def stopping(self) -> bool:
-        return False
 
 
 def steps(loop: Iterator[float], count: int) -> float:
@@ -230,7 +227,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two workers alone, the fewest rounds")
     parser.add_argument("--json", type=Path, help="write the results here as well")
-    parser.add_argument("--only", default="", help="only the cases whose row begins with this, as in 'mlp M=8 2'")
+    parser.add_argument(
+        "--only", default="", help="only the cases whose row begins with this, as in 'mlp M=8 2'"
+    )
     options = parser.parse_args()
     rounds = 30 if options.quick else 60
     chosen = [
@@ -250,7 +249,9 @@ def main() -> None:
     finally:
         pool.close()
     if options.json is not None:
-        options.json.write_text(json.dumps({"rounds": rounds, "torch": torch.__version__, "cases": results}, indent=1))
+        options.json.write_text(
+            json.dumps({"rounds": rounds, "torch": torch.__version__, "cases": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lockstep import train
 from lockstep.errors import JobError, LockstepError, SpecError
 from lockstep.orchestration.result import Result
-from lockstep.orchestration.runs import train
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
 
 pytestmark = [

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lockstep.job import load_job
 from lockstep.randomness import seed_all
 from lockstep.spec import load_spec
-from lockstep.train.determinism import determinism
-from lockstep.train.digest import weights_digest
+from lockstep.training.determinism import determinism
+from lockstep.training.digest import weights_digest
 from tests.distributed.training import Document
 
 

@@ -8,8 +8,8 @@ import torch
 
 from lockstep.job import Loss, Mean
 from lockstep.plan import worker_ranges
-from lockstep.train.exchange import Exchange
-from lockstep.train.group import Group
+from lockstep.training.exchange import Exchange
+from lockstep.training.group import Group
 from tests.distributed.pool import Pool
 from tests.distributed.training import bits
 

@@ -392,7 +392,7 @@ def test_model_from_an_unseeded_source_is_refused(pool: Pool) -> None:
 
 SCRIPT = """
 import torch
-from lockstep.train.determinism import determinism
+from lockstep.training.determinism import determinism
 with determinism("fast", 1):
     print("fast")
 with determinism("strict", 1):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from lockstep.errors import DriftError
-from lockstep.train.reduction import LATENCY_BYTES
+from lockstep.training.reduction import LATENCY_BYTES
 from tests.distributed.covering import covering, pairs
 from tests.distributed.pool import Pool
 from tests.distributed.training import (

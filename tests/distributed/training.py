@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep.plan
-import lockstep.train.reduction
-import lockstep.train.setup
-import lockstep.train.step
+import lockstep.training.reduction
+import lockstep.training.setup
+import lockstep.training.step
 from lockstep.job import Job, load_job
 from lockstep.record.ledger import DETERMINISTIC, EvaluationRow, StepRow
 from lockstep.spec import load_spec
-from lockstep.train.buffers import StepBuffers
-from lockstep.train.digest import weights_digest
-from lockstep.train.group import Group
-from lockstep.train.loop import fit
-from lockstep.train.reduction import TreeReduction
+from lockstep.training.buffers import StepBuffers
+from lockstep.training.digest import weights_digest
+from lockstep.training.group import Group
+from lockstep.training.loop import fit
+from lockstep.training.reduction import TreeReduction
 
 Document = dict[str, Any]
 
@@ -88,7 +88,7 @@ def train(document: Document) -> Trained:
 
 def train_sending(document: Document, latency_bytes: int) -> Trained:
     """`train`, with another bound on the buckets that are sent whole; 0 sends all of them in slices."""
-    with mock.patch.object(lockstep.train.reduction, "LATENCY_BYTES", latency_bytes):
+    with mock.patch.object(lockstep.training.reduction, "LATENCY_BYTES", latency_bytes):
         return train(document)
 
 
@@ -159,7 +159,7 @@ def _buckets_counted(steps: list[int]) -> Iterator[None]:
             steps.append(self.begun)
             return super().__call__(state, bucket)
 
-    with mock.patch.object(lockstep.train.step, "TreeReduction", Counted):
+    with mock.patch.object(lockstep.training.step, "TreeReduction", Counted):
         yield
 
 
@@ -176,7 +176,7 @@ def train_left_fold(document: Document) -> Trained:
     try:
         with (
             mock.patch.object(lockstep.plan, "are_siblings", adjoining),
-            mock.patch.object(lockstep.train.reduction, "are_siblings", adjoining),
+            mock.patch.object(lockstep.training.reduction, "are_siblings", adjoining),
         ):
             for cache in caches:
                 cache.cache_clear()
@@ -188,9 +188,9 @@ def train_left_fold(document: Document) -> Trained:
 
 def train_rank_seeds(document: Document) -> Trained:
     """The usual recipe of one seed a rank."""
-    seed_all, rank = lockstep.train.step.seed_all, dist.get_rank()
+    seed_all, rank = lockstep.training.step.seed_all, dist.get_rank()
     with mock.patch.object(
-        lockstep.train.step, "seed_all", lambda *key, **more: seed_all(rank, *key, **more)
+        lockstep.training.step, "seed_all", lambda *key, **more: seed_all(rank, *key, **more)
     ):
         return train(document)
 
@@ -219,5 +219,5 @@ def train_buffers_apart(document: Document) -> Trained:
 def train_mixed_numerics(document: Document) -> Trained:
     """One rank is another kind of machine."""
     probe = f"{dist.get_rank():016x}"
-    with mock.patch.object(lockstep.train.setup, "numerics_probe", lambda device: probe):
+    with mock.patch.object(lockstep.training.setup, "numerics_probe", lambda device: probe):
         return train(document)

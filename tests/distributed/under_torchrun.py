@@ -8,7 +8,7 @@ import pickle
 import sys
 from pathlib import Path
 
-from lockstep.train.group import distributed
+from lockstep.training.group import distributed
 from tests.distributed.training import train
 
 if __name__ == "__main__":

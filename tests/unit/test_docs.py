@@ -24,8 +24,8 @@ from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
 from lockstep.orchestration.result import Result
 from lockstep.spec import Spec, load_spec
-from lockstep.train.group import Group
-from lockstep.train.loop import fit
+from lockstep.training.group import Group
+from lockstep.training.loop import fit
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.job import dataset_size, load_job
 from lockstep.plan import Plan, nodes
 from lockstep.spec import Spec
-from lockstep.train.setup import make_plan
+from lockstep.training.setup import make_plan
 
 
 def dry_run(spec: Spec) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from lockstep.record.environment import git_state
 from lockstep.record.ledger import EvaluationRow, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec
-from lockstep.train.group import Group, distributed
-from lockstep.train.loop import fit
-from lockstep.train.weights import save_weights
+from lockstep.training.group import Group, distributed
+from lockstep.training.loop import fit
+from lockstep.training.weights import save_weights
 
 
 class NoRecord:

@@ -18,7 +18,7 @@ from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
 from lockstep.spec import Spec
-from lockstep.train.determinism import WORKER_ENVIRONMENT
+from lockstep.training.determinism import WORKER_ENVIRONMENT
 
 POLL_S = 0.3
 """How often the driver looks at a run."""
@@ -210,7 +210,7 @@ class Attempt:
         from ray.train.torch import TorchConfig, TorchTrainer
 
         from lockstep.orchestration.worker_main import worker_main
-        from lockstep.train.group import COLLECTIVE_TIMEOUT
+        from lockstep.training.group import COLLECTIVE_TIMEOUT
 
         gpu = "GPU" in self._resources
         try:

@@ -15,7 +15,7 @@ from lockstep.record.environment import git_state
 from lockstep.record.ledger import EvaluationRow, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec
-from lockstep.train.weights import save_weights
+from lockstep.training.weights import save_weights
 
 FLUSH_S = 0.25
 """How long rank 0 gathers rows before it sends them: a call costs about 0.2 ms of the training thread."""

@@ -15,9 +15,9 @@ from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
 from lockstep.orchestration.recorder_actor import RemoteRecord
 from lockstep.spec import validate
-from lockstep.train.failure import told
-from lockstep.train.group import Group
-from lockstep.train.loop import RunRecord, fit
+from lockstep.training.failure import told
+from lockstep.training.group import Group
+from lockstep.training.loop import RunRecord, fit
 
 
 def worker_main(config: dict[str, Any]) -> None:

@@ -23,18 +23,18 @@ from lockstep.plan import Plan
 from lockstep.randomness import seed_all
 from lockstep.record.environment import environment
 from lockstep.spec import Spec
-from lockstep.train.activations import checkpoint_activations
-from lockstep.train.determinism import numerics_probe
-from lockstep.train.digest import weights_digest
-from lockstep.train.evaluate import Evaluation
-from lockstep.train.failure import told
-from lockstep.train.group import Group
-from lockstep.train.optimizer import make_optimizer
-from lockstep.train.precision import Precision
-from lockstep.train.rehearsal import check_model, rehearse
-from lockstep.train.state import TrainState
-from lockstep.train.step import LossModule, Stepper
-from lockstep.train.weights import load_weights
+from lockstep.training.activations import checkpoint_activations
+from lockstep.training.determinism import numerics_probe
+from lockstep.training.digest import weights_digest
+from lockstep.training.evaluate import Evaluation
+from lockstep.training.failure import told
+from lockstep.training.group import Group
+from lockstep.training.optimizer import make_optimizer
+from lockstep.training.precision import Precision
+from lockstep.training.rehearsal import check_model, rehearse
+from lockstep.training.state import TrainState
+from lockstep.training.step import LossModule, Stepper
+from lockstep.training.weights import load_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError
-from lockstep.train.buffers import StepBuffers, statistics
-from lockstep.train.group import Group
+from lockstep.training.buffers import StepBuffers, statistics
+from lockstep.training.group import Group
 
 ALONE = Group(0, 1, torch.device("cpu"))
 

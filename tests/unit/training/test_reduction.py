@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.plan import nodes, worker_ranges
-from lockstep.train.reduction import TreeSum
+from lockstep.training.reduction import TreeSum
 
 
 def gradients(leaves: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.job import Loss
 from lockstep.plan import clip, worker_ranges
-from lockstep.train.group import Group
+from lockstep.training.group import Group
 
 
 class Totals(NamedTuple):

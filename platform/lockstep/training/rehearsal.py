@@ -15,10 +15,10 @@ from lockstep.errors import JobError, LockstepError, NumericsError
 from lockstep.job import Loss, Mean
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
-from lockstep.train.determinism import filled_memory
-from lockstep.train.failure import told
-from lockstep.train.precision import Precision
-from lockstep.train.step import LossModule, missing_gradient
+from lockstep.training.determinism import filled_memory
+from lockstep.training.failure import told
+from lockstep.training.precision import Precision
+from lockstep.training.step import LossModule, missing_gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch import nn
 
 from lockstep.plan import Plan
 from lockstep.spec import EarlyStop
-from lockstep.train.precision import Precision
-from lockstep.train.state import Best, TrainState, power_of_two
+from lockstep.training.precision import Precision
+from lockstep.training.state import Best, TrainState, power_of_two
 
 NAN, INF = math.nan, math.inf
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.plan import Plan, Position
 from lockstep.spec import EarlyStop
-from lockstep.train.precision import Precision
+from lockstep.training.precision import Precision
 
 
 @dataclass(slots=True)

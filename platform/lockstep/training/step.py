@@ -23,13 +23,13 @@ from lockstep.job import Job, Loss
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
 from lockstep.spec import Spec
-from lockstep.train.buffers import StepBuffers
-from lockstep.train.exchange import Agreed, Exchange, Totals
-from lockstep.train.failure import told
-from lockstep.train.group import Group
-from lockstep.train.reduction import TreeReduction, TreeSum
-from lockstep.train.schedule import base_rates, rate_factor, set_rates
-from lockstep.train.state import TrainState, power_of_two
+from lockstep.training.buffers import StepBuffers
+from lockstep.training.exchange import Agreed, Exchange, Totals
+from lockstep.training.failure import told
+from lockstep.training.group import Group
+from lockstep.training.reduction import TreeReduction, TreeSum
+from lockstep.training.schedule import base_rates, rate_factor, set_rates
+from lockstep.training.state import TrainState, power_of_two
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import JobError, NumericsError
-from lockstep.train.determinism import determinism
-from lockstep.train.digest import weights_digest
-from lockstep.train.precision import Precision
-from lockstep.train.rehearsal import Rehearsal, rehearse
-from lockstep.train.step import LossModule
+from lockstep.training.determinism import determinism
+from lockstep.training.digest import weights_digest
+from lockstep.training.precision import Precision
+from lockstep.training.rehearsal import Rehearsal, rehearse
+from lockstep.training.step import LossModule
 
 CPU = torch.device("cpu")
 

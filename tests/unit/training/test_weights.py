@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import SpecError, StorageError
-from lockstep.train.digest import weights_digest
-from lockstep.train.weights import load_weights, save_weights
+from lockstep.training.digest import weights_digest
+from lockstep.training.weights import load_weights, save_weights
 
 
 def model(width: int = 3) -> nn.Module:

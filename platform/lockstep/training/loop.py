@@ -15,12 +15,12 @@ from lockstep.job import Job
 from lockstep.plan import Position
 from lockstep.record.ledger import EvaluationRow, StepRow
 from lockstep.spec import Spec
-from lockstep.train.determinism import determinism
-from lockstep.train.digest import weights_digest
-from lockstep.train.group import Group
-from lockstep.train.setup import Run, prepare
-from lockstep.train.state import tensors
-from lockstep.train.step import StepResult
+from lockstep.training.determinism import determinism
+from lockstep.training.digest import weights_digest
+from lockstep.training.group import Group
+from lockstep.training.setup import Run, prepare
+from lockstep.training.state import tensors
+from lockstep.training.step import StepResult
 
 
 class RunRecord(Protocol):

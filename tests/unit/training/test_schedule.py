@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.spec import Constant, Cosine, Linear, Schedule, StepDecay
-from lockstep.train.schedule import base_rates, rate_factor, set_rates
+from lockstep.training.schedule import base_rates, rate_factor, set_rates
 
 
 def factors(schedule: Schedule, total: int) -> list[float]:

@@ -8,7 +8,7 @@ import struct
 import torch
 from torch import nn
 
-from lockstep.train.digest import weights_digest
+from lockstep.training.digest import weights_digest
 
 
 def test_digest_of_a_linear_layer_by_hand() -> None:

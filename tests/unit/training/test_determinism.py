@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lockstep.train.determinism import WORKER_ENVIRONMENT, determinism, filled_memory, numerics_probe
+from lockstep.training.determinism import WORKER_ENVIRONMENT, determinism, filled_memory, numerics_probe
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def probed(**environment: str) -> str:
     """The probe of a process of its own."""
     code = (
         "import torch\n"
-        "from lockstep.train.determinism import determinism, numerics_probe\n"
+        "from lockstep.training.determinism import determinism, numerics_probe\n"
         "with determinism('strict', 1):\n"
         "    print(numerics_probe(torch.device('cpu')))\n"
     )

@@ -16,9 +16,9 @@ from lockstep.errors import JobError, LockstepError
 from lockstep.job import Job, Mean, dataset_size
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
-from lockstep.train.failure import told
-from lockstep.train.group import Group
-from lockstep.train.precision import Precision
+from lockstep.training.failure import told
+from lockstep.training.group import Group
+from lockstep.training.precision import Precision
 
 
 @contextmanager

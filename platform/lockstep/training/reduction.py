@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.plan import Plan, Position, are_siblings, clip, nodes
-from lockstep.train.group import Group
+from lockstep.training.group import Group
 
 Gradients = list[Tensor]
 

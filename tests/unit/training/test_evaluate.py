@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import JobError
 from lockstep.plan import evaluation_ranges
-from lockstep.train.evaluate import Evaluation, evaluating
-from lockstep.train.group import Group
-from lockstep.train.precision import Precision
+from lockstep.training.evaluate import Evaluation, evaluating
+from lockstep.training.group import Group
+from lockstep.training.precision import Precision
 
 CPU = torch.device("cpu")
 ALONE = Group(0, 1, CPU)

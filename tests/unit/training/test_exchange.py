@@ -7,8 +7,8 @@ import math
 import torch
 
 from lockstep.job import Loss, Mean
-from lockstep.train.exchange import Exchange, Totals
-from lockstep.train.group import Group
+from lockstep.training.exchange import Exchange, Totals
+from lockstep.training.group import Group
 
 ALONE = Group(0, 1, torch.device("cpu"))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError
-from lockstep.train.group import Group
+from lockstep.training.group import Group
 
 
 class StepBuffers:
