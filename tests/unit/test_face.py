@@ -24,7 +24,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_train_stays_a_function_whatever_is_imported() -> None:
     """A submodule of the same name would replace it as soon as anything imports that."""
-    import lockstep.training.loop  # noqa: F401
+    import lockstep.training.loop
 
     assert callable(lockstep.train)
     assert callable(lockstep.train)
