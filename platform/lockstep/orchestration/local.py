@@ -48,13 +48,18 @@ class NoRecord:
 class DirectRecord:
     """The record of rank 0 where the recorder lives in the same process."""
 
-    def __init__(self, recorder: Recorder, stop: StopSignal) -> None:
+    def __init__(self, recorder: Recorder, stop: StopSignal, *, forks: bool) -> None:
         self.recorder = recorder
         self.total_steps: int | None = None
         self._stop = stop
+        self._forks = forks
 
     def started(self, facts: Mapping[str, Any]) -> None:
         self.total_steps = facts["plan"]["total_steps"]
+        if (
+            self._forks
+        ):  # a process forked while the recorder's thread imports MLflow could wait for that import for ever
+            self.recorder.run_id()
         self.recorder.started({**facts, "git": git_state(Path.cwd())})
 
     def step(self, row: StepRow) -> None:
@@ -101,7 +106,7 @@ def _train_as(
     if group.rank > 0:
         fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop))
         return None
-    record = DirectRecord(Recorder(spec), stop)
+    record = DirectRecord(Recorder(spec), stop, forks=spec.data.loader_processes > 0)
     recorder = record.recorder
     recorder.start()
     try:
