@@ -33,8 +33,8 @@ exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact
 
 bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
-	$(BIN)/python tests/benchmarks/step_time.py
-	$(BIN)/python tests/benchmarks/first_step.py
+	$(BIN)/python -m tests.benchmarks.step_time
+	$(BIN)/python -m tests.benchmarks.first_step
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
