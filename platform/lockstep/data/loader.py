@@ -9,9 +9,12 @@ It fetches with one intra-op thread, as a forked process must, so that sums in a
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.synchronize import Semaphore
 from typing import Any
 
 import torch
@@ -24,6 +27,13 @@ from lockstep.randomness import seed_all
 
 ALIGNMENT = 64
 """Bytes at which torch allocates; some kernels give other bits for inputs that lie elsewhere."""
+
+
+START_S = 20.0
+"""How long loader processes may take to begin; they need milliseconds, on a crowded machine a second."""
+
+STARTS = 5
+"""How often they are started before the run gives up."""
 
 
 class MicroBatches(Dataset[Any]):
@@ -57,8 +67,9 @@ class MicroBatches(Dataset[Any]):
         try:
             if self.fetch_many is not None:
                 return self.fetch_many(batch.ids)
+            fetch = self.samples.__getitem__
             for sample_id in batch.ids:
-                samples.append(self.samples[sample_id])  # noqa: PERF401 - their number tells which one failed
+                samples.append(fetch(sample_id))  # noqa: PERF401 - their number tells which one failed
         except LockstepError:
             raise
         except Exception as error:
@@ -105,7 +116,7 @@ class Loader:
             # What DataLoader does without processes, less its bookkeeping, which costs 13 us a micro-batch.
             self._batches = (default_convert(dataset[batch]) for batch in batches)  # type: ignore[no-untyped-call]
         else:
-            self._batches = iter(_data_loader(dataset, batches, device, processes))
+            self._batches = _data_loader(dataset, batches, device, processes)
 
     def __next__(self) -> Any:
         began = time.perf_counter()
@@ -143,18 +154,50 @@ class Loader:
 
 def _data_loader(
     dataset: MicroBatches, batches: Iterable[MicroBatch], device: torch.device, processes: int
-) -> DataLoader[Any]:
-    """Torch's own: it keeps the loader processes, and pins memory."""
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=batches,
-        num_workers=processes,
-        # A fork shares the dataset's memory and needs no pickling.
-        multiprocessing_context="fork" if processes else None,
-        pin_memory=device.type == "cuda",
-        generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
+) -> Iterator[Any]:
+    """Torch's own loader, whose processes have all begun. It goes over `batches` again where it has to start anew.
+
+    Python before 3.11.8 forks a process that never begins if a C++ thread, such as gloo's, enters the interpreter
+    at that moment (python/cpython#112275): seen once in some ten thousand. The run would wait for it for ever.
+    """
+    for _ in range(STARTS):
+        begun = multiprocessing.get_context("fork").Semaphore(0)
+        iterator: Any = iter(
+            DataLoader(
+                dataset,
+                batch_size=None,
+                sampler=batches,
+                num_workers=processes,
+                # A fork shares the dataset's memory and needs no pickling.
+                multiprocessing_context="fork" if processes else None,
+                worker_init_fn=partial(_begin, begun),
+                pin_memory=device.type == "cuda",
+                generator=torch.Generator().manual_seed(
+                    0
+                ),  # else starting it would draw from the default one
+            )
+        )
+        if all(begun.acquire(timeout=START_S) for _ in range(processes)):
+            return iterator  # type: ignore[no-any-return]
+        _end(iterator)
+    raise ClusterError(
+        f"data: loader processes did not begin within {START_S:g} s, {STARTS} times; "
+        "the machine is overloaded: lower data.loader_processes"
     )
+
+
+def _begin(begun: Semaphore, _number: int) -> None:
+    """The first thing that a loader process does."""
+    begun.release()
+
+
+def _end(iterator: Any) -> None:
+    """End loader processes, even those that hear no signal."""
+    processes = list(iterator._workers)
+    iterator._shutdown_workers()
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 @contextmanager

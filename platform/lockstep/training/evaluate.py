@@ -88,7 +88,7 @@ class Evaluation:
             return [f"eval/{name}" for name in self._means(model, 0, first)]
 
     def _own_totals(self, model: nn.Module) -> list[dict[str, tuple[float, float]]]:
-        keys = (MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own)
+        keys = [MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own]
         loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.own)))
         try:
             means = [self._means(model, i, batch) for i, batch in zip(self.own, loader, strict=True)]

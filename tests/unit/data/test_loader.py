@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
+from torch.utils.data import _utils as torch_loader
 
 import lockstep
+from lockstep.data import loader as loader_module
 from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError
@@ -182,6 +184,52 @@ def test_a_killed_loader_process_is_told() -> None:
     text = one_line(info.value)
     assert text.startswith("data: a loader process was lost: ")
     assert "data.loader_processes" in text
+
+
+class Stuck:
+    """Lets the next `left` processes that are forked here never begin: they do nothing and hear no SIGTERM.
+
+    That is how Python before 3.11.8 leaves one that was forked at a bad moment.
+    """
+
+    left = 0
+    doomed = False
+
+    @classmethod
+    def before_fork(cls) -> None:
+        cls.doomed, cls.left = cls.left > 0, max(0, cls.left - 1)
+
+    @classmethod
+    def in_child(cls) -> None:
+        if cls.doomed:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True:
+                signal.pause()
+
+
+os.register_at_fork(before=Stuck.before_fork, after_in_child=Stuck.in_child)
+
+
+def test_loader_processes_that_never_begin_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits, and none of them is left behind."""
+    alone, before = fetched(Samples(drawn)), set(multiprocessing.active_children())
+    monkeypatch.setattr(loader_module, "START_S", 1.0)
+    monkeypatch.setattr(torch_loader, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    Stuck.left = 1
+    assert all(map(torch.equal, fetched(Samples(drawn), processes=2), alone))
+    assert Stuck.left == 0
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_loader_processes_that_never_begin_at_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(multiprocessing.active_children())
+    monkeypatch.setattr(loader_module, "START_S", 0.1)
+    monkeypatch.setattr(torch_loader, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    Stuck.left = loader_module.STARTS
+    with pytest.raises(ClusterError) as info:
+        fetched(Samples(drawn), processes=1)
+    assert "did not begin within 0.1 s" in one_line(info.value)
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_close_leaves_no_process_behind() -> None:
