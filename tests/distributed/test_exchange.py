@@ -29,7 +29,9 @@ def exchanged(values: tuple[float, ...]) -> tuple[object, ...]:
             exchange.put(Loss(value, m + 1, {"part": Mean(value, torch.tensor(m))}))
         if group.rank == 0:
             exchange.flag([step])
-        exchange.post()
+        exchange.close()
+        if group.size > 1:
+            exchange.send()
         totals, flagged, stop = exchange.read(len(values))
         outcomes.append((bits(totals._asdict()), str(flagged), stop))
     return tuple(outcomes)

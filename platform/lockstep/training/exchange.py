@@ -1,8 +1,8 @@
-"""The one exchange of a step: everything that the ranks must agree on, in one small collective.
+"""The one exchange of a step: everything that the ranks must agree on, in one small message.
 
-It is posted before the last backward of a step and read when that backward is done, so its time is hidden.
-Each rank sends its values to every other: gloo wakes half as many threads for that as for an all-reduce of two
-ranks, and a third as many with four.
+It is closed before the last backward of a step and leaves with the first gradients of it: within their own
+message where that is a small one sent whole, else in a collective of its own. It is read when that backward is
+done, so its time is hidden.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Exchange:
         self._values: list[Tensor | float] = []
         self._flagged: Sequence[int] = ()
         self._stop = False
-        self._gathered: Tensor | None = None
+        self._messages: Tensor | None = None
         self._work: Any = None
 
     def put(self, loss: Loss) -> None:
@@ -80,33 +80,48 @@ class Exchange:
         """Note whether this rank asks to end the run after this step."""
         self._stop = stop
 
-    def post(self) -> None:
-        """Send it off, without waiting."""
-        size, device = self.group.size, self.group.device
+    def close(self) -> None:
+        """All is noted: what this rank has to say is ready to be sent."""
+        device = self.group.device
         length = self.rows * self.width + self.flags + 1
         sent = self._values + [0.0] * (length - len(self._values))
         for b in self._flagged:
             sent[self.rows * self.width + b] = 1.0
         sent[-1] = float(self._stop)
         self._values, self._flagged = [], ()
-        message = (
+        self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
         )
-        self._gathered = message
-        if size > 1:
-            self._gathered = message.new_empty(size * length)
-            self._work = dist.all_to_all_single(
-                self._gathered, message.repeat(size), group=self.group.channel, async_op=True
-            )
+
+    def send(self) -> None:
+        """Send it in a collective of its own, without waiting.
+
+        Each rank sends to every other: gloo wakes half as many threads for that as for an all-reduce of two ranks,
+        and a third as many with four.
+        """
+        message = self.message
+        self._messages = message.new_empty(self.group.size * message.numel())
+        self._work = dist.all_to_all_single(
+            self._messages, message.repeat(self.group.size), group=self.group.channel, async_op=True
+        )
+
+    @property
+    def message(self) -> Tensor:
+        """What this rank sends, closed and not yet sent: float64, the same length on every rank."""
+        assert self._messages is not None
+        return self._messages
+
+    def arrived(self, messages: Tensor) -> None:
+        """The messages of all ranks, one after another, where they travelled with something else."""
+        self._messages = messages
 
     def read(self, micro_batches: int) -> Agreed:
         """Wait for it: what all ranks now know of a step with so many micro-batches that are not empty."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        assert self._gathered is not None
-        messages: list[list[float]] = self._gathered.view(self.group.size, -1).tolist()
-        self._gathered = None
+        messages: list[list[float]] = self.message.view(self.group.size, -1).tolist()
+        self._messages = None
         rows = [
             message[i * self.width : (i + 1) * self.width]
             for own, message in zip(self.ranges, messages, strict=True)

@@ -3,7 +3,7 @@
 Floating-point addition does not associate, so a sum of M gradients has as many values as there are orders.
 Here the order is that of the plan's tree over the micro-batches. A worker adds up the parts of the tree that
 lie in its range (`TreeSum`); a DDP communication hook exchanges the rest, bucket by bucket, while backward goes
-on (`TreeReduction`).
+on (`TreeReduction`). `NativeReduction` is the hook for those who need no such order.
 
 Invariants of the hook: collectives are issued in bucket order and from one place. A call finishes the bucket
 before it, the last call finishes itself. No collective is issued from a future's callback: with two buckets
@@ -12,9 +12,10 @@ that hangs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.plan import Plan, Position, are_siblings, clip, nodes
+from lockstep.training.exchange import Exchange
 from lockstep.training.group import Group
 
 Gradients = list[Tensor]
@@ -68,30 +70,33 @@ LATENCY_BYTES = 1 << 19
 class _Bucket:
     """A DDP bucket of N numbers on its way.
 
-    `whole`: the rank keeps its own partial sums and receives those of the others, [k, N]. Else it receives its
-    slice of all of them, [k, N/W], and then the slices of the result.
+    `received`: what came from each rank, flat. Sent "whole": the k partial sums of every other rank, [k * N], and
+    its `message` to the exchange behind them where one rides; the rank keeps its own sums. In "slices": the rank's
+    slice of all partial sums, [k * N/W], and then the slices of the result. "summed": nothing, the collective adds
+    in the bucket itself.
     """
 
     buffer: Tensor
     future: Future[Tensor]
-    whole: bool
-    kept: Gradients
-    received: Tensor
-    work: Any = None
+    how: Literal["whole", "slices", "summed"]
+    work: Any
+    received: Sequence[Tensor] = ()
+    kept: Gradients = field(default_factory=list)
+    message: Tensor | None = None
 
 
-class TreeReduction:
-    """The communication hook: leaves in every bucket the root of the tree, the same bits for every W.
+class Reduction(ABC):
+    """A communication hook: leaves in every bucket the sum over the ranks, and sends off the step's exchange.
 
-    Rank r has k_r partial sums. Each rank is given one slice of all of them, adds them in tree order, and the
-    results are gathered. Where it sends hardly more, each rank is given all of them whole and there is nothing to
-    gather: small buckets, and two workers with k = 1, which swap their buckets. On gloo the swap of a small
-    bucket takes 0.8 of the processor time of an all-reduce, and that of a large one as much.
+    Rank r has k_r partial sums. A small bucket goes whole to every other rank, who adds up the sums by itself; on
+    gloo that takes 0.8 of the processor time of an all-reduce. What the exchange has to say rides in the first
+    bucket of a step if that is a small one. How a large bucket is spread is for the subclasses to say.
     """
 
-    def __init__(self, group: Group, plan: Plan, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, group: Group, plan: Plan, parameters: Sequence[Tensor], exchange: Exchange) -> None:
         self.group = group
         self.ranges = plan.ranges(group.size)
+        self.exchange = exchange
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._orders = [memory_order(parameter) for parameter in parameters]
         self._leaves = 0
@@ -100,14 +105,22 @@ class TreeReduction:
         self._apart: list[Gradients] = []
         self._sent: _Bucket | None = None
         self._gathering: list[_Bucket] = []
-        self.finished = True
+        self._exchanged = self.finished = True
+
+    @abstractmethod
+    def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
+        """The leaves of the tree that is added up, and which of its nodes each rank has."""
+
+    @abstractmethod
+    def _send_large(self, buffer: Tensor, future: Future[Tensor], sums: Gradients) -> _Bucket:
+        """Send the partial sums of a large bucket."""
 
     def begin(self, position: Position, folded: list[Gradients], apart: list[Gradients]) -> None:
         """Prepare for the last backward of a step: what this worker has summed of its range so far."""
-        self._leaves = position.micro_batches
-        self._nodes = [nodes(clip(r, self._leaves), self._leaves) for r in self.ranges]
+        self._leaves, self._nodes = self._tree(position)
         self._folded, self._apart = folded, apart
-        self._sent, self._gathering, self.finished = None, [], False
+        self._sent, self._gathering = None, []
+        self._exchanged = self.finished = False
 
     def __call__(self, _state: object, bucket: Any) -> Future[Tensor]:
         gradients = bucket.gradients()
@@ -122,7 +135,7 @@ class TreeReduction:
             self._add(entry)
             for gathering in self._gathering:
                 gathering.work.wait()
-                _finish(gathering, gathering.received)
+                _finish(gathering, gathering.received[0])
             self._sent, self._gathering, self.finished = None, [], True
         return entry.future
 
@@ -135,50 +148,120 @@ class TreeReduction:
         ]
 
     def _send(self, buffer: Tensor, apart: list[Gradients]) -> _Bucket:
-        """Send this rank's partial sums to the others, all of them or to each its slice."""
-        size, rank, numel = self.group.size, self.group.rank, buffer.numel()
-        counts = [len(own) for own in self._nodes]
-        own, most = counts[rank], max(counts)
+        """Send this rank's partial sums to the others, and with the first bucket of a step the exchange."""
         sums = [*(torch.cat([gradient.reshape(-1) for gradient in total]) for total in apart), buffer]
-        sums = sums[:own]  # a worker without a micro-batch has none: its zeros are no node
-        swap = size == 2 and most == 1
-        whole = swap or most * (size - 1) * numel * buffer.element_size() <= LATENCY_BYTES
-        if whole:
-            width, counts[rank] = numel, 0
-            outgoing = _joined(sums * (size - 1), buffer)
-            splits = [0 if other == rank else own * width for other in range(size)]
-        else:
-            width = -(-numel // size)
-            outgoing = _in_slices(sums, size, width, buffer)
-            splits = [own * width] * size
-        received = buffer.new_empty(sum(counts), width)
-        work = dist.all_to_all_single(
-            received.view(-1),
-            outgoing,
-            output_split_sizes=[count * width for count in counts],
-            input_split_sizes=splits,
-            group=self.group.channel,
-            async_op=True,
-        )
+        sums = sums[
+            : len(self._nodes[self.group.rank])
+        ]  # a worker without a micro-batch has none: zeros are no node
+        most = max(map(len, self._nodes))
+        small = most * (self.group.size - 1) * buffer.numel() * buffer.element_size() <= LATENCY_BYTES
+        first, self._exchanged = not self._exchanged, True
+        message = self.exchange.message.view(buffer.dtype) if first and small else None
+        if first and message is None:
+            self.exchange.send()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        return _Bucket(buffer, future, whole, sums if whole else [], received, work)
+        return (
+            self._send_whole(buffer, future, sums, message)
+            if small
+            else self._send_large(buffer, future, sums)
+        )
+
+    def _send_whole(
+        self, buffer: Tensor, future: Future[Tensor], sums: Gradients, message: Tensor | None = None
+    ) -> _Bucket:
+        """Every other rank is sent all partial sums, and the message behind them."""
+        size, rank = self.group.size, self.group.rank
+        chunk = sums if message is None else [*sums, message]
+        extra = 0 if message is None else message.numel()
+        lengths = [len(own) * buffer.numel() + extra for own in self._nodes]
+        splits = [lengths[rank]] * size
+        lengths[rank] = splits[rank] = 0
+        received = buffer.new_empty(sum(lengths))
+        work = _all_to_all(received, _joined(chunk * (size - 1), buffer), lengths, splits, self.group)
+        return _Bucket(buffer, future, "whole", work, received.split(lengths), sums, message)
 
     def _add(self, entry: _Bucket) -> None:
-        """Add the partial sums in tree order. That is the result, or a slice of it, which goes to all ranks."""
+        """Once the sums are there, add them in tree order. That is the result, or a slice of it, for all ranks."""
         entry.work.wait()
-        parts = list(entry.received)
-        first = sum(len(own) for own in self._nodes[: self.group.rank])
-        parts[first:first] = entry.kept
+        if entry.how == "summed":
+            _finish(entry, entry.buffer)
+            return
         tree = TreeSum(self._leaves)
-        for node, part in zip((n for own in self._nodes for n in own), parts, strict=True):
-            tree.add(node, [part])
+        for rank, (own, received) in enumerate(zip(self._nodes, entry.received, strict=True)):
+            parts: Sequence[Tensor] = entry.kept
+            if entry.how == "slices" or rank != self.group.rank:
+                width = entry.buffer.numel() if entry.how == "whole" else received.numel() // max(1, len(own))
+                parts = received[: len(own) * width].split(width)[: len(own)]
+            for node, part in zip(own, parts, strict=True):
+                tree.add(node, [part])
         root = tree.sums[0][1][0]
-        if entry.whole:
+        if entry.how == "whole":
+            self._arrived(entry)
             _finish(entry, root)
         else:
-            entry.received = root.new_empty(self.group.size * root.numel())
-            entry.work = _all_gather(entry.received, root, group=self.group.channel, async_op=True)
+            gathered = root.new_empty(self.group.size * root.numel())
+            entry.work = _all_gather(gathered, root, group=self.group.channel, async_op=True)
+            entry.received = (gathered,)
             self._gathering.append(entry)
+
+    def _arrived(self, entry: _Bucket) -> None:
+        """Hand over the messages that came with a bucket."""
+        if entry.message is None:
+            return
+        length = entry.message.numel()
+        messages = [received[received.numel() - length :] for received in entry.received if received.numel()]
+        messages.insert(self.group.rank, entry.message)
+        self.exchange.arrived(torch.cat(messages).view(self.exchange.message.dtype))
+
+
+class TreeReduction(Reduction):
+    """Leaves the root of the tree over the step's micro-batches in every bucket: the same bits for every W.
+
+    Of a large bucket each rank is given one slice of all partial sums, adds them in tree order, and the results are
+    gathered. Two workers with one sum each swap their buckets instead, which takes gloo as long as an all-reduce.
+    """
+
+    def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
+        leaves = position.micro_batches
+        return leaves, [nodes(clip(r, leaves), leaves) for r in self.ranges]
+
+    def _send_large(self, buffer: Tensor, future: Future[Tensor], sums: Gradients) -> _Bucket:
+        size, numel = self.group.size, buffer.numel()
+        counts = [len(own) for own in self._nodes]
+        if size == 2 and max(counts) == 1:
+            return self._send_whole(buffer, future, sums)
+        width = -(-numel // size)
+        lengths = [count * width for count in counts]
+        received = buffer.new_empty(sum(lengths))
+        splits = [len(sums) * width] * size
+        work = _all_to_all(received, _in_slices(sums, size, width, buffer), lengths, splits, self.group)
+        return _Bucket(buffer, future, "slices", work, received.split(lengths))
+
+
+class NativeReduction(Reduction):
+    """Adds up the ranks' gradients, each one sum, as the backend likes to: other bits for another W."""
+
+    def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
+        size = self.group.size
+        return size, [(range(rank, rank + 1),) for rank in range(size)]
+
+    def _send_large(self, buffer: Tensor, future: Future[Tensor], sums: Gradients) -> _Bucket:
+        work = dist.all_reduce(buffer, group=self.group.channel, async_op=True)
+        return _Bucket(buffer, future, "summed", work)
+
+
+def _all_to_all(
+    received: Tensor, outgoing: Tensor, lengths: Sequence[int], splits: Sequence[int], group: Group
+) -> Any:
+    """Send `splits` numbers to each rank and receive `lengths` of them, without waiting."""
+    return dist.all_to_all_single(
+        received,
+        outgoing,
+        output_split_sizes=list(lengths),
+        input_split_sizes=list(splits),
+        group=group.channel,
+        async_op=True,
+    )
 
 
 def _finish(entry: _Bucket, result: Tensor) -> None:

@@ -27,7 +27,7 @@ from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Exchange, Totals
 from lockstep.training.failure import told
 from lockstep.training.group import Group
-from lockstep.training.reduction import TreeReduction, TreeSum
+from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
 from lockstep.training.schedule import base_rates, rate_factor, set_rates
 from lockstep.training.state import TrainState, power_of_two
 
@@ -107,7 +107,7 @@ class Stepper:
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.module = LossModule(job, state.model)
-        self.reduction: TreeReduction | None = None
+        self.reduction: Reduction | None = None
         self.wrapped: nn.Module = self.module
         self._cuda = group.device if group.device.type == "cuda" else None
         if group.size > 1:
@@ -124,9 +124,9 @@ class Stepper:
             "gradient_as_bucket_view": True,
         }
         wrapped = DistributedDataParallel(self.module, **settings)
-        if self.spec.reduction == "exact":
-            self.reduction = TreeReduction(self.group, self.plan, self.parameters)
-            wrapped.register_comm_hook(None, named_hook(self.reduction))
+        kind = TreeReduction if self.spec.reduction == "exact" else NativeReduction
+        self.reduction = kind(self.group, self.plan, self.parameters, self.exchange)
+        wrapped.register_comm_hook(None, named_hook(self.reduction))
         return wrapped
 
     def __call__(self, position: Position, batches: Iterator[Any], *, stop: bool = False) -> StepResult:
@@ -152,14 +152,14 @@ class Stepper:
         self._forget_gradients()
         for m in own[:-1]:
             with self._no_sync():
-                self._backward(position, m, next(batches), down, post=False)
+                self._backward(position, m, next(batches), down, last=False)
             if self.spec.reduction == "exact":
                 tree.add(range(m, m + 1), self._take_gradients(position, m))
         folded, apart = tree.close(own[-1]) if own else ([], [])
         if self.reduction is not None:
             self.reduction.begin(position, folded, apart)
         if own:
-            self._backward(position, own[-1], next(batches), down, post=True)
+            self._backward(position, own[-1], next(batches), down, last=True)
         else:
             self._backward_nothing()
         if self.reduction is not None and not self.reduction.finished:
@@ -169,7 +169,7 @@ class Stepper:
             for total in folded:
                 torch._foreach_add_(gradients, total)
 
-    def _backward(self, position: Position, m: int, batch: Any, down: float, *, post: bool) -> None:
+    def _backward(self, position: Position, m: int, batch: Any, down: float, *, last: bool) -> None:
         seed_all(self.spec.seed, "step", position.step, m, cuda=self._cuda)
         try:
             with self.state.precision.autocast():
@@ -177,8 +177,8 @@ class Stepper:
             self.exchange.put(loss)
             if m == 0:
                 self.exchange.flag(self.buffers.keep())
-            if post:
-                self.exchange.post()
+            if last:
+                self.exchange.close()
             torch.autograd.backward(self.state.precision.scaled(loss.total * down))
         except LockstepError:
             raise
@@ -188,7 +188,7 @@ class Stepper:
 
     def _backward_nothing(self) -> None:
         loss: Loss = self.wrapped(None)
-        self.exchange.post()
+        self.exchange.close()
         torch.autograd.backward(loss.total)
 
     def _no_sync(self) -> Any:
@@ -234,8 +234,6 @@ class Stepper:
         gradients = self._gradients(position, 0)
         state.precision.unscale(state.optimizer)
         factor = 1.0 / (totals.weight * down)
-        if self.group.size > 1 and self.reduction is None:
-            factor *= self.group.size  # DDP's own all-reduce divides by it
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -271,7 +269,7 @@ class Stepper:
         return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}"
 
 
-def named_hook(reduction: TreeReduction) -> Any:
+def named_hook(reduction: Reduction) -> Any:
     """The reduction as DDP wants a hook: a function with a name, whose second parameter is called `bucket`.
 
     DDP compares annotations with the types themselves, and those of this module are strings: it has none.

@@ -18,7 +18,7 @@ def exchanged(*losses: Loss, parts: tuple[str, ...] = ()) -> Totals:
     exchange = Exchange(ALONE, 8, parts, 0)
     for each in losses:
         exchange.put(each)
-    exchange.post()
+    exchange.close()
     return exchange.read(len(losses)).totals
 
 
@@ -70,10 +70,10 @@ def test_flags_and_rows_are_forgotten_after_the_step() -> None:
     exchange = Exchange(ALONE, 2, (), 5)
     exchange.put(loss(1.0))
     exchange.flag([1, 4])
-    exchange.post()
+    exchange.close()
     assert exchange.read(1).flagged == [1, 4]
     exchange.put(loss(2.0))
-    exchange.post()
+    exchange.close()
     agreed = exchange.read(1)
     assert (agreed.totals.loss, agreed.flagged) == (2.0, [])
 
@@ -84,7 +84,7 @@ def test_a_vote_is_read_as_it_was_cast() -> None:
         exchange.vote(stop=stop)
         exchange.put(loss(1.0))
         exchange.flag([4])
-        exchange.post()
+        exchange.close()
         agreed = exchange.read(1)
         assert (agreed.stop, agreed.flagged) == (stop, [4])
 
