@@ -178,7 +178,7 @@ class Reduction(ABC):
         lengths[rank] = splits[rank] = 0
         received = buffer.new_empty(sum(lengths))
         work = _all_to_all(received, _joined(chunk * (size - 1), buffer), lengths, splits, self.group)
-        return _Bucket(buffer, future, "whole", work, received.split(lengths), sums, message)
+        return _Bucket(buffer, future, "whole", work, torch.split(received, lengths), sums, message)
 
     def _add(self, entry: _Bucket) -> None:
         """Once the sums are there, add them in tree order. That is the result, or a slice of it, for all ranks."""
@@ -191,7 +191,7 @@ class Reduction(ABC):
             parts: Sequence[Tensor] = entry.kept
             if entry.how == "slices" or rank != self.group.rank:
                 width = entry.buffer.numel() if entry.how == "whole" else received.numel() // max(1, len(own))
-                parts = received[: len(own) * width].split(width)[: len(own)]
+                parts = torch.split(received[: len(own) * width], width)[: len(own)]
             for node, part in zip(own, parts, strict=True):
                 tree.add(node, [part])
         root = tree.sums[0][1][0]
@@ -235,7 +235,7 @@ class TreeReduction(Reduction):
         received = buffer.new_empty(sum(lengths))
         splits = [len(sums) * width] * size
         work = _all_to_all(received, _in_slices(sums, size, width, buffer), lengths, splits, self.group)
-        return _Bucket(buffer, future, "slices", work, received.split(lengths))
+        return _Bucket(buffer, future, "slices", work, torch.split(received, lengths))
 
 
 class NativeReduction(Reduction):
