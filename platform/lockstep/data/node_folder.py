@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from lockstep.errors import StorageError
 
-MEMORY = Path("/dev/shm")  # noqa: S108 - Linux's memory file system
+MEMORY = Path("/dev/shm")
 """Where shared memory lies, if there is room; else the folder for temporary files, whose pages the kernel may write out."""
 
 ROOM = 1.1
@@ -65,6 +65,15 @@ class NodeFolder:
                     ) from error
                 aside.replace(path)
         return path
+
+    def delete(self, name: str) -> None:
+        """Delete a file or folder in one moment; those who mapped it keep it."""
+        gone = self.path / f"{name}.{os.getpid()}.gone"
+        try:
+            (self.path / name).rename(gone)
+        except FileNotFoundError:
+            return  # another process was quicker
+        shutil.rmtree(gone, ignore_errors=True) if gone.is_dir() else gone.unlink()
 
     def close(self) -> None:
         """Let go of the folder; the last process deletes it. What is mapped stays."""

@@ -71,7 +71,7 @@ def epoch_order(
 
 
 def _permutation(seed: int, epoch: int, samples: int) -> Ids:
-    """torch's own permutation, as an array; a large one is made once on a node and mapped by all its processes."""
+    """The permutation that torch itself makes, as an array; a large one is made once on a node and mapped by all its processes."""
 
     def fill(ids: Ids) -> None:
         torch.randperm(

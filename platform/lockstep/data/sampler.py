@@ -55,6 +55,8 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             seed=seed,
             drop_last=plan.drop_last,
         )
+        if hasattr(dataset, "check_order"):
+            dataset.check_order(shuffle, window)
         self.plan = plan
         self.micro_batches = micro_batches
         self.order = shuffle

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lockstep.data.fingerprint import check_repeats, fingerprint
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
-from lockstep.errors import DriftError, JobError, SpecError, nearest
+from lockstep.errors import DriftError, JobError, LockstepError, SpecError, nearest
 from lockstep.identity import identity_digest, identity_fields
 from lockstep.job import Job, dataset_size
 from lockstep.plan import Plan
@@ -58,6 +59,7 @@ class Run:
             self.step.own,
             seed=self.spec.seed,
             shuffle=self.spec.data.shuffle,
+            window=self.spec.data.window,
             start=self.state.counters.step,
         )
         return Loader(self.batches, sampler, self.group.device, self.spec.data.loader_processes)
@@ -92,7 +94,7 @@ def prepare(spec: Spec, job: Job, group: Group) -> Run:
         _check_metric(spec, evaluate.rehearse(model))
     elif spec.early_stop is not None:
         raise SpecError("early_stop: the job has no eval_data; give it some, or leave early_stop out")
-    facts = _facts(spec, group, plan, evaluate, weights_digest(model.state_dict()))
+    facts = _facts(spec, group, batches, plan, evaluate, weights_digest(model.state_dict()))
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
     return Run(spec, plan, group, state, step, evaluate, batches, facts)
@@ -128,6 +130,8 @@ def _data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
         train_data = job.train_data()
         seed_all(seed, "eval data")
         return train_data, job.eval_data()
+    except LockstepError:
+        raise
     except Exception as error:
         raise told(error, "while its data were opened") from error
 
@@ -149,14 +153,25 @@ def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
 
 
 def _first(plan: Plan, batches: MicroBatches, spec: Spec, group: Group) -> Any:
-    """Micro-batch 0 of the first step, on the device."""
-    every = MicroBatchSampler(batches.samples, plan, range(1), seed=spec.seed, shuffle=spec.data.shuffle)
+    """Micro-batch 0 of the first step, on the device. Under strict it is fetched twice, and must be the same."""
+    data = spec.data
+    every = MicroBatchSampler(
+        batches.samples, plan, range(1), seed=spec.seed, shuffle=data.shuffle, window=data.window
+    )
     first: MicroBatch = next(iter(every))
-    return next(Loader(batches, [first], group.device))
+    once = next(Loader(batches, [first], group.device))
+    if spec.determinism == "strict":
+        check_repeats(once, next(Loader(batches, [first], group.device)))
+    return once
 
 
 def _facts(
-    spec: Spec, group: Group, plan: Plan, evaluate: Evaluation | None, initial_digest: str
+    spec: Spec,
+    group: Group,
+    batches: MicroBatches,
+    plan: Plan,
+    evaluate: Evaluation | None,
+    initial_digest: str,
 ) -> dict[str, Any]:
     device = group.device
     fields = identity_fields(
@@ -164,6 +179,7 @@ def _facts(
         {
             "data.train_samples": plan.samples,
             "data.eval_samples": evaluate.samples if evaluate else 0,
+            **_fingerprints(batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "numerics_probe": numerics_probe(device) if spec.determinism == "strict" else "not taken",
             "initial_weights_digest": initial_digest,
@@ -176,6 +192,16 @@ def _facts(
         "environment": environment(spec),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
+    }
+
+
+def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
+    """What the data are, by `data.train.…` and `data.eval.…`."""
+    every = {"train": batches} | ({"eval": evaluate.batches} if evaluate is not None else {})
+    return {
+        f"data.{name}.{field}": value
+        for name, data in every.items()
+        for field, value in fingerprint(data.samples, dataset_size(data.samples, name), data.seed).items()
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from lockstep.data import order as order_module
