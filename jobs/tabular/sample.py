@@ -28,7 +28,9 @@ def write_sample(folder: Path, rows: int, features: int, *, seed: int = 1, start
         x = draw.standard_normal((min(FILE_ROWS, rows - first), features), dtype=np.float32)
         noise = draw.standard_normal(len(x), dtype=np.float32)
         label = ((x @ weights) / np.sqrt(features) + 0.3 * noise > 0).astype(np.float32)
-        table = pa.table({"features": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), features), "label": label})
+        table = pa.table(
+            {"features": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), features), "label": label}
+        )
         pq.write_table(
             table, folder / f"part-{number:05}.parquet", row_group_size=GROUP_ROWS, use_dictionary=False
         )
@@ -36,7 +38,9 @@ def write_sample(folder: Path, rows: int, features: int, *, seed: int = 1, start
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--rows", type=int, default=200_000, help="training rows; a tenth as many are held out")
+    parser.add_argument(
+        "--rows", type=int, default=200_000, help="training rows; a tenth as many are held out"
+    )
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("data/tabular"))
     options = parser.parse_args()

@@ -74,7 +74,9 @@ def arrow(folder: Path) -> str:
 
 def bits(batch: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: (value.dtype, tuple(value.shape), value.numpy().tobytes()) if isinstance(value, Tensor) else value
+        name: (value.dtype, tuple(value.shape), value.numpy().tobytes())
+        if isinstance(value, Tensor)
+        else value
         for name, value in batch.items()
     }
 
@@ -131,7 +133,9 @@ def test_arrow_on_disk_is_mapped_and_not_copied(tmp_path: Path) -> None:
 
 def test_compressed_arrow_is_read_by_blocks(tmp_path: Path) -> None:
     table = written().select(["x", "y"])
-    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as f:
+    with pa.ipc.new_file(
+        tmp_path / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+    ) as f:
         f.write_table(table, max_chunksize=BLOCK)
     found = Table(tmp_path, memory_mb=0.02)
     assert found.residence == "blocks"
@@ -222,7 +226,9 @@ def uploaded(folder: Path, query: str, name: str, faults: Faults) -> str:
 
 
 @pytest.mark.parametrize("memory_mb", [None, 0.03])
-def test_tables_are_read_from_an_object_store(tmp_path: Path, s3_query: str, faults: Faults, memory_mb: float | None) -> None:
+def test_tables_are_read_from_an_object_store(
+    tmp_path: Path, s3_query: str, faults: Faults, memory_mb: float | None
+) -> None:
     """With the same bits and the same fingerprint as from the disk, by a glob too, in loader processes too."""
     local = Table(parquet(tmp_path), COLUMNS)
     uri = uploaded(tmp_path, s3_query, f"read-{memory_mb}", faults)
@@ -259,7 +265,9 @@ def test_a_read_that_keeps_failing_names_file_and_row_group(
     finally:
         faults.fail("", 0)
     text = one_line(info.value)
-    assert text.startswith("data: cannot read 's3://tables/broken/part-2.parquet', row group 0, tried 3 times: ")
+    assert text.startswith(
+        "data: cannot read 's3://tables/broken/part-2.parquet', row group 0, tried 3 times: "
+    )
     assert "secret" not in text
 
 
@@ -290,7 +298,9 @@ def test_nulls_are_told_before_training_from_the_statistics(tmp_path: Path) -> N
     pq.write_table(good, tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": pa.array([1.0, None, None])}), tmp_path / "b.parquet", row_group_size=2)
     text = refused(tmp_path, memory_mb=0.00001)
-    assert text.startswith("data: column 'a' has 1 null in 'b.parquet', row group 0, and a tensor holds none; ")
+    assert text.startswith(
+        "data: column 'a' has 1 null in 'b.parquet', row group 0, and a tensor holds none; "
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,7 +320,9 @@ def test_nulls_in_lists_and_bytes_are_told_when_they_are_read(tmp_path: Path, va
 def test_files_of_unlike_schemas_are_told(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": pa.array([1.0])}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": pa.array([1])}), tmp_path / "b.parquet")
-    assert refused(tmp_path).startswith("data: column 'a' is int64 in 'b.parquet' and double in 'a.parquet'; ")
+    assert refused(tmp_path).startswith(
+        "data: column 'a' is int64 in 'b.parquet' and double in 'a.parquet'; "
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4000])
@@ -323,7 +335,9 @@ def test_a_truncated_file_is_told(tmp_path: Path, kept: int, monkeypatch: pytest
     assert text.startswith(f"data: cannot read '{cut}'")
 
 
-def test_a_file_damaged_inside_is_told_with_its_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_damaged_inside_is_told_with_its_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(table_files, "PAUSES_S", (0.0,))
     parquet(tmp_path)
     file = tmp_path / "part-1.parquet"
@@ -349,8 +363,14 @@ def test_an_empty_prefix_of_an_object_store_is_told(s3_query: str) -> None:
     [
         ({"t": "day"}, "column 'day' is date32[day]; wanted numbers"),
         ({"m": ["price", "title"]}, "column 'price + title' is string; wanted numbers"),
-        ({"p": Column("price", dtype="int64")}, "column 'p' is float64 and does not become int64 without loss"),
-        ({"p": Column("price", dtype="floaty")}, "column 'p': data type 'floaty' not understood; wanted one such as"),
+        (
+            {"p": Column("price", dtype="int64")},
+            "column 'p' is float64 and does not become int64 without loss",
+        ),
+        (
+            {"p": Column("price", dtype="floaty")},
+            "column 'p': data type 'floaty' not understood; wanted one such as",
+        ),
         ({"t": Column("tokens", length=3)}, "column 'tokens' has a list of "),
     ],
 )
@@ -363,7 +383,9 @@ def test_a_declaration_that_does_not_fit_is_told(tmp_path: Path, columns: Any, m
 @pytest.mark.parametrize("shuffle", ["full", "hashed"])
 def test_an_order_that_would_read_everything_for_each_batch_is_refused(tmp_path: Path, shuffle: str) -> None:
     table = Table(parquet(tmp_path), {"x": "x"}, memory_mb=0.02)
-    with pytest.raises(SpecError, match=rf"data.shuffle: got {shuffle}, but train_data is a table of .*=blocks"):
+    with pytest.raises(
+        SpecError, match=rf"data.shuffle: got {shuffle}, but train_data is a table of .*=blocks"
+    ):
         table.check_order(shuffle, 4)
     with pytest.raises(SpecError, match=r"data.window: 8 blocks and the 8 after them take "):
         table.check_order("blocks", 8)
@@ -375,7 +397,9 @@ def test_an_order_that_would_read_everything_for_each_batch_is_refused(tmp_path:
 # --- the way to the step ----------------------------------------------------------------------------------
 
 
-def loaded(table: Any, keys: list[MicroBatch], processes: int, collate: Callable[[Any], Any] | None = None) -> list[Any]:
+def loaded(
+    table: Any, keys: list[MicroBatch], processes: int, collate: Callable[[Any], Any] | None = None
+) -> list[Any]:
     whole = MicroBatches(table, collate or lockstep.Job(None).collate, seed=3, purpose="data")
     loader = Loader(whole, keys, torch.device("cpu"), processes)
     try:
@@ -409,7 +433,11 @@ def test_a_thread_or_processes_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [0, 2])
 def test_an_error_ahead_of_time_comes_at_its_own_micro_batch(tmp_path: Path, processes: int) -> None:
     table = Table(parquet(tmp_path), {"y": "y"})
-    keys = [MicroBatch(0, 0, np.array([1])), MicroBatch(1, 0, np.array([5, 4000])), MicroBatch(2, 0, np.array([2]))]
+    keys = [
+        MicroBatch(0, 0, np.array([1])),
+        MicroBatch(1, 0, np.array([5, 4000])),
+        MicroBatch(2, 0, np.array([2])),
+    ]
     whole = MicroBatches(table, lockstep.Job(None).collate, seed=3, purpose="data")
     loader = Loader(whole, keys, torch.device("cpu"), processes)
     assert next(loader)["y"].tolist() == [1]
