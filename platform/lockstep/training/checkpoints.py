@@ -127,6 +127,16 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
     }
 
 
+def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
+    """StorageError where what follows from the counters is not what it was when they were saved."""
+    for name in now:
+        if now[name] != saved[name]:
+            raise StorageError(
+                f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
+                "this Lockstep would go on with other bits"
+            )
+
+
 def restore(start: Start, spec: Spec, plan: Plan, state: TrainState) -> History:
     """Put the state where the checkpoint has it; the rows up to there, none for a fork, which did not take those steps."""
     sections = start.loaded.sections
@@ -141,13 +151,7 @@ def restore(start: Start, spec: Spec, plan: Plan, state: TrainState) -> History:
     state.restore(sections, fork=start.fork)
     if start.fork:
         return History()
-    now = check_facts(spec, plan, state)
-    if now != saved:
-        name = next(name for name in now if now[name] != saved[name])
-        raise StorageError(
-            f"checkpoint {start.loaded.checkpoint.shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
-            "this Lockstep would go on with other bits"
-        )
+    compare_check(saved, check_facts(spec, plan, state), start.loaded.checkpoint.shown)
     return History.restored(sections)
 
 
