@@ -192,4 +192,7 @@ def _shifted(
     z *= modulus
     z >>= _32  # uniform in 0 … modulus-1 (Lemire 2019, "Fast random integer generation in an interval")
     z += value
-    return np.minimum(z, z - modulus)  # below the modulus the difference wraps around to something large
+    below: NDArray[np.uint64] = np.minimum(
+        z, z - modulus
+    )  # under the modulus the difference wraps to something large
+    return below

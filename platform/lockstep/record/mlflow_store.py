@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from lockstep.errors import RecordError
 from lockstep.record.database_lock import database_lock
 from lockstep.record.documents import without_password
 from lockstep.record.points import Point, store_key
-from lockstep.record.run_store import Status, UnavailableError, unreachable
+from lockstep.record.run_store import Recorded, Status, UnavailableError, recorded, unreachable
 
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -61,6 +62,11 @@ _REFUSED = frozenset(
     }
 )
 """Answers that trying again does not change."""
+
+
+def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
+    """The run of this id in an MLflow store. RecordError where there is none, or the store does not answer."""
+    return MlflowStore(uri, "", "").recorded(run_id)
 
 
 class MlflowStore:
@@ -108,6 +114,32 @@ class MlflowStore:
         else:
             self._reopen(run_id)
         return self._run_id
+
+    def recorded(self, run_id: str) -> Recorded:
+        """What the store knows of a run."""
+        _import_mlflow()
+        shown = without_password(self._uri)
+        database = urlsplit(self._uri).path[1:] if self._uri.startswith("sqlite:") else ""
+        if database and not Path(database).exists():
+            raise RecordError(f"run {run_id}: there is no record at {shown!r}; name its store with --uri")
+        with database_lock(self._uri), self._translated():
+            if _is_database(self._uri):
+                _probe(self._uri)
+            from mlflow import MlflowClient
+
+            self._client = MlflowClient(tracking_uri=self._uri)
+        with self._translated():
+            run = self._client.get_run(run_id)
+            self._run_id, self._experiment_id = run_id, run.info.experiment_id
+            names = {item.path for item in self._client.list_artifacts(run_id)}
+            with tempfile.TemporaryDirectory() as folder:
+                spec, summary = (
+                    Path(self._client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+                    if name in names
+                    else None
+                    for name in ("spec.yaml", "summary.json")
+                )
+        return recorded(run_id, run.info.status, spec, summary, self.url(), repr(shown))
 
     def _get_or_create_experiment(self, artifacts: str | None) -> str:
         from mlflow.exceptions import MlflowException

@@ -19,9 +19,9 @@ from typing import Any
 from lockstep.errors import RecordError
 from lockstep.record import documents, ledger
 from lockstep.record.files import write_text
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.ledger import CheckpointRow, EvaluationRow, StepRow
 from lockstep.record.outbox import Outbox
-from lockstep.record.points import Point, evaluation_points, step_points
+from lockstep.record.points import Point, checkpoint_points, evaluation_points, step_points
 from lockstep.record.run_store import POINTS_PER_CALL, RunStore, Status, UnavailableError
 from lockstep.spec import Spec
 
@@ -123,7 +123,7 @@ class Writer:
 
     def _begin(self, run_id: str) -> None:
         self._last_steps = dict(self._store.last_steps())
-        self._folder = Path(self.spec.checkpoint.storage) / run_id
+        self._folder = self.spec.folder / run_id
         if self._resumed:
             self._read_ledger()
         self._describe()
@@ -195,6 +195,13 @@ class Writer:
         self._gather(evaluation_points(row))
         if not self._evaluations or row.step > self._evaluations[-1].step:
             self._evaluations.append(row)
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        if row.uri is None:
+            self._tag({"checkpoint_error": f"step {row.step}: {row.error}"})
+            return
+        self._tag({"checkpoint": row.uri, "checkpoint_step": row.step, "checkpoint_error": ""})
+        self._gather(checkpoint_points(row))
 
     def _gather(self, points: Iterable[Point]) -> None:
         for point in points:
