@@ -103,7 +103,11 @@ def test_bits_do_not_depend_on_where_the_rows_are_kept(pool: Pool, tables: Path,
 def test_each_order_is_another_run(tables: Path) -> None:
     """Negative control: what the tests here compare tells one order from another."""
     every = [reference(tables, shuffle) for shuffle in ORDERS]
-    assert len({trained.weights_digest for trained in every}) == len({trained.identity for trained in every}) == 4
+    assert (
+        len({trained.weights_digest for trained in every})
+        == len({trained.identity for trained in every})
+        == 4
+    )
 
 
 @pytest.mark.parametrize("shuffle", ORDERS)
@@ -113,7 +117,11 @@ def test_a_run_goes_on_with_the_same_bits(pool: Pool, tables: Path, tmp_path: Pa
     spec = {**document(tables, shuffle), "checkpoint": {"storage": str(tmp_path), "every": None}}
     train_attempt(spec, RUN, Origin(), 12)
     resumed = pool.run(3, train_attempt, spec, RUN, taken_up(tmp_path))[0]
-    assert (resumed.rows, resumed.weights_digest, resumed.identity) == (whole.rows, whole.weights_digest, whole.identity)
+    assert (resumed.rows, resumed.weights_digest, resumed.identity) == (
+        whole.rows,
+        whole.weights_digest,
+        whole.identity,
+    )
     assert resumed.digests == whole.digests[12:]
 
 
@@ -127,7 +135,9 @@ def test_a_resume_on_changed_data_is_refused_with_the_file(tmp_path: Path) -> No
     write(tmp_path / "eval", EVAL_ROWS, 2)
     spec = {**document(tmp_path), "checkpoint": {"storage": str(tmp_path / "runs"), "every": None}}
     train_attempt(spec, RUN, Origin(), 4)
-    pq.write_table(pq.read_table(tmp_path / "train" / "part-1.parquet").slice(1), tmp_path / "train" / "part-1.parquet")
+    pq.write_table(
+        pq.read_table(tmp_path / "train" / "part-1.parquet").slice(1), tmp_path / "train" / "part-1.parquet"
+    )
     pq.write_table(
         pa.concat_tables(
             [
@@ -149,7 +159,9 @@ def test_workers_with_other_data_are_told_which(pool: Pool, tmp_path: Path) -> N
     for rank, seed in enumerate((1, 3)):
         write(tmp_path / str(rank) / "train", TRAIN_ROWS, seed)
         write(tmp_path / str(rank) / "eval", EVAL_ROWS, 2)
-    with pytest.raises(DriftError, match=r"^data\.train\.file\.part-0\.parquet: rank 0 has 550 rows .*, rank 1 has 550 "):
+    with pytest.raises(
+        DriftError, match=r"^data\.train\.file\.part-0\.parquet: rank 0 has 550 rows .*, rank 1 has 550 "
+    ):
         pool.run(2, train_on_own_data, document(tmp_path), str(tmp_path))
 
 
@@ -183,7 +195,9 @@ def test_training_from_an_object_store(pool: Pool, tables: Path, s3: str) -> Non
             assert same(trained, reference(tables, "blocks"))
 
 
-@pytest.mark.parametrize(("shuffle", "learns"), [("full", True), ("hashed", True), ("blocks", True), ("none", False)])
+@pytest.mark.parametrize(
+    ("shuffle", "learns"), [("full", True), ("hashed", True), ("blocks", True), ("none", False)]
+)
 def test_a_file_sorted_by_label_is_learnt(tmp_path: Path, shuffle: str, learns: bool) -> None:
     """`blocks` mixes well enough where reading in the file's order fails."""
     write(tmp_path / "train", 6400, 1, by_label=True)
@@ -226,7 +240,12 @@ def test_a_dataset_with_a_memory_is_refused() -> None:
 
             return Numbered()
 
-    spec: Document = {"job": {"use": "tests.distributed.small_jobs:Plain"}, "batch": {"global": 8, "micro": 4}}
-    with pytest.raises(JobError, match=r"^data: the first micro-batch, fetched twice under one seed, differs in batch\[0\]"):
+    spec: Document = {
+        "job": {"use": "tests.distributed.small_jobs:Plain"},
+        "batch": {"global": 8, "micro": 4},
+    }
+    with pytest.raises(
+        JobError, match=r"^data: the first micro-batch, fetched twice under one seed, differs in batch\[0\]"
+    ):
         train_job(spec, Remembering(Plain.Params()))
     train_job({**spec, "determinism": "fast"}, Remembering(Plain.Params()))

@@ -57,7 +57,9 @@ def test_what_changed_is_told_by_file(tmp_path: Path) -> None:
 
 
 def test_row_groups_count_since_an_order_depends_on_them(tmp_path: Path) -> None:
-    assert changed(of(write(tmp_path / "one")), of(write(tmp_path / "two", row_group_size=10))) == ["file.a.parquet"]
+    assert changed(of(write(tmp_path / "one")), of(write(tmp_path / "two", row_group_size=10))) == [
+        "file.a.parquet"
+    ]
 
 
 def test_one_changed_byte_is_seen_though_size_and_time_are_the_same(tmp_path: Path) -> None:
@@ -146,12 +148,19 @@ def twice(fetch: Any) -> None:
 
 
 def test_what_draws_under_its_seed_repeats() -> None:
-    twice(lambda: {"x": torch.randn(3), "y": [np.random.rand(), lockstep.rng().random(), float("nan"), b"a", None]})
+    twice(
+        lambda: {
+            "x": torch.randn(3),
+            "y": [np.random.rand(), lockstep.rng().random(), float("nan"), b"a", None],
+        }
+    )
 
 
 def test_what_does_not_repeat_is_refused_with_its_place() -> None:
     own, count = np.random.default_rng(1), iter(range(9))
-    with pytest.raises(JobError, match=r"fetched twice under one seed, differs in batch\['x'\]\[1\]; the dataset keeps"):
+    with pytest.raises(
+        JobError, match=r"fetched twice under one seed, differs in batch\['x'\]\[1\]; the dataset keeps"
+    ):
         twice(lambda: {"x": (torch.zeros(2), own.random())})
     with pytest.raises(JobError, match="differs; the dataset"):
         twice(lambda: torch.full((2,), float(next(count))))
@@ -160,9 +169,20 @@ def test_what_does_not_repeat_is_refused_with_its_place() -> None:
 
 
 def test_leaves_tell_zero_from_minus_zero_and_shapes_apart() -> None:
-    values = [torch.zeros(2), -torch.zeros(2), torch.zeros(2, 1), torch.zeros(2).double(), torch.zeros(()), 0.0, -0.0, 0]
+    values = [
+        torch.zeros(2),
+        -torch.zeros(2),
+        torch.zeros(2, 1),
+        torch.zeros(2).double(),
+        torch.zeros(()),
+        0.0,
+        -0.0,
+        0,
+    ]
     assert len({tuple(leaves(value)) for value in values}) == len(values)
-    assert list(leaves(torch.arange(6).view(2, 3).t())) == list(leaves(torch.arange(6).view(2, 3).t().contiguous()))
+    assert list(leaves(torch.arange(6).view(2, 3).t())) == list(
+        leaves(torch.arange(6).view(2, 3).t().contiguous())
+    )
 
 
 # --- leakage ----------------------------------------------------------------------------------------------
@@ -170,7 +190,9 @@ def test_leaves_tell_zero_from_minus_zero_and_shapes_apart() -> None:
 
 def rows(folder: Path, numbers: Any, *, shift: float = 0.0) -> Table:
     folder.mkdir()
-    x = np.random.default_rng(1).standard_normal((3000, 5))[list(numbers)].astype(np.float32) + np.float32(shift)
+    x = np.random.default_rng(1).standard_normal((3000, 5))[list(numbers)].astype(np.float32) + np.float32(
+        shift
+    )
     table = pa.table(
         {
             "x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 5),

@@ -53,7 +53,9 @@ def users(count: int, memory: Path, log: Path) -> Iterator[subprocess.Popen[str]
     command = [sys.executable, "-c", USER, str(memory), str(log)]
     return iter(
         [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
             for _ in range(count)
         ]
     )
@@ -126,7 +128,9 @@ def test_a_file_that_was_cut_short_by_a_kill_is_made_anew(memory: Path) -> None:
 
 def test_too_little_room_is_told(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_folder.tempfile, "gettempdir", lambda: str(memory))
-    with pytest.raises(StorageError, match=r"data: neither .* has \d+ MiB free for what the processes of a node share"):
+    with pytest.raises(
+        StorageError, match=r"data: neither .* has \d+ MiB free for what the processes of a node share"
+    ):
         NodeFolder("huge", 1 << 60)
 
 
