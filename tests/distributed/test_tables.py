@@ -216,7 +216,7 @@ def test_a_file_sorted_by_label_is_learnt(tmp_path: Path, shuffle: str, learns: 
 def test_a_bad_table_is_told_as_it_is(tables: Path, tmp_path: Path) -> None:
     spec = document(tables)
     spec["job"]["params"]["train"] = str(tmp_path)
-    with pytest.raises(DataError, match="^data: there is no file for "):
+    with pytest.raises(DataError, match=r"^data: there is no file for "):
         train(spec)
     with pytest.raises(SpecError, match=r"^data\.shuffle: got full, but train_data is a table of"):
         train(document(tables, "full", memory_mb=BOUND_MB))
