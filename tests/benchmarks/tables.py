@@ -8,7 +8,7 @@ the same number of steps in the same two processes, in turn; a side's rate is th
 * Lockstep: `fit` on jobs.tabular, the table in memory that both workers share
 * Lockstep, blocks: the same with a bound of a quarter of the table, read by row group (data.shuffle=blocks)
 
-    python -m tests.benchmarks.tables [--quick] [--json FILE]
+    python -m tests.benchmarks.tables [--quick] [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -252,9 +252,11 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="an eighth of the rows, one round")
+    parser.add_argument("--rounds", type=int, help="rounds, 3 by default")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     options = parser.parse_args()
     rows, rounds = (250_000, 1) if options.quick else (2_000_000, 3)
+    rounds = options.rounds or rounds
     os.environ.update(WORKER_ENVIRONMENT, OMP_NUM_THREADS="1")  # before a worker starts
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         write_sample(Path(folder, "all"), rows, FEATURES)

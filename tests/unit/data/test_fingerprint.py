@@ -14,12 +14,15 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lockstep
+from jobs.tabular.sample import write_sample
+from lockstep.checks.dry_run import as_text, dry_run
 from lockstep.data import Column, Table
 from lockstep.data import fingerprint as fingerprint_module
 from lockstep.data.fingerprint import check_repeats, fingerprint, leaves
 from lockstep.data.leakage import leaked_rows
 from lockstep.errors import JobError
 from lockstep.randomness import seed_all
+from lockstep.spec import load_spec
 
 
 def write(folder: Path, values: Any = range(100), file: str = "a.parquet", **more: Any) -> Path:
@@ -218,3 +221,31 @@ def test_rows_in_both_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_rows_that_differ_in_one_bit_are_no_duplicates(tmp_path: Path) -> None:
     train, other = rows(tmp_path / "train", range(500)), rows(tmp_path / "other", range(500), shift=1e-3)
     assert leaked_rows(train, other).rows == 0
+
+
+def test_a_dry_run_tells_of_rows_in_both(tmp_path: Path) -> None:
+    write_sample(tmp_path / "train", 300, 4)
+    write_sample(tmp_path / "eval", 40, 4, start=9)
+    document = {
+        "job": {
+            "use": "jobs.tabular.job:Tabular",
+            "params": {"train": f"{tmp_path}/train", "evaluation": f"{tmp_path}/eval", "inputs": 4},
+        }
+    }
+    report = dry_run(load_spec(document))
+    assert report["plan"]["leakage"] == {"rows": 0}
+    assert "leakage" not in as_text(report)
+    both = [pq.read_table(tmp_path / "eval"), pq.read_table(tmp_path / "train").slice(123, 2)]
+    pq.write_table(pa.concat_tables(both), tmp_path / "eval" / "part-00009.parquet")
+    report = dry_run(load_spec(document))
+    assert report["plan"]["leakage"] == {"rows": 2, "eval_row": 40, "train_row": 123}
+    assert (
+        "leakage           2 evaluation rows are training rows too: the first is row 40, training row 123"
+        in as_text(report)
+    )
+
+
+def test_the_plan_of_other_data_says_nothing_of_leakage() -> None:
+    report = dry_run(load_spec({"job": {"use": "tests.distributed.small_jobs:Plain"}}))
+    assert report["plan"]["leakage"] is None
+    assert "leakage" not in as_text(report)
