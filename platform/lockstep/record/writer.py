@@ -196,6 +196,10 @@ class Writer:
         if not self._evaluations or row.step > self._evaluations[-1].step:
             self._evaluations.append(row)
 
+    def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        self._tag({"attempts": len(attempts)})
+        self._document("attempts.json", documents.as_json(list(attempts)))
+
     def checkpoint(self, row: CheckpointRow) -> None:
         if row.uri is None:
             self._tag({"checkpoint_error": f"step {row.step}: {row.error}"})
