@@ -188,7 +188,9 @@ class _Kept:
         """The blocks that hold `rows`, each with its own ones. The rows of a block are read together."""
         number = np.searchsorted(self._first, rows, side="right") - 1
         order = np.argsort(number, kind="stable")
-        blocks, starts = np.unique(number[order], return_index=True)
+        ordered = number[order]
+        starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+        blocks = ordered[starts]
         decoded = self.blocks(blocks.tolist())
         places = np.split(order, starts[1:])
         return [
