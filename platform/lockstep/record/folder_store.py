@@ -43,7 +43,6 @@ class FolderStore:
             }
         else:
             self._run = self._existing(run_id)
-        self.set_status("RUNNING")
         return known
 
     def _existing(self, run_id: str) -> dict[str, Any]:

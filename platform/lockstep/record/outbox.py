@@ -66,6 +66,11 @@ class Outbox:
         if self._outage and self._calls:
             self.refuse(RecordError(f"{self._outage.error}; calls not made: {len(self._calls)}; {kept}"))
 
+    @property
+    def away(self) -> str:
+        """What the store's absence looks like, while it does not answer."""
+        return str(self._outage.error) if self._outage else ""
+
     def pause_s(self) -> float:
         """How long to wait before the next delivery; 0 where the last one met no outage."""
         if not self._outage:

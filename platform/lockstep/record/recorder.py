@@ -80,6 +80,11 @@ class Recorder:
         return self._writer.failure()
 
     @property
+    def violation(self) -> str:
+        """The first step or evaluation that gave other bits when it was done again, or nothing. Never waits."""
+        return self._writer.violation
+
+    @property
     def opened(self) -> bool:
         """Whether the run exists in its store. Never waits."""
         return self._writer.run_id is not None
@@ -120,6 +125,10 @@ class Recorder:
     def failed(self, message: str, details: str = "", status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """The run has ended early: `message` is the one line, `details` the traceback. The ledger is kept as well."""
         self._writer.tell(partial(self._writer.failed, message, details, status))
+
+    def replay(self) -> None:
+        """Say again what the journal of the run has, instead of going on with it."""
+        self._writer.tell(self._writer.replay)
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Write what is left, for up to `timeout_s`. RecordError where something given could not be written.

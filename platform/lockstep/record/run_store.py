@@ -28,7 +28,7 @@ class RunStore(Protocol):
     """
 
     def open(self, run_id: str | None) -> str:
-        """Create a run, or reopen the one that is named, with status RUNNING; its id."""
+        """Create a run, or reopen the one that is named, as it is; its id."""
 
     def last_steps(self) -> Mapping[str, int]:
         """The highest step that the opened run already has of each metric key."""

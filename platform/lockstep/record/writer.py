@@ -1,8 +1,9 @@
-"""The thread that writes a run's record: the only one that touches the store, the ledger and their files.
+"""The thread that writes a run's record: the only one that touches the journal, the store, the ledger and their files.
 
-* What happened arrives in the inbox, in order; the store calls made of it wait in the outbox, in order.
-* A step that the ledger has is not added again, and a point at or below the highest step recorded of its key is not
-  sent again: an attempt that replays steps leaves no trace in either.
+* What happened arrives in the inbox, in order, and is in the journal before a store hears of it.
+* The store calls made of it wait in the outbox, in order; metric points wait in the journal, not in memory.
+* A step that the journal has is not added again but compared with it: with `determinism: strict` and
+  `reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is told.
 * Nothing here stops training: a failure is kept, to be read by `failure` and raised by `Recorder.close`.
 """
 
@@ -12,29 +13,29 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError
-from lockstep.record import documents, ledger
-from lockstep.record.files import write_text
+from lockstep.record.account import Account
+from lockstep.record.comparison import evaluation_difference, step_difference
+from lockstep.record.delivery import Delivery
+from lockstep.record.journal import Journal
 from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.liveness import BEAT_S, process_tags
 from lockstep.record.outbox import Outbox
-from lockstep.record.points import Point, evaluation_points, step_points
-from lockstep.record.run_store import POINTS_PER_CALL, RunStore, Status, UnavailableError
+from lockstep.record.run_store import RunStore, Status, UnavailableError
 from lockstep.spec import Spec
 
 FLUSH_S = 1.0
 """How long points are gathered before they are sent."""
 OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may keep a run from starting."""
-_ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
-"""Facts of the environment that are worth searching runs by; all of them are in environment.json."""
 
 
 class Writer:
-    """One run's record in the making. `started` to `failed` run in the thread, told by `Recorder` through `tell`."""
+    """One run's record in the making. `started` to `replay` run in the thread, told by `Recorder` through `tell`."""
 
     def __init__(
         self, spec: Spec, make_store: Callable[[Spec], RunStore], run_id: str | None, patience_s: float
@@ -43,21 +44,22 @@ class Writer:
         self.opened = threading.Event()
         self.run_id: str | None = None
         self.url = ""
+        self.violation = ""
         self._resumed = run_id
         self._make_store = make_store
         self._patience_s = patience_s
         self._store: RunStore
+        self._journal: Journal
+        self._account: Account
+        self._delivery: Delivery
         self._folder: Path
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox = Outbox(patience_s)
-        self._points: list[Point] = []
-        self._last_steps: dict[str, int] = {}
-        self._steps: list[StepRow] = []
-        self._evaluations: list[EvaluationRow] = []
-        self._facts: dict[str, Any] = {}
+        self._sending = False
         self._wake = (
             threading.Event()
         )  # not the inbox: a thread that wakes for each step slows every step by 10 %
+        self._beat_at = 0.0
         self._ended = False
         self._closing = False
         self._deadline = float("inf")
@@ -101,12 +103,31 @@ class Writer:
         finally:
             self.opened.set()
         while True:
-            self._outbox.deliver()
+            self._deliver()
             if self._closing and (not self._outbox or time.monotonic() > self._deadline):
                 break
             self._receive()
             self._flush()
-        self._outbox.give_up(f"what was recorded up to its end is in {str(self._folder)!r}")
+            self._beat()
+        self._end_journal()
+
+    def _deliver(self) -> None:
+        before = self._outbox.away
+        self._outbox.deliver()
+        after = self._outbox.away
+        if bool(before) != bool(after):
+            self._account.log(f"the store is away: {after}" if after else "the store is back")
+
+    def _end_journal(self) -> None:
+        self._outbox.give_up(
+            f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
+        )
+        try:
+            if self._outbox.failure() is None:
+                self._journal.add_event("delivered", {})
+            self._journal.close()
+        except (OSError, RecordError) as error:
+            self._outbox.refuse(error)
 
     def _open(self) -> None:
         self._store = self._make_store(self.spec)
@@ -114,19 +135,27 @@ class Writer:
         try:
             self._begin(run_id)
         except Exception:
-            with contextlib.suppress(
-                RecordError
-            ):  # the cause is raised; that the run stays RUNNING comes second
-                self._store.set_status("FAILED")
+            if self._resumed is None:  # a run that another process records is not touched
+                with contextlib.suppress(
+                    RecordError
+                ):  # the cause is raised; that the run stays RUNNING comes second
+                    self._store.set_status("FAILED")
             raise
         self.run_id = run_id
 
     def _begin(self, run_id: str) -> None:
-        self._last_steps = dict(self._store.last_steps())
         self._folder = Path(self.spec.checkpoint.storage) / run_id
-        if self._resumed:
-            self._read_ledger()
-        self._describe()
+        self._journal = Journal(self._folder)
+        self._store.set_status("RUNNING")
+        self._account = Account(self.spec, self._folder, self._journal, self._store, self._outbox.send)
+        self._delivery = Delivery(
+            self._journal,
+            self._store,
+            dict(self._store.last_steps()),
+            scaled=self.spec.precision == "fp16",
+        )
+        self._beat()
+        self._account.describe(resumed=self._resumed is not None)
         self.url = self._store.url()
 
     def _open_store(self) -> str:
@@ -156,9 +185,30 @@ class Writer:
                 self._outbox.refuse(error)
 
     def _flush(self) -> None:
-        for start in range(0, len(self._points), POINTS_PER_CALL):
-            self._outbox.send(self._store.log_metrics, self._points[start : start + POINTS_PER_CALL])
-        self._points = []
+        """Have the journal's points sent, once: the call that waits sends all there are when its turn comes."""
+        if self._delivery.due and not self._sending:
+            self._sending = True
+            self._outbox.send(self._send_points)
+
+    def _send_points(self) -> None:
+        try:
+            self._delivery.send()
+        except UnavailableError:
+            raise  # the call stays, and is made again
+        except BaseException:
+            self._sending = False
+            raise
+        self._sending = False
+
+    def _beat(self) -> None:
+        """Say that this process lives, now and then; with it goes the RUNNING that a hasty reader may have taken away."""
+        now = time.monotonic()
+        if self._ended or self._outbox or (now - self._beat_at < BEAT_S and self._beat_at):
+            return
+        again, self._beat_at = bool(self._beat_at), now
+        if again:
+            self._outbox.send(self._store.set_status, "RUNNING")
+        self._outbox.send(self._store.set_tags, process_tags(time.time()) | {"lockstep.vanished": ""})
 
     def _close(self) -> None:
         self._closing = True
@@ -169,106 +219,72 @@ class Writer:
     # --- what happened ------------------------------------------------------------------------------------
 
     def started(self, facts: Mapping[str, Any]) -> None:
-        rest = dict(facts)
-        plan, git, environment = (rest.pop(name, None) or {} for name in ("plan", "git", "environment"))
-        self._outbox.send(self._store.log_params, documents.flat({"plan": plan}))
-        self._tag({f"git_{name}": value for name, value in git.items() if name != "diff"})
-        self._tag(
-            {f"environment.{name}": environment[name] for name in _ENVIRONMENT_TAGS if name in environment}
-        )
-        self._facts = documents.single_values(rest)
-        self._tag(self._facts)
-        if git.get("diff"):
-            self._document("git.diff", git["diff"])
-        for name, value in {"environment": environment, **rest}.items():
-            if value and name not in self._facts:
-                self._document(f"{name}.json", documents.as_json(value))
+        self._journal.add_event("started", facts)
+        self._account.started(facts)
 
     def steps(self, rows: Sequence[StepRow]) -> None:
+        new: list[StepRow] = []
+        last = self._journal.last_step
         for row in rows:
-            before = self._steps[-1] if self._steps else None
-            self._gather(step_points(row, before, scaled=self.spec.precision == "fp16"))
-            if before is None or row.step > before.step:
-                self._steps.append(row)
+            if row.step > last:
+                new.append(row)
+                last = row.step
+            else:
+                self._compare(row, new)
+        self._journal.add_steps(new)
+
+    def _compare(self, row: StepRow, new: Sequence[StepRow]) -> None:
+        before = self._journal.step(row.step) or next((r for r in new if r.step == row.step), None)
+        if before is not None:
+            self._judge(step_difference(before, row), row.step)
 
     def evaluation(self, row: EvaluationRow) -> None:
-        self._gather(evaluation_points(row))
-        if not self._evaluations or row.step > self._evaluations[-1].step:
-            self._evaluations.append(row)
+        before = self._journal.evaluation(row.step)
+        if before is None:
+            self._journal.add_evaluation(row)
+        else:
+            self._judge(evaluation_difference(before, row), row.step)
 
-    def _gather(self, points: Iterable[Point]) -> None:
-        for point in points:
-            if point.step > self._last_steps.get(point.key, -1):
-                self._last_steps[point.key] = point.step
-                self._points.append(point)
+    def _judge(self, difference: str, step: int) -> None:
+        exact = self.spec.determinism == "strict" and self.spec.reduction == "exact"
+        if not difference or not exact or self.violation:
+            return
+        self.violation = f"step {step} gave other bits when it was done again: {difference}"
+        self._account.violated(self.violation)
 
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        self._write_ledger()
-        for path in files:
-            self._keep(path)
-        self._document("summary.json", documents.as_json(summary))
-        values = documents.single_values(
-            {name: summary[name] for name in summary if name not in {"run_id", "status"}}
+        self._journal.add_event(
+            "finished", {"summary": summary, "files": [self._inside(path) for path in files]}
         )
-        self._tag(values)
-        metrics = documents.single_values(summary.get("metrics") or {})
-        status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
-        verdict = [
-            f"**{status}** at step {summary.get('step', '?')}",
-            *map(documents.reading, metrics.items()),
-        ]
-        self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
+        self._end(self._account.finished, summary, files)
 
     def failed(self, message: str, details: str, status: Status) -> None:
-        self._tag({"error": message})
-        reached = f"after step {self._steps[-1].step}" if self._steps else "before the first step"
-        try:
-            self._document("error.txt", f"{message}\n\n{details}".rstrip() + "\n")
-            self._write_ledger()
-        finally:  # a run whose folder cannot be written has failed as well
-            self._end(status, f"**{status}** {reached}: {message}", self._facts)
+        self._journal.add_event("failed", {"message": message, "details": details, "status": status})
+        self._end(self._account.failed, message, details, status)
 
-    def _end(self, status: Status, verdict: str, details: Mapping[str, Any]) -> None:
+    def replay(self) -> None:
+        """Say again what the journal has of a run whose process has gone, and how that ended."""
+        ending = None
+        for kind, value, _ in self._journal.events:
+            if kind == "started":
+                self._account.started(value)
+                ending = None
+            elif kind in {"finished", "failed"}:
+                ending = kind, value
+        if ending is None:
+            self.failed("the process that recorded the run has gone without a word", "", "FAILED")
+            return
+        kind, value = ending
+        if kind == "finished":
+            files = [self._folder / name for name in value["files"]]
+            self._end(self._account.finished, value["summary"], files)
+        else:
+            self._end(self._account.failed, value["message"], value["details"], value["status"])
+
+    def _end(self, tell: Callable[..., None], *arguments: Any) -> None:
         self._ended = True
-        self._tag({"note": documents.note(verdict, details)})
-        self._outbox.send(self._store.set_status, status)
-
-    # --- files and tags -----------------------------------------------------------------------------------
-
-    def _describe(self) -> None:
-        """What is known of a run before it does anything: its spec."""
-        document = documents.spec_document(self.spec)
-        self._outbox.send(self._store.log_params, documents.flat(document))
-        self._tag({"job": self.spec.job.use, "note": documents.note(f"**RUNNING** · {self.spec.name}", {})})
-        if self._resumed:
-            self._tag({"error": ""})  # that of the attempt before
-        self._document("spec.yaml", documents.as_yaml(document))
-
-    def _read_ledger(self) -> None:
-        steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
-        self._steps = ledger.read_parquet(steps) if steps.exists() else []
-        self._evaluations = ledger.read_evaluations(evaluations) if evaluations.exists() else []
-
-    def _write_ledger(self) -> None:
         self._flush()
-        steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
-        if self._steps:
-            ledger.write_parquet(self._steps, steps)
-            self._keep(steps)
-        if self._evaluations:
-            ledger.write_evaluations(self._evaluations, evaluations)
-            self._keep(evaluations)
+        tell(*arguments)
 
-    def _keep(self, path: Path) -> None:
-        """Send a file to the store, under the folder that it has within the run's folder."""
-        inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
-        self._outbox.send(self._store.log_file, path, "" if inside == Path() else inside.as_posix())
-
-    def _document(self, name: str, text: str) -> None:
-        write_text(self._folder / name, text)
-        self._keep(self._folder / name)
-
-    def _tag(self, facts: Mapping[str, Any]) -> None:
-        tags = {f"lockstep.{name}": documents.as_value(value) for name, value in facts.items()}
-        if tags:
-            self._outbox.send(self._store.set_tags, tags)
+    def _inside(self, path: Path) -> str:
+        return str(path.relative_to(self._folder) if path.is_relative_to(self._folder) else path)

@@ -246,7 +246,7 @@ def test_no_password_is_recorded(shaky: Shaky, spec: Specs) -> None:
     recorder.finished({})
     recorder.close()
     for file in recorder.run_folder().rglob("*"):
-        assert b"hunter2" not in file.read_bytes()
+        assert file.is_dir() or b"hunter2" not in file.read_bytes()
     assert run_json(recorder)["params"]["record.uri"] == "postgresql://me:***@host/db"
 
 

@@ -1,0 +1,138 @@
+"""What a run's page says: parameters, tags, the note, documents, figures, the ledger, as calls for the store.
+
+Every document is written to the run's folder first and sent from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.record import documents, ledger
+from lockstep.record.files import write_text
+from lockstep.record.journal import Journal
+from lockstep.record.run_store import RunStore, Status
+from lockstep.source import job_sources
+from lockstep.spec import Spec
+
+_ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
+"""Facts of the environment that are worth searching runs by; all of them are in environment.json."""
+
+
+class Account:
+    """One run's account. `send` makes a call of the store in its turn."""
+
+    def __init__(
+        self, spec: Spec, folder: Path, journal: Journal, store: RunStore, send: Callable[..., None]
+    ) -> None:
+        self._spec = spec
+        self._folder = folder
+        self._journal = journal
+        self._store = store
+        self._send = send
+        self._facts: dict[str, Any] = {}
+        self._violation = ""
+
+    def describe(self, *, resumed: bool) -> None:
+        """What is known of a run before it does anything: its spec and its job's source."""
+        document = documents.spec_document(self._spec)
+        self._send(self._store.log_params, documents.flat(document))
+        self._tag({"job": self._spec.job.use, "folder": str(self._folder)})
+        self._note(f"**RUNNING** · {self._spec.name}", {})
+        if resumed:
+            self._tag({"error": ""})  # that of the attempt before
+        self._document("spec.yaml", documents.as_yaml(document))
+        for name, path in sorted(job_sources(self._spec.job.use).items()):
+            below = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
+            self._document(f"source/{below}", path.read_text(encoding="utf-8", errors="replace"))
+
+    def started(self, facts: Mapping[str, Any]) -> None:
+        """The facts of an attempt."""
+        rest = dict(facts)
+        plan, git, environment = (rest.pop(name, None) or {} for name in ("plan", "git", "environment"))
+        self._send(self._store.log_params, documents.flat({"plan": plan}))
+        self._tag({f"git_{name}": value for name, value in git.items() if name != "diff"})
+        self._tag(
+            {f"environment.{name}": environment[name] for name in _ENVIRONMENT_TAGS if name in environment}
+        )
+        self._facts = documents.single_values(rest)
+        self._tag(self._facts)
+        if git.get("diff"):
+            self._document("git.diff", git["diff"])
+        for name, value in {"environment": environment, **rest}.items():
+            if value and name not in self._facts:
+                self._document(f"{name}.json", documents.as_json(value))
+
+    def violated(self, violation: str) -> None:
+        """The run's promise is broken."""
+        self._violation = violation
+        self._tag({"violation": violation})
+        self.log(f"determinism violation: {violation}")
+
+    def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
+        """The end that a run came to by itself, or by a signal that it heeded."""
+        self._ledger()
+        for path in files:
+            self._keep(path)
+        self._document("summary.json", documents.as_json(summary))
+        values = documents.single_values(
+            {name: summary[name] for name in summary if name not in {"run_id", "status"}}
+        )
+        self._tag(values)
+        metrics = documents.single_values(summary.get("metrics") or {})
+        status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
+        verdict = [
+            f"**{status}** at step {summary.get('step', '?')}",
+            *map(documents.reading, metrics.items()),
+        ]
+        self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
+
+    def failed(self, message: str, details: str, status: Status) -> None:
+        """Any other end."""
+        self._tag({"error": message})
+        reached = (
+            f"after step {self._journal.last_step}" if self._journal.last_step else "before the first step"
+        )
+        try:
+            self._document("error.txt", f"{message}\n\n{details}".rstrip() + "\n")
+            self._ledger()
+        finally:  # a run whose folder cannot be written has failed as well
+            self._end(status, f"**{status}** {reached}: {message}", self._facts)
+
+    def log(self, text: str) -> None:
+        """Add a line to log.txt, with its time."""
+        with (self._folder / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def _end(self, status: Status, verdict: str, details: Mapping[str, Any]) -> None:
+        self._note(verdict, details)
+        self._send(self._store.set_status, status)
+
+    def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
+        broken = f" · **not exact: {self._violation}**" if self._violation else ""
+        self._tag({"note": documents.note(verdict + broken, details)})
+
+    def _ledger(self) -> None:
+        steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
+        if self._journal.last_step:
+            ledger.write_parquet(list(self._journal.steps()), steps)
+            self._keep(steps)
+        if self._journal.evaluations():
+            ledger.write_evaluations(self._journal.evaluations(), evaluations)
+            self._keep(evaluations)
+
+    def _keep(self, path: Path) -> None:
+        """Send a file to the store, under the folder that it has within the run's folder."""
+        inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
+        self._send(self._store.log_file, path, "" if inside == Path() else inside.as_posix())
+
+    def _document(self, name: str, text: str) -> None:
+        write_text(self._folder / name, text)
+        self._keep(self._folder / name)
+
+    def _tag(self, facts: Mapping[str, Any]) -> None:
+        tags = {f"lockstep.{name}": documents.as_value(value) for name, value in facts.items()}
+        if tags:
+            self._send(self._store.set_tags, tags)

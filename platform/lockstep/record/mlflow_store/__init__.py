@@ -1,0 +1,5 @@
+"""Runs kept in MLflow: the only package that imports it, and only when a store is opened."""
+
+from lockstep.record.mlflow_store.run import MlflowStore
+
+__all__ = ["MlflowStore"]
