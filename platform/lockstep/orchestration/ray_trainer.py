@@ -157,7 +157,7 @@ class _Driver:
         while not attempt.over.wait(POLL_S):
             if self.stop.asked and not told:
                 told = True
-                recorder.stop.remote()
+                recorder.stop.remote(self.stop.number)
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
             news = ray.get(recorder.news.remote())
             if news.failure is not None and not news.recording:

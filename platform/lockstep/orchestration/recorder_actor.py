@@ -51,6 +51,7 @@ class RecorderActor:
         self._recorder = Recorder(spec)
         self._open = False
         self._stop = False
+        self._signal: int | None = None
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
         self._error: LockstepError | None = None
@@ -78,7 +79,11 @@ class RecorderActor:
     @ray.method(concurrency_group="write")
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         self._summary = dict(summary)
-        self._recorder.finished(summary, files)
+        self._recorder.finished({**summary, "signal": self._signal}, files)
+
+    @ray.method(concurrency_group="write")
+    def system(self, node: str, values: Mapping[str, float]) -> None:
+        self._recorder.system(node, values)
 
     @ray.method(concurrency_group="write")
     def broke(self, error: LockstepError, details: str) -> None:
@@ -119,9 +124,9 @@ class RecorderActor:
         )
 
     @ray.method(concurrency_group="news")
-    def stop(self) -> None:
-        """Ask the workers to end the run after their next step."""
-        self._stop = True
+    def stop(self, signal_number: int | None = None) -> None:
+        """Ask the workers to end the run after their next step, for a signal that came."""
+        self._stop, self._signal = True, signal_number
 
     @ray.method(concurrency_group="news")
     def stopping(self) -> bool:

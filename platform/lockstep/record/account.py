@@ -5,12 +5,14 @@ Every document is written to the run's folder first and sent from there.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.record import documents, ledger
+from lockstep.errors import RecordError
+from lockstep.record import documents, figures, ledger
 from lockstep.record.files import write_text
 from lockstep.record.journal import Journal
 from lockstep.record.run_store import RunStore, Status
@@ -34,6 +36,7 @@ class Account:
         self._send = send
         self._facts: dict[str, Any] = {}
         self._violation = ""
+        self._figures: list[str] = []
 
     def describe(self, *, resumed: bool) -> None:
         """What is known of a run before it does anything: its spec and its job's source."""
@@ -83,8 +86,10 @@ class Account:
         self._tag(values)
         metrics = documents.single_values(summary.get("metrics") or {})
         status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
+        killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
+        self._final_model(status, files, summary)
         verdict = [
-            f"**{status}** at step {summary.get('step', '?')}",
+            f"**{status}**{killer} at step {summary.get('step', '?')}",
             *map(documents.reading, metrics.items()),
         ]
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
@@ -108,17 +113,43 @@ class Account:
 
     def _end(self, status: Status, verdict: str, details: Mapping[str, Any]) -> None:
         self._note(verdict, details)
+        self.log(verdict.replace("**", ""))
+        self._keep(self._folder / "log.txt")
         self._send(self._store.set_status, status)
 
     def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
         broken = f" · **not exact: {self._violation}**" if self._violation else ""
-        self._tag({"note": documents.note(verdict + broken, details)})
+        shown = [f"{figures.FOLDER}/{name}" for name in self._figures]
+        self._tag({"note": documents.note(verdict + broken, details, shown, self._folder.name)})
+
+    def _final_model(self, status: Status, files: Sequence[Path], summary: Mapping[str, Any]) -> None:
+        """Of a run that came to its end: one that is stopped has no time to lose."""
+        weights = [path for path in files if path.name == "final.safetensors"]
+        if status == "FINISHED" and weights:
+            self._send(self._log_model, weights[0], int(summary.get("step", 0)))
+
+    def _log_model(self, weights: Path, step: int) -> None:
+        try:
+            self._store.log_final_model(self._spec, weights, step)
+        except RecordError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the job's own model, traced: it may raise anything, and the run has its weights
+            lines = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}: {lines[0][:500] if lines else 'no message'}"
+            self.log(f"no model for MLflow: {reason}")
+            self._store.set_tags({"lockstep.model_error": reason})
 
     def _ledger(self) -> None:
         steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
         if self._journal.last_step:
-            ledger.write_parquet(list(self._journal.steps()), steps)
+            rows = list(self._journal.steps())
+            ledger.write_parquet(rows, steps)
             self._keep(steps)
+            for figure in figures.draw(
+                rows, self._journal.evaluations(), self._folder, scaled=self._spec.precision == "fp16"
+            ):
+                self._figures.append(figure.name)
+                self._keep(figure)
         if self._journal.evaluations():
             ledger.write_evaluations(self._journal.evaluations(), evaluations)
             self._keep(evaluations)

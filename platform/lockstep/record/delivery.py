@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lockstep.errors import RecordError
 from lockstep.record.journal import Entry, Journal
 from lockstep.record.ledger import StepRow
-from lockstep.record.points import Point, evaluation_points, step_points
+from lockstep.record.points import Point, evaluation_points, step_points, system_points
 from lockstep.record.run_store import POINTS_PER_CALL, RunStore, UnavailableError
 
 
@@ -22,7 +22,7 @@ class _Cursor(NamedTuple):
 
 
 class Delivery:
-    """`high_water` is the highest step that the store has of each key; `scaled` whether a loss scaler runs."""
+    """For a journal that was opened. `high_water` is the highest step that the store has of each key; `scaled` whether a loss scaler runs."""
 
     def __init__(
         self, journal: Journal, store: RunStore, high_water: Mapping[str, int], *, scaled: bool
@@ -33,6 +33,7 @@ class Delivery:
         self._scaled = scaled
         self._cursor = _Cursor(0, None)
         self._refused = False
+        self._started_at: float = journal.events[0].value["at"]
 
     @property
     def due(self) -> bool:
@@ -76,7 +77,9 @@ class Delivery:
     def _points(self, entry: Entry, before: StepRow | None) -> Iterator[Point]:
         if entry.kind == "step":
             return step_points(entry.value, before, scaled=self._scaled)
-        return evaluation_points(entry.value) if entry.kind == "evaluation" else iter(())
+        if entry.kind == "evaluation":
+            return evaluation_points(entry.value)
+        return system_points(entry.value, self._started_at) if entry.kind == "system" else iter(())
 
     def _is_new(self, point: Point) -> bool:
         return point.step > self._high_water.get(point.key, -1)

@@ -18,6 +18,7 @@ from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
 from lockstep.record.points import Point
 from lockstep.record.run_store import Status
+from lockstep.spec import Spec
 
 
 class FolderStore:
@@ -82,6 +83,15 @@ class FolderStore:
             raise RecordError(
                 f"record: cannot copy {str(path)!r} to {str(kept)!r}: {error.strerror}"
             ) from error
+
+    def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
+        """Nothing: the weights are in the folder."""
+
+    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
+        """Nothing: checkpoints have a folder of their own."""
+
+    def delete_checkpoint(self, step: int) -> None:
+        """Nothing, likewise."""
 
     def set_status(self, status: Status) -> None:
         self._run["status"] = status

@@ -22,6 +22,8 @@ from lockstep.errors import RecordError
 from lockstep.record.ledger import EvaluationRow, StepRow
 
 NAME = "journal.jsonl"
+POINTS_ONLY = frozenset({"system"})
+"""Kinds of events that become points and are not looked at again."""
 _READ_BYTES = 1 << 20
 
 
@@ -72,7 +74,7 @@ class Journal:
             self._starts.append(start)
         elif entry.kind == "evaluation":
             self._evaluations[entry.value.step] = entry.value
-        else:
+        elif entry.kind not in POINTS_ONLY:
             self.events.append(entry)
 
     # --- writing ------------------------------------------------------------------------------------------
@@ -94,8 +96,9 @@ class Journal:
 
     def add_event(self, kind: str, value: Any) -> None:
         """Add anything else that happened, as plain data."""
+        start = self.size
         self._append(_line(kind, value))
-        self.events.append(Entry(kind, value, self.size))
+        self._note(Entry(kind, value, self.size), start)
 
     def _append(self, data: bytes) -> None:
         try:

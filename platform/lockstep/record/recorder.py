@@ -113,10 +113,14 @@ class Recorder:
         self._evaluation = row
         self._writer.tell(partial(self._writer.evaluation, row))
 
+    def system(self, node: str, values: Mapping[str, float]) -> None:
+        """What a node is busy with at this moment (see `system.sampled`)."""
+        self._writer.tell(partial(self._writer.system, node, dict(values), time.time()))
+
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path] = ()) -> None:
         """The run is done: keep the ledger, the summary, and `files` that lie in the run's folder.
 
-        Its status is FINISHED, or KILLED where the summary has `stopped`.
+        Its status is FINISHED, or KILLED where the summary has `stopped`, by the `signal` of that number if it has one.
 
         Single values of the summary become tags `lockstep.<name>`, all of it is summary.json.
         """

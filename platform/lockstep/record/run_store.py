@@ -45,6 +45,18 @@ class RunStore(Protocol):
     def log_file(self, path: Path, folder: str) -> None:
         """Keep a copy of a file under `folder`, or at the top where that is empty."""
 
+    def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
+        """Keep the model that the run ended with in a form that others can load, where the store has one.
+
+        Raises whatever the job's own code raises.
+        """
+
+    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
+        """Keep a checkpoint with a copy of its folder, or by the reference that its tags are where there is none."""
+
+    def delete_checkpoint(self, step: int) -> None:
+        """Delete a checkpoint and its files."""
+
     def set_status(self, status: Status) -> None:
         """End the run, or mark it RUNNING again."""
 

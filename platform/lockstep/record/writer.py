@@ -147,6 +147,7 @@ class Writer:
         self._folder = Path(self.spec.checkpoint.storage) / run_id
         self._journal = Journal(self._folder)
         self._store.set_status("RUNNING")
+        self._journal.add_event("opened", {"at": time.time(), **process_tags(time.time())})
         self._account = Account(self.spec, self._folder, self._journal, self._store, self._outbox.send)
         self._delivery = Delivery(
             self._journal,
@@ -251,6 +252,9 @@ class Writer:
             return
         self.violation = f"step {step} gave other bits when it was done again: {difference}"
         self._account.violated(self.violation)
+
+    def system(self, node: str, values: Mapping[str, float], at: float) -> None:
+        self._journal.add_event("system", {"node": node, "at": at, "values": dict(values)})
 
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         self._journal.add_event(

@@ -20,7 +20,7 @@ from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.identity import identity_digest, identity_fields
 from lockstep.job import Job, dataset_size
 from lockstep.plan import Plan
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
 from lockstep.spec import Spec
 from lockstep.training.activations import checkpoint_activations
@@ -174,6 +174,7 @@ def _facts(
         "identity": identity_digest(fields),
         "fields": fields,
         "environment": environment(spec),
+        "seeds": seeds(spec.seed),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
     }

@@ -17,11 +17,13 @@ THIRD_PARTY = (
     "ignore::ResourceWarning",  # mlflow keeps its SQLite connections until the process ends
 )
 
+MLFLOW = {"test_mlflow_store.py", "test_outage.py", "test_stores.py"}
+
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Warnings are errors, but for those that come out of MLflow in the tests that open it."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.name == "test_mlflow_store.py":
+        if item.path.parent == Path(__file__).parent and item.path.name in MLFLOW:
             for text in THIRD_PARTY:
                 item.add_marker(pytest.mark.filterwarnings(text))
 

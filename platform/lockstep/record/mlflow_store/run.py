@@ -18,8 +18,10 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.record.mlflow_store.client import connecting, is_database, page_url, translated
+from lockstep.record.mlflow_store.models import Models, fill_final
 from lockstep.record.points import Point, store_key
 from lockstep.record.run_store import Status
+from lockstep.spec import Spec
 
 _LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
 _NAMES_IN_MLFLOW = {
@@ -157,6 +159,23 @@ class MlflowStore:
     def log_file(self, path: Path, folder: str) -> None:
         with self._translated():
             self._client.log_artifact(self._run_id, str(path), folder or None)
+
+    def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
+        files = fill_final(spec, weights)
+        if files is not None:
+            with self._translated():
+                self._models().publish("final", step, {}, files)
+
+    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
+        with self._translated():
+            self._models().publish(f"checkpoint-{step}", step, tags, folder)
+
+    def delete_checkpoint(self, step: int) -> None:
+        with self._translated():
+            self._models().delete(f"checkpoint-{step}")
+
+    def _models(self) -> Models:
+        return Models(self._client, self._experiment_id, self._run_id)
 
     def set_status(self, status: Status) -> None:
         with self._translated():
