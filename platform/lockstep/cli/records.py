@@ -134,7 +134,11 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
         "not exact": run.tags.get("lockstep.violation", ""),
         "started": f"{_when(run.started)}, took {_took(run)}",
         "recorded": f"up to step {run.step}",
-        "metrics": "  ".join(f"{name} {value:.6g}" for name, value in sorted(run.metrics.items())),
+        "metrics": "  ".join(
+            f"{name} {value:.6g}"
+            for name, value in sorted(run.metrics.items())
+            if name.startswith(("train/", "eval/"))
+        ),
         "identity": run.tags.get("lockstep.identity", ""),
         "weights_digest": run.tags.get("lockstep.weights_digest", ""),
         "commit": run.tags.get("mlflow.source.git.commit") or run.tags.get("lockstep.git_commit", ""),

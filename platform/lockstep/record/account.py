@@ -53,6 +53,7 @@ class Account:
 
     def started(self, facts: Mapping[str, Any]) -> None:
         """The facts of an attempt."""
+        self.log(f"training begins on {facts.get('workers', '?')} workers")
         rest = dict(facts)
         plan, git, environment = (rest.pop(name, None) or {} for name in ("plan", "git", "environment"))
         self._send(self._store.log_params, documents.flat({"plan": plan}))

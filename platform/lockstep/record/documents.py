@@ -65,14 +65,14 @@ def reading(metric: tuple[str, Any]) -> str:
 
 
 def note(verdict: str, details: Mapping[str, Any], figures: Sequence[str] = (), run_id: str = "") -> str:
-    """Markdown for the run's page: the verdict first, for the page folds after four lines, then figures and a table."""
+    """Markdown for the run's page: the verdict first, for the page folds after four lines, then a table and figures."""
     images = [
         f"![{Path(path).stem}](get-artifact?path={quote(path, safe='')}&run_uuid={run_id})"
         for path in figures
     ]
     rows = [f"| {name} | {_cell(value)} |" for name, value in flat(details).items()]
     table = ["", "| | |", "|---|---|", *rows] if rows else []
-    return "\n".join([verdict, *([""] if images else []), *images, *table, ""])
+    return "\n".join([verdict, *table, *([""] if images else []), *images, ""])
 
 
 def _cell(text: str) -> str:

@@ -47,6 +47,7 @@ def _loss(x: Any, steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow]
         above.plot([row.step for row in told], losses, "o-", color=_ORANGE, markersize=3, label="eval/loss")
     above.legend(frameon=False)
     _line(below, x, _column(steps, lambda row: row.lr), _GREY, "train/lr")
+    below.set_ylim(bottom=0)
     return figure
 
 

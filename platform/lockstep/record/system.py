@@ -15,9 +15,9 @@ EVERY_S = 10.0
 def sampled(tell: Callable[[Mapping[str, float]], None], every_s: float = EVERY_S) -> Iterator[None]:
     """Sample this node while the block runs; `tell` is called from a thread."""
     over = threading.Event()
-    sampler = Sampler()
 
     def watch() -> None:
+        sampler = Sampler()  # here: psutil keeps the processor's times of each thread apart
         while not over.wait(every_s):
             tell(sampler.sample())
 

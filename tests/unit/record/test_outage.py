@@ -8,15 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.errors import RecordError
 from lockstep.record.journal import NAME, read_steps
 from lockstep.record.ledger import DETERMINISTIC, StepRow, read_parquet
 from lockstep.record.points import Point, step_points
+from lockstep.record.recorder import Recorder
+from lockstep.record.sync import sync
+from lockstep.spec import Spec
+from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server
 
 ROOT = Path(__file__).parents[3]
@@ -165,21 +170,25 @@ def test_a_killed_driver_is_marked_and_what_it_left_is_sent(server: Server, tmp_
 
 
 def test_a_server_that_stays_away_costs_the_run_nothing_but_its_record(
-    server: Server, tmp_path: Path
+    server: Server, spec: Callable[..., Spec]
 ) -> None:
     """The steps are in the folder; the message says what to type, and that is enough."""
-    process = training(server.uri, tmp_path)
-    folder = wait_for_steps(tmp_path, 1, process)
+    recorder = Recorder(spec(server.uri))
+    recorder.start()
+    folder = recorder.run_folder()
     server.kill()
-    failed = answer(process, code=1)
-    assert f"`lockstep record sync {folder.name}` sends it" in failed["error"]
-    assert len(read_parquet(folder / "ledger.parquet")) == STEPS
-    again = answer(command(server.uri, tmp_path, "record", "sync", folder.name), code=1)
-    assert "does not answer" in again["error"]
+    recorder.steps([step_row(i) for i in range(1, 301)])
+    recorder.finished({"step": 300, "stopped": False})
+    with pytest.raises(RecordError, match=rf"`lockstep record sync {folder.name}` sends it"):
+        recorder.close(timeout_s=1.0)
+    rows = read_parquet(folder / "ledger.parquet")
+    assert rows == [step_row(i) for i in range(1, 301)]
     server.start()
-    assert answer(command(server.uri, tmp_path, "record", "sync", folder.name))["sent"] is True
-    check(server.uri, folder, folder.name)
-    assert answer(command(server.uri, tmp_path, "show", folder.name))["status"] == "FINISHED"
+    assert sync(folder).sent
+    found = recorded(server.uri, folder.name)
+    assert {key: found[key] for key in expected(rows)} == expected(rows)
+    assert answer(command(server.uri, folder, "show", folder.name))["status"] == "FINISHED"
+    assert not sync(folder).sent
 
 
 def test_without_a_journal_there_is_nothing_to_send(server: Server, tmp_path: Path) -> None:
