@@ -14,10 +14,11 @@ THIRD_PARTY = (
     "ignore::DeprecationWarning",  # mlflow, sqlalchemy, alembic and what they import
     "ignore::PendingDeprecationWarning",
     "ignore::FutureWarning",
+    "ignore::UserWarning",  # of mlflow.pytorch, about type hints of its own
     "ignore::ResourceWarning",  # mlflow keeps its SQLite connections until the process ends
 )
 
-MLFLOW = {"test_mlflow_store.py", "test_outage.py", "test_stores.py"}
+MLFLOW = {"test_mlflow_store.py", "test_outage.py", "test_stores.py", "test_final_model.py"}
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

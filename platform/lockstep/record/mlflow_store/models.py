@@ -45,7 +45,11 @@ class Models:
             self._client.log_model_artifacts(model_id, str(files))
         elif files is not None:
             with tempfile.TemporaryDirectory(prefix="lockstep-model-") as folder:
-                files(model_id, Path(folder))
+                try:
+                    files(model_id, Path(folder))
+                except Exception:
+                    self._client.delete_logged_model(model_id)  # nothing was sent
+                    raise
                 self._client.log_model_artifacts(model_id, folder)
         self._commit(model_id, step)
         return model_id
