@@ -1,6 +1,6 @@
 """Lockstep: distributed training for PyTorch in which a run is exact.
 
-What a job needs (`Job`, `Params`, `Loss`, `Mean`, `rng`) and what runs it (`train`). Names are imported when
+What a job needs (`Job`, `Params`, `Loss`, `Mean`, `rng`) and what runs it (`train`, `resume`). Names are imported when
 they are first used, so that `import lockstep` costs nothing.
 """
 
@@ -13,11 +13,24 @@ if TYPE_CHECKING:
     from lockstep.errors import LockstepError
     from lockstep.job import Job, Loss, Mean, Params
     from lockstep.orchestration.result import Result
+    from lockstep.orchestration.resumption import resume
     from lockstep.orchestration.runs import train
     from lockstep.randomness import rng
     from lockstep.spec import Spec, load_spec
 
-__all__ = ["Job", "LockstepError", "Loss", "Mean", "Params", "Result", "Spec", "load_spec", "rng", "train"]
+__all__ = [
+    "Job",
+    "LockstepError",
+    "Loss",
+    "Mean",
+    "Params",
+    "Result",
+    "Spec",
+    "load_spec",
+    "resume",
+    "rng",
+    "train",
+]
 
 _HOME = {
     "Job": "lockstep.job",
@@ -28,6 +41,7 @@ _HOME = {
     "Result": "lockstep.orchestration.result",
     "Spec": "lockstep.spec",
     "load_spec": "lockstep.spec",
+    "resume": "lockstep.orchestration.resumption",
     "rng": "lockstep.randomness",
     "train": "lockstep.orchestration.runs",
 }

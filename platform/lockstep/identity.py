@@ -23,12 +23,12 @@ PLACEMENT = frozenset({"name", "workers", "checkpoint", "record"})
 def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of the identity by its dotted name, in plain data.
 
-    `facts` are what only a worker can know: data sizes, device kind, numerics probe, initial weights' digest.
+    `facts` are what only a worker can know: data sizes, device kind, numerics probe, initial weights' digest, what a fork starts from.
     With `reduction: native` the sum depends on the workers and on the buckets, so these enter as well.
     """
-    document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
-    document["data"] = {key: value for key, value in document["data"].items() if key != "loader_processes"}
-    document.pop("initial_weights")
+    document = _deciding(spec)
+    for name in ("initial_weights", "fork"):  # what they lead to is told by the facts
+        document.pop(name)
     fields = dict(_flat(document))
     fields |= {f"version.{name}": found for name, found in _versions().items()}
     fields["job.source"] = job_source_digest(spec.job.use)
@@ -37,6 +37,19 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     else:
         fields["workers.bucket_mb"] = spec.workers.bucket_mb
     return {**fields, **facts}
+
+
+def changed_fields(before: Spec, after: Spec) -> list[tuple[str, Any, Any]]:
+    """The fields of the identity in which two specs differ: dotted name, value before, value after."""
+    old, new = (dict(_flat(_deciding(spec))) for spec in (before, after))
+    return [(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]
+
+
+def _deciding(spec: Spec) -> dict[str, Any]:
+    """The part of a spec that decides about bits."""
+    document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
+    document["data"] = {key: value for key, value in document["data"].items() if key != "loader_processes"}
+    return document
 
 
 def identity_digest(fields: Mapping[str, Any]) -> str:

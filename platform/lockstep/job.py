@@ -93,6 +93,17 @@ class Job:
         """An optimizer of the job's own, or None for the one that the spec names."""
         return None
 
+    def state_dict(self) -> Mapping[str, Any]:
+        """What the job itself changes in training and a resumed run needs: tensors and plain values, the same on every worker.
+
+        Checkpoints keep it, and `load_state_dict` is given it back.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; called before the first step of a resumed run, where it gave anything."""
+        raise NotImplementedError("a job with a state_dict needs a load_state_dict")
+
     def example_input(self) -> Any:
         """Arguments for one call of the model, for export and for the record; None where there are none."""
         return None

@@ -238,17 +238,51 @@ class Workers(_Section):
         return most
 
 
-class Storage(_Section):
-    """Where the files of runs are kept: `<storage>/<run_id>/`."""
+class Cadence(_Section):
+    """When the state is saved: each so many epochs, steps or seconds, exactly one of the three."""
+
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    seconds: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(given is not None for given in (self.epochs, self.steps, self.seconds)) != 1:
+            raise ValueError("wanted exactly one of epochs, steps and seconds")
+        return self
+
+
+class KeepBest(_Section):
+    """The checkpoint with the best value of an evaluation's metric is kept."""
+
+    metric: str = "eval/loss"
+    mode: Literal["min", "max"] = "min"
+
+
+class Checkpoint(_Section):
+    """Where the files of runs are kept, `<storage>/<run_id>/`; when the state is saved, and which checkpoints stay."""
 
     storage: str = "runs"
+    every: Cadence | None = Cadence(seconds=300.0)
+    keep_last: PositiveInt = 2
+    keep_best: KeepBest | None = None
+    keep_every: PositiveInt | None = None
+
+
+class Fork(_Section):
+    """A run that starts from the state that another one had after a step, its counters and optimizer included."""
+
+    run: str
+    step: PositiveInt | None = None
+    storage: str | None = None
 
 
 class Record(_Section):
-    """The MLflow tracking store; `uri: off` records in the run's own folder alone."""
+    """The MLflow tracking store, and the folder of the files beside it, `<folder>/<run_id>/`; `uri: off` records there alone."""
 
     uri: str | None = None
     experiment: str | None = None
+    folder: str | None = None
 
 
 def _named(default: str) -> BeforeValidator:
@@ -283,13 +317,14 @@ class Spec(_Section):
     clip_norm: PositiveFloat | None = None
     activation_checkpointing: bool = False
     initial_weights: str | None = None
+    fork: Fork | None = None
     evaluate: Evaluate = Evaluate()
     early_stop: EarlyStop | None = None
     determinism: Literal["strict", "fast"] = "strict"
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
     workers: Workers = Workers()
-    checkpoint: Storage = Storage()
+    checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
 
     @model_validator(mode="after")
@@ -300,6 +335,11 @@ class Spec(_Section):
                 "for a worker runs at least one; lower workers.min or batch.micro"
             )
         return self
+
+    @property
+    def folder(self) -> Path:
+        """Where the record's files are kept, a folder a run."""
+        return Path(self.record.folder or self.checkpoint.storage)
 
     def document(self) -> dict[str, Any]:
         """The spec as plain data, as a spec file would write it."""
@@ -390,17 +430,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(document: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Apply `key=value` pairs. Epochs and steps exclude each other, so the one that is given replaces the other."""
+    """Apply `key=value` pairs. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
     pairs = [_pair(override) for override in overrides]
     given = {key for key, _ in pairs}
-    rivals = {"epochs": "steps", "steps": "epochs"}
+    rivals = {"epochs", "steps", "seconds"}
     for key, value in pairs:
         above, _, leaf = key.rpartition(".")
         section = _section(document, key)
         section[leaf] = value
-        rival = rivals.get(leaf, "")
-        if value is not None and f"{above}.{rival}" not in given and not above.startswith("job."):
-            section.pop(rival, None)
+        if value is None or leaf not in rivals or above.startswith("job."):
+            continue
+        for rival in rivals - {leaf}:
+            if f"{above}.{rival}" not in given:
+                section.pop(rival, None)
 
 
 def _pair(override: str) -> tuple[str, Any]:
@@ -434,16 +476,18 @@ def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
 
 
 def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
-    record = spec.record
+    record, storage = spec.record, _absolute(spec.checkpoint.storage)
+    folder = record.folder or ("runs" if "://" in storage else storage)
     return spec.model_copy(
         update={
             "name": default_name,
             "initial_weights": _absolute_weights(spec.initial_weights) if spec.initial_weights else None,
-            "checkpoint": spec.checkpoint.model_copy(update={"storage": _absolute(spec.checkpoint.storage)}),
+            "checkpoint": spec.checkpoint.model_copy(update={"storage": storage}),
             "record": record.model_copy(
                 update={
                     "uri": tracking_uri(uri or record.uri),
                     "experiment": record.experiment or default_name,
+                    "folder": _absolute(folder),
                 }
             ),
         }

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from lockstep.job import load_job
 from lockstep.record.ledger import EvaluationRow, StepRow
 from lockstep.spec import load_spec
-from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks import handwritten
 from tests.distributed.pool import Pool
 

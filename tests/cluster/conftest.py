@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.orchestration.ray_trainer import RAY_SETTINGS
-from lockstep.training.determinism import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,9 @@ import lockstep.plan
 import lockstep.training.reduction
 import lockstep.training.setup
 import lockstep.training.step
+from lockstep.checkpoint.run_folder import Origin
 from lockstep.job import Job, load_job
-from lockstep.record.ledger import DETERMINISTIC, EvaluationRow, StepRow
+from lockstep.record.ledger import DETERMINISTIC, CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.spec import load_spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.digest import weights_digest
@@ -49,12 +50,17 @@ class Trained:
     """DDP buckets of a step from the second on (it rebuilds them after the first); 0 without the reduction."""
     gradients: dict[str, Tensor] = field(compare=False)
     """Of the last step, by parameter."""
+    checkpoints: tuple[CheckpointRow, ...] = field(compare=False)
+    warnings: tuple[str, ...] = field(compare=False)
 
 
 class Kept:
     """A run's record in memory, with a digest of the model after each step."""
 
-    def __init__(self, model: list[nn.Module], stop_in: int | None) -> None:
+    def __init__(self, model: list[nn.Module], stop_in: int | None, run_id: str = "") -> None:
+        self.warnings: list[str] = []
+        self.checkpoints: list[CheckpointRow] = []
+        self._run_id = run_id
         self.facts: dict[str, Any] = {}
         self.steps: list[StepRow] = []
         self.evaluations: list[EvaluationRow] = []
@@ -65,6 +71,18 @@ class Kept:
 
     def started(self, facts: Mapping[str, Any]) -> None:
         self.facts = dict(facts)
+
+    def restored(self, history: History) -> None:
+        self.steps, self.evaluations = list(history.steps), list(history.evaluations)
+
+    def run_id(self) -> str:
+        return self._run_id
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        self.checkpoints.append(row)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
     def step(self, row: StepRow) -> None:
         self.steps.append(row)
@@ -101,17 +119,33 @@ def train_stopped(document: Document, rank: int, step: int) -> Trained:
     )
 
 
-def train_job(document: Document, job: Job, stop_in: int | None = None) -> Trained:
+def train_attempt(document: Document, run_id: str, origin: Origin, stop_after: int | None = None) -> Trained:
+    """One attempt of a run that is saved: the run's first where `origin` names none. It may be asked to stop after a step."""
+    spec = load_spec(document)
+    return train_job(
+        document,
+        load_job(spec.job.use, spec.job.params),
+        None if stop_after is None else stop_after - 1,
+        run_id,
+        origin,
+    )
+
+
+def train_job(
+    document: Document, job: Job, stop_in: int | None = None, run_id: str = "", origin: Origin | None = None
+) -> Trained:
     """`fit` on `job`; the spec's own job is not looked at but for its source."""
     made: list[nn.Module] = []
-    record = Kept(made, stop_in)
+    record = Kept(made, stop_in, run_id)
     with _model_seen(job, made), _buckets_counted(record.buckets):
-        summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record)
+        summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record, origin)
     return Trained(
         weights_digest=summary["weights_digest"],
         best=(summary["best_step"], summary["best_digest"]),
         identity=summary["identity"],
         rows=tuple(bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in record.steps),
+        checkpoints=tuple(record.checkpoints),
+        warnings=tuple(record.warnings),
         evaluations=tuple((row.step, row.epoch, bits(row.metrics)) for row in record.evaluations),
         digests=tuple(record.digests),
         summary=summary,

@@ -33,6 +33,17 @@ class Fence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Which attempt of which run this is. It saves under this number; a newer one takes that right from it."""
+
+    run_id: str | None = None
+    """The run that goes on, whose attempt was claimed already; None for a new run, of which the record knows the id."""
+    attempt: int = 1
+    step: int | None = None
+    """Go on from the checkpoint of this step; None for the newest one that is good."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """`<storage>/<run_id>/`. Make one with `create` for a new run, with `open` for one that exists."""
 

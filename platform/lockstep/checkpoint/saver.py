@@ -22,7 +22,7 @@ from lockstep.checkpoint.pruning import clear_leftovers, prune
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt
-from lockstep.checkpoint.snapshot import Snapshot, snapshot
+from lockstep.checkpoint.snapshot import Block, Snapshot, snapshot
 from lockstep.checkpoint.tree import Tree
 from lockstep.checkpoint.writer import Part, commit, gather_parts, post_failure, post_receipt, write_part
 from lockstep.errors import LockstepError, StorageError
@@ -92,12 +92,12 @@ class AsyncSaver:
         self._closed = False
         self._abandoned = threading.Event()
 
-    def reserve(self, sections: Mapping[str, Tree | bytes]) -> None:
+    def reserve(self, sections: Mapping[str, Tree | Block]) -> None:
         """Make the buffers before the first save, which then takes no longer than any other."""
         self.wait()
         self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
 
-    def save(self, step: int, sections: Mapping[str, Tree | bytes], facts: Facts | None = None) -> Pause:
+    def save(self, step: int, sections: Mapping[str, Tree | Block], facts: Facts | None = None) -> Pause:
         """Copy the state and begin to write it. Returns as soon as the sections may change again.
 
         Raises JobError for what no checkpoint can hold, RuntimeError when closed, and nothing else: a failure

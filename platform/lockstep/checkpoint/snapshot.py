@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
@@ -23,6 +23,9 @@ from torch import Tensor
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.tree import Tree, pack
 from lockstep.errors import JobError, StorageError
+
+Block = bytes | Callable[[], bytes]
+"""Bytes, or what makes them: called later, by the thread that writes, of what no step changes any more."""
 
 SMALLEST_SHARE = 4 << 20
 """Bytes below which a further rank that writes costs more than it saves."""
@@ -36,7 +39,7 @@ class Snapshot:
 
     trees: dict[str, Any]
     """Each section's skeleton."""
-    blocks: dict[str, bytes]
+    blocks: dict[str, Block]
     tensors: dict[str, dict[str, Tensor]]
     rank: int
     writers: int
@@ -60,7 +63,7 @@ class Snapshot:
 
 
 def snapshot(
-    sections: Mapping[str, Tree | bytes], into: Snapshot | None = None, *, rank: int = 0, ranks: int = 1
+    sections: Mapping[str, Tree | Block], into: Snapshot | None = None, *, rank: int = 0, ranks: int = 1
 ) -> Snapshot:
     """Copy `sections` to host memory, into the memory of `into`, which is used up by it.
 
@@ -71,7 +74,7 @@ def snapshot(
     for section, content in sections.items():
         if not layout.is_section(section):
             raise JobError(f"checkpoint: {section!r} cannot name a section; wanted lower case, digits and _")
-        if isinstance(content, bytes):
+        if isinstance(content, bytes) or callable(content):
             blocks[section] = content
         else:
             packed[section] = pack(content, section)

@@ -20,7 +20,7 @@ from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, check_entry
 from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.run_folder import Attempt
-from lockstep.checkpoint.snapshot import Snapshot, snapshot
+from lockstep.checkpoint.snapshot import Block, Snapshot, snapshot
 from lockstep.checkpoint.tensor_file import tensor_pieces
 from lockstep.checkpoint.tree import Tree
 from lockstep.errors import StorageError
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def write_checkpoint(
-    attempt: Attempt, step: int, sections: Mapping[str, Tree | bytes], facts: Facts | None = None
+    attempt: Attempt, step: int, sections: Mapping[str, Tree | Block], facts: Facts | None = None
 ) -> Checkpoint:
     """Write and publish a whole checkpoint from one process."""
     copied = snapshot(sections)
@@ -143,7 +143,7 @@ def _files(copied: Snapshot) -> Iterator[tuple[str, str, Iterable[bytes | memory
         for section, skeleton in copied.trees.items():
             yield section, "tree", [as_text(skeleton)]
         for section, block in copied.blocks.items():
-            yield section, "bytes", [block]
+            yield section, "bytes", [block() if callable(block) else block]
 
 
 def _replaced(number: int, names: Iterable[str], files: Iterable[FileEntry]) -> list[str]:

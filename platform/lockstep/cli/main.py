@@ -10,15 +10,20 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.cli import records
 from lockstep.cli.answers import Json, Uri, Verbose, answered
 from lockstep.spec import RECORD_OFF
+
+if TYPE_CHECKING:
+    from lockstep.orchestration.progress import Progress
+    from lockstep.orchestration.result import Result
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -77,20 +82,75 @@ def train(
             report = checks.dry_run(loaded)
             answer(report, lambda: _yaml(report["spec"]) + "\n" + checks.as_text(report))
             return
-        from lockstep.orchestration.progress import Line, Silent
         from lockstep.orchestration.runs import train as train_run
 
-        line = None if json_ else Line()
-        with line.running() if line else nullcontext():
+        with shown(json_) as progress:
             result = train_run(
                 loaded,
                 local=local,
                 address=address,
-                progress=line or Silent(),
+                progress=progress,
                 verbose=verbose,
                 began_at=began_at,
             )
         answer(result.as_dict(), lambda: _told(result.as_dict()))
+    _exit(result)
+
+
+@app.command()
+def resume(
+    run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="the run, as `lockstep train` named it")],
+    overrides: Overrides = None,
+    from_step: Annotated[
+        int | None, typer.Option(min=1, help="the checkpoint of this step, rather than the newest good one")
+    ] = None,
+    fork: Annotated[
+        bool,
+        typer.Option("--fork", help="a new run that starts from this state; overrides may change anything"),
+    ] = False,
+    json_: Json = False,
+    local: Local = False,
+    address: Address = None,
+    uri: Uri = None,
+    verbose: Verbose = False,
+) -> None:
+    """Continue a run from its newest good checkpoint, with the same bits."""
+    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    with answered(json_, verbose) as answer:
+        sys.path.insert(0, str(Path.cwd()))
+        from lockstep.orchestration.resumption import resume as resume_run
+
+        with shown(json_) as progress:
+            result = resume_run(
+                run_id,
+                overrides or [],
+                step=from_step,
+                fork=fork,
+                local=local,
+                address=address,
+                uri=uri,
+                progress=progress,
+                verbose=verbose,
+                began_at=began_at,
+            )
+        answer(result.as_dict(), lambda: _told(result.as_dict()))
+    _exit(result)
+
+
+@contextmanager
+def shown(as_json: bool) -> Iterator[Progress]:
+    """The live line while a run goes on; nothing with `--json`."""
+    from lockstep.orchestration.progress import Line, Silent
+
+    if as_json:
+        yield Silent()
+        return
+    line = Line()
+    with line.running():
+        yield line
+
+
+def _exit(result: Result) -> None:
     if result.signal_number is not None:
         raise typer.Exit(128 + result.signal_number)
 
@@ -124,7 +184,19 @@ def _told(result: dict[str, Any]) -> str:
         f"weights_digest    {result['weights_digest']}",
         f"run               {result['run_id']}",
         f"folder            {result['folder']}",
+        f"checkpoint        {result['checkpoint'] or 'none'}",
     ]
+    if result["status"] == "KILLED":
+        lines.append(
+            f"go on with it     lockstep resume {result['run_id']}{_uri_option(result['tracking_uri'])}"
+        )
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")
     return "\n".join(lines)
+
+
+def _uri_option(tracking_uri: str) -> str:
+    """How a later command is told the store, where it would not find it by itself."""
+    from lockstep.spec import tracking_uri as default_uri
+
+    return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"

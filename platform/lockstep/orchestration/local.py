@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import RecordError
 from lockstep.job import load_job
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
 from lockstep.record.environment import git_state
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
 from lockstep.spec import Spec
@@ -37,6 +38,8 @@ class NoRecord:
 
     def started(self, facts: Mapping[str, Any]) -> None: ...
 
+    def restored(self, history: History) -> None: ...
+
     def step(self, row: StepRow) -> None: ...
 
     def evaluation(self, row: EvaluationRow) -> None: ...
@@ -46,12 +49,28 @@ class NoRecord:
     def stopping(self) -> bool:
         return self._stop is not None and self._stop.asked
 
+    def run_id(self) -> str:
+        raise NotImplementedError("rank 0 knows the run")
+
+    def checkpoint(self, row: CheckpointRow) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
 
 class DirectRecord:
     """The record of rank 0 where the recorder lives in the same process."""
 
-    def __init__(self, recorder: Recorder, stop: StopSignal, *, forks: bool) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        stop: StopSignal,
+        *,
+        forks: bool,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.recorder = recorder
+        self.warnings: list[str] = []
+        self._warn = warn
         self.total_steps: int | None = None
         self._stop = stop
         self._forks = forks
@@ -63,6 +82,9 @@ class DirectRecord:
         ):  # a process forked while the recorder's thread imports MLflow could wait for that import for ever
             self.recorder.run_id()
         self.recorder.started({**facts, "git": git_state(Path.cwd())})
+
+    def restored(self, history: History) -> None:
+        self.recorder.restored(history)
 
     def step(self, row: StepRow) -> None:
         self.recorder.steps([row])
@@ -79,6 +101,16 @@ class DirectRecord:
         """A signal came, or the run cannot be recorded anywhere."""
         return self._stop.asked or (not self.recorder.opened and self.recorder.failure() is not None)
 
+    def run_id(self) -> str:
+        return self.recorder.run_id()
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        self.recorder.checkpoint(row)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self._warn(f"warning: {text}")
+
 
 def under_torchrun() -> bool:
     """Whether this process was started by `torchrun` as one of several."""
@@ -86,14 +118,24 @@ def under_torchrun() -> bool:
 
 
 def train_here(
-    spec: Spec, progress: Progress, stop: StopSignal, *, began_at: float, warnings: list[str]
+    spec: Spec,
+    progress: Progress,
+    stop: StopSignal,
+    origin: Origin,
+    *,
+    began_at: float,
+    warnings: list[str],
 ) -> Result | None:
     """Train in this process. Under torchrun every rank calls it, and all but rank 0 get None."""
     device = _device(spec)
     if not under_torchrun():
-        return _train_as(spec, Group.join(device), progress, stop, began_at=began_at, warnings=warnings)
+        return _train_as(
+            spec, Group.join(device), progress, stop, origin, began_at=began_at, warnings=warnings
+        )
     with distributed("nccl" if device.type == "cuda" else "gloo"):
-        return _train_as(spec, Group.join(device), progress, stop, began_at=began_at, warnings=warnings)
+        return _train_as(
+            spec, Group.join(device), progress, stop, origin, began_at=began_at, warnings=warnings
+        )
 
 
 def _device(spec: Spec) -> torch.device:
@@ -105,17 +147,26 @@ def _device(spec: Spec) -> torch.device:
 
 
 def _train_as(
-    spec: Spec, group: Group, progress: Progress, stop: StopSignal, *, began_at: float, warnings: list[str]
+    spec: Spec,
+    group: Group,
+    progress: Progress,
+    stop: StopSignal,
+    origin: Origin,
+    *,
+    began_at: float,
+    warnings: list[str],
 ) -> Result | None:
     if group.rank > 0:
-        fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop))
+        fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop), origin)
         return None
-    record = DirectRecord(Recorder(spec), stop, forks=spec.data.loader_processes > 0)
+    record = DirectRecord(
+        Recorder(spec, run_id=origin.run_id), stop, forks=spec.data.loader_processes > 0, warn=progress.say
+    )
     recorder = record.recorder
     recorder.start()
     try:
         with _shown(record, progress), sampled(partial(recorder.system, "node-0")):
-            summary = fit(spec, load_job(spec.job.use, spec.job.params), group, record)
+            summary = fit(spec, load_job(spec.job.use, spec.job.params), group, record, origin)
     except BaseException as error:
         signalled = isinstance(error, KeyboardInterrupt)
         recorder.failed(
@@ -127,6 +178,8 @@ def _train_as(
             recorder.close()
         raise
     recorder.close()
+    if recorder.violation:
+        record.warn(recorder.violation)
     return result_of(
         summary,
         run_id=recorder.run_id(),
@@ -134,7 +187,8 @@ def _train_as(
         tracking_uri=spec.record.uri or "",
         folder=str(recorder.run_folder()),
         began_at=began_at,
-        warnings=warnings,
+        warnings=[*warnings, *record.warnings],
+        attempts=origin.attempt,
         signal_number=stop.number,
     )
 

@@ -8,17 +8,18 @@ import os
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
 from lockstep.spec import Spec
-from lockstep.training.determinism import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 POLL_S = 0.3
 """How often the driver looks at a run."""
@@ -35,6 +36,7 @@ def train_on_ray(
     spec: Spec,
     progress: Progress,
     stop: StopSignal,
+    origin: Origin,
     *,
     address: str | None,
     verbose: bool,
@@ -44,7 +46,7 @@ def train_on_ray(
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
     with connected(address, verbose=verbose) as own_cluster:
         stop.listen()  # Ray takes SIGTERM for itself when it connects
-        return _Driver(spec, progress, stop, own_cluster, began_at, warnings).run()
+        return _Driver(spec, progress, stop, origin, own_cluster, began_at, warnings).run()
 
 
 @contextmanager
@@ -93,6 +95,7 @@ class _Driver:
         spec: Spec,
         progress: Progress,
         stop: StopSignal,
+        origin: Origin,
         own_cluster: bool,
         began_at: float,
         warnings: list[str],
@@ -100,8 +103,10 @@ class _Driver:
         self.spec = spec
         self.progress = progress
         self.stop = stop
+        self.origin = origin
         self.began_at = began_at
-        self.warnings = warnings
+        self.warnings = list(warnings)
+        self._warned = 0
         self.environment: dict[str, str] = {} if own_cluster else dict(WORKER_ENVIRONMENT)
 
     def run(self) -> Result:
@@ -110,11 +115,12 @@ class _Driver:
         from lockstep.orchestration.recorder_actor import Ending, start_recorder
 
         workers, resources = place(self.spec, ray.cluster_resources())
-        recorder = start_recorder(self.spec, self.environment)
-        attempt = Attempt(self.spec, recorder, workers, resources, self.environment)
+        recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
+        attempt = Attempt(self.spec, self.origin, recorder, workers, resources, self.environment)
         try:
             self._watch(attempt, recorder)
             ending: Ending = ray.get(recorder.ending.remote())
+            self._warn(ray.get(recorder.news.remote()).warnings)
             if ending.summary is None:
                 error = ending.error or attempt.error or ClusterError("the workers ended without a result")
                 ray.get(recorder.ended.remote(str(error), ending.details, "FAILED"))
@@ -127,6 +133,7 @@ class _Driver:
             self._close(recorder)  # what ended the run is told; that it could not be recorded comes second
             raise
         failure = self._close(recorder)
+        self._warn(ray.get(recorder.news.remote()).warnings)
         if failure is not None:
             raise failure
         run_id, url, folder = ray.get(recorder.names.remote())
@@ -138,6 +145,7 @@ class _Driver:
             folder=folder,
             began_at=self.began_at,
             warnings=self.warnings,
+            attempts=self.origin.attempt,
             signal_number=self.stop.number,
         )
 
@@ -164,7 +172,15 @@ class _Driver:
                 recorder.stop.remote()
                 attempt.over.wait()
                 raise news.failure
+            self._warn(news.warnings)
             self.progress.show(news.step, news.evaluation, news.total_steps)
+
+    def _warn(self, texts: Sequence[str]) -> None:
+        """Show the warnings that are new."""
+        for text in texts[self._warned :]:
+            self.progress.say(f"warning: {text}")
+            self.warnings.append(text)
+        self._warned = len(texts)
 
 
 def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
@@ -190,6 +206,7 @@ class Attempt:
     def __init__(
         self,
         spec: Spec,
+        origin: Origin,
         recorder: Any,
         workers: int,
         resources: dict[str, float],
@@ -197,7 +214,12 @@ class Attempt:
     ) -> None:
         self.over = threading.Event()
         self.error: LockstepError | None = None
-        self._config = {"spec": spec.document(), "recorder": recorder, "folder": str(Path.cwd())}
+        self._config = {
+            "spec": spec.document(),
+            "origin": origin,
+            "recorder": recorder,
+            "folder": str(Path.cwd()),
+        }
         self._workers = workers
         self._resources = resources
         self._environment = environment

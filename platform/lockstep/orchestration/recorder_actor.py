@@ -12,13 +12,17 @@ from torch import Tensor
 
 from lockstep.errors import LockstepError, RecordError
 from lockstep.record.environment import git_state
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec
 from lockstep.training.weights import save_weights
 
 FLUSH_S = 0.25
 """How long rank 0 gathers rows before it sends them: a call costs about 0.2 ms of the training thread."""
+
+
+ROWS_PER_CALL = 10_000
+"""Rows of an earlier attempt that are sent at once."""
 
 
 class News(NamedTuple):
@@ -30,6 +34,7 @@ class News(NamedTuple):
     failure: LockstepError | None
     recording: bool
     """Whether the run exists in its store."""
+    warnings: tuple[str, ...]
 
 
 class Ending(NamedTuple):
@@ -47,8 +52,9 @@ class RecorderActor:
     some four seconds of a processor, which would else be missing while the workers start.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        self._recorder = Recorder(spec)
+    def __init__(self, spec: Spec, run_id: str | None) -> None:
+        self._recorder = Recorder(spec, run_id=run_id)
+        self._warnings: list[str] = []
         self._open = False
         self._stop = False
         self._signal: int | None = None
@@ -75,6 +81,14 @@ class RecorderActor:
     @ray.method(concurrency_group="write")
     def evaluation(self, row: EvaluationRow) -> None:
         self._recorder.evaluation(row)
+
+    @ray.method(concurrency_group="write")
+    def checkpoint(self, row: CheckpointRow) -> None:
+        self._recorder.checkpoint(row)
+
+    @ray.method(concurrency_group="write")
+    def warn(self, text: str) -> None:
+        self._warnings.append(text)
 
     @ray.method(concurrency_group="write")
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
@@ -105,11 +119,18 @@ class RecorderActor:
             self._recorder.close()
         except RecordError as error:
             return error
+        finally:
+            if self._recorder.violation:
+                self._warnings.append(self._recorder.violation)
         return None
 
     @ray.method(concurrency_group="ask")
     def run_folder(self) -> Path:
         return self._recorder.run_folder()
+
+    @ray.method(concurrency_group="ask")
+    def run_id(self) -> str:
+        return self._recorder.run_id()
 
     @ray.method(concurrency_group="ask")
     def names(self) -> tuple[str, str, str]:
@@ -120,7 +141,12 @@ class RecorderActor:
     def news(self) -> News:
         latest = self._recorder.latest
         return News(
-            latest.step, latest.evaluation, self._total_steps, self._recorder.failure(), self._recorder.opened
+            latest.step,
+            latest.evaluation,
+            self._total_steps,
+            self._recorder.failure(),
+            self._recorder.opened,
+            tuple(self._warnings),
         )
 
     @ray.method(concurrency_group="news")
@@ -137,7 +163,7 @@ class RecorderActor:
         return Ending(self._summary, self._error, self._details)
 
 
-def start_recorder(spec: Spec, environment: Mapping[str, str]) -> Any:
+def start_recorder(spec: Spec, environment: Mapping[str, str], run_id: str | None) -> Any:
     """A recorder actor on this node; it takes no CPU from the workers."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
@@ -146,7 +172,7 @@ def start_recorder(spec: Spec, environment: Mapping[str, str]) -> Any:
     options: dict[str, Any] = {"scheduling_strategy": here}
     if environment:
         options["runtime_env"] = {"env_vars": dict(environment)}
-    return remote.options(**options).remote(spec)
+    return remote.options(**options).remote(spec, run_id)
 
 
 class RemoteRecord:
@@ -162,6 +188,12 @@ class RemoteRecord:
 
     def started(self, facts: Mapping[str, Any]) -> None:
         self._actor.started.remote({**facts, "git": git_state(self._folder)})
+
+    def restored(self, history: History) -> None:
+        for start in range(0, len(history.steps), ROWS_PER_CALL):
+            self._actor.steps.remote(history.steps[start : start + ROWS_PER_CALL])
+        for row in history.evaluations:
+            self._actor.evaluation.remote(row)
 
     def step(self, row: StepRow) -> None:
         self._rows.append(row)
@@ -179,6 +211,16 @@ class RemoteRecord:
 
     def stopping(self) -> bool:
         return self._stopping
+
+    def run_id(self) -> str:
+        run_id: str = ray.get(self._actor.run_id.remote())
+        return run_id
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        self._actor.checkpoint.remote(row)
+
+    def warn(self, text: str) -> None:
+        self._actor.warn.remote(text)
 
     def _flush(self) -> None:
         if self._rows:

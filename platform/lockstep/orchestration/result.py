@@ -50,16 +50,17 @@ def result_of(
     folder: str,
     began_at: float,
     warnings: list[str],
+    attempts: int,
     signal_number: int | None,
 ) -> Result:
     """The result of a run that came to its end, from the summary that its workers agreed on."""
-    rest = {key: value for key, value in summary.items() if key not in {"first_step_at", "stopped"}}
+    rest = {key: value for key, value in summary.items() if key not in {"first_step_at", "stopped", "signal"}}
     first = summary["first_step_at"]
     return Result(
         run_id=run_id,
         status="KILLED" if summary["stopped"] else "FINISHED",
         signal_number=signal_number if summary["stopped"] else None,
-        attempts=1,
+        attempts=attempts,
         first_step_s=None if first is None else first - began_at,
         url=url,
         tracking_uri=tracking_uri,

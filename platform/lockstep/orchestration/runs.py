@@ -7,10 +7,13 @@ import re
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.storage import open_storage
 from lockstep.errors import SpecError, StorageError
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result
@@ -36,22 +39,43 @@ def train(
     process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. A SIGTERM or SIGINT
     stops the run after the next step, and its result says KILLED. Raises LockstepError.
     """
-    began_at = began_at or time.time()
     progress = progress or Silent()
     loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
+    return run_attempt(
+        loaded,
+        Origin(),
+        progress,
+        local=local,
+        address=address,
+        verbose=verbose,
+        began_at=began_at or time.time(),
+    )
+
+
+def run_attempt(
+    spec: Spec,
+    origin: Origin,
+    progress: Progress,
+    *,
+    local: bool,
+    address: str | None,
+    verbose: bool,
+    began_at: float,
+) -> Result:
+    """Train one attempt of a run, to its end or to a signal."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    warnings = advise(loaded)
+    warnings = advise(spec)
     for text in warnings:
         progress.say(f"warning: {text}")
-    loaded = find_initial_weights(loaded)
-    check_job_source(loaded.job.use)
-    check_storage(loaded)
+    spec = find_initial_weights(spec)
+    check_job_source(spec.job.use)
+    check_storage(spec)
     if local:
         from lockstep.orchestration.local import train_here
 
         with StopSignal() as stop:
-            result = train_here(loaded, progress, stop, began_at=began_at, warnings=warnings)
+            result = train_here(spec, progress, stop, origin, began_at=began_at, warnings=warnings)
         if result is None:
             raise SystemExit(0)  # a rank of torchrun that has nothing to tell
         return result
@@ -59,7 +83,14 @@ def train(
 
     with StopSignal() as stop:
         return train_on_ray(
-            loaded, progress, stop, address=address, verbose=verbose, began_at=began_at, warnings=warnings
+            spec,
+            progress,
+            stop,
+            origin,
+            address=address,
+            verbose=verbose,
+            began_at=began_at,
+            warnings=warnings,
         )
 
 
@@ -79,28 +110,39 @@ def find_initial_weights(spec: Spec) -> Spec:
     given = spec.initial_weights
     if given is None:
         return spec
-    of_run = Path(spec.checkpoint.storage, given, "weights", "final.safetensors")
+    of_run = Path(spec.folder, given, "weights", "final.safetensors")
     path = of_run if re.fullmatch("[0-9a-f]{32}", given) else Path(given)
     if not path.is_file():
         raise SpecError(
-            f"initial_weights: there is no file {str(path)!r}; give a safetensors file or the id of a run in checkpoint.storage"
+            f"initial_weights: there is no file {str(path)!r}; give a safetensors file or the id of a run in record.folder"
         )
     return spec.model_copy(update={"initial_weights": str(path)})
 
 
 def check_storage(spec: Spec) -> None:
     """Write and remove a file where the run's files will go. StorageError where that cannot be done."""
-    if "://" in spec.checkpoint.storage:
-        raise SpecError(
-            f"checkpoint.storage: got {spec.checkpoint.storage!r}, wanted a folder that all workers see"
-        )
-    folder = Path(spec.checkpoint.storage)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-"):
-            pass
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise StorageError(
-            f"checkpoint.storage: cannot write in {str(folder)!r}: {reason}; name a folder that can be written"
-        ) from error
+    folders = {"record.folder": str(spec.folder)}
+    if "://" not in spec.checkpoint.storage:
+        folders["checkpoint.storage"] = spec.checkpoint.storage
+    else:
+        check_object_storage(spec.checkpoint.storage)
+    for field, name in folders.items():
+        folder = Path(name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-"):
+                pass
+        except OSError as error:
+            if name == spec.checkpoint.storage:
+                field = "checkpoint.storage"
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise StorageError(
+                f"{field}: cannot write in {name!r}: {reason}; name a folder that can be written"
+            ) from error
+
+
+def check_object_storage(uri: str) -> None:
+    """Write and remove an object. StorageError where that cannot be done."""
+    storage, name = open_storage(uri), f".lockstep-{uuid.uuid4().hex}"
+    storage.create(name, b"")
+    storage.delete(name)

@@ -32,7 +32,7 @@ def system_recorded(recorder: Any) -> AbstractContextManager[None]:
 
 
 def worker_main(config: dict[str, Any]) -> None:
-    """Train as one worker. `config`: the spec's document, the recorder actor, and the folder that it was started in."""
+    """Train as one worker. `config`: the spec's document, the recorder actor, the folder that it was started in, and which attempt of which run this is."""
     folder = config["folder"]
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -42,7 +42,7 @@ def worker_main(config: dict[str, Any]) -> None:
     try:
         spec = validate(config["spec"])
         with system_recorded(recorder):
-            fit(spec, load_job(spec.job.use, spec.job.params), group, record)
+            fit(spec, load_job(spec.job.use, spec.job.params), group, record, config["origin"])
     except Exception as error:
         known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
         ray.get(recorder.broke.remote(type(known)(str(known)), traceback.format_exc()))

@@ -15,6 +15,7 @@ from lockstep.errors import RecordError
 from lockstep.record import documents, figures, ledger
 from lockstep.record.files import write_text
 from lockstep.record.journal import Journal
+from lockstep.record.ledger import CheckpointRow
 from lockstep.record.run_store import RunStore, Status
 from lockstep.source import job_sources
 from lockstep.spec import Spec
@@ -68,6 +69,14 @@ class Account:
         for name, value in {"environment": environment, **rest}.items():
             if value and name not in self._facts:
                 self._document(f"{name}.json", documents.as_json(value))
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        """A checkpoint was saved, or given up."""
+        if row.uri is None:
+            self._tag({"checkpoint_error": f"step {row.step}: {row.error}"})
+            self.log(f"no checkpoint of step {row.step}: {row.error}")
+        else:
+            self._tag({"checkpoint": row.uri, "checkpoint_step": row.step, "checkpoint_error": ""})
 
     def violated(self, violation: str) -> None:
         """The run's promise is broken."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.record.journal import Entry, Journal
-from lockstep.record.ledger import StepRow
-from lockstep.record.points import Point, evaluation_points, step_points, system_points
+from lockstep.record.ledger import CheckpointRow, StepRow
+from lockstep.record.points import Point, checkpoint_points, evaluation_points, step_points, system_points
 from lockstep.record.run_store import POINTS_PER_CALL, RunStore, UnavailableError
 
 
@@ -79,7 +79,11 @@ class Delivery:
             return step_points(entry.value, before, scaled=self._scaled)
         if entry.kind == "evaluation":
             return evaluation_points(entry.value)
-        return system_points(entry.value, self._started_at) if entry.kind == "system" else iter(())
+        if entry.kind == "system":
+            return system_points(entry.value, self._started_at)
+        if entry.kind == "checkpoint" and entry.value["uri"] is not None:
+            return checkpoint_points(CheckpointRow(**entry.value))
+        return iter(())
 
     def _is_new(self, point: Point) -> bool:
         return point.step > self._high_water.get(point.key, -1)

@@ -17,8 +17,22 @@ from lockstep.errors import RecordError
 from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
 from lockstep.record.points import Point
-from lockstep.record.run_store import Status
+from lockstep.record.run_store import Recorded, Status, recorded
 from lockstep.spec import Spec
+
+
+def recorded_in_folder(storage: Path, run_id: str) -> Recorded:
+    """The run of this id in its own folder. RecordError where there is none."""
+    folder = storage / run_id
+    try:
+        status = json.loads((folder / "run.json").read_text(encoding="utf-8"))["status"]
+        files = [folder / name for name in ("spec.yaml", "summary.json")]
+        spec, summary = (file.read_text(encoding="utf-8") if file.exists() else None for file in files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(
+            f"run {run_id}: no record of it in {str(storage)!r} ({error}); name its folder with record.folder, or its store with --uri"
+        ) from error
+    return recorded(run_id, status, spec, summary, "", repr(str(storage)))
 
 
 class FolderStore:
@@ -106,5 +120,5 @@ class FolderStore:
             write_text(self._folder / "run.json", as_json(self._run))
         except OSError as error:
             raise RecordError(
-                f"checkpoint.storage: cannot write {str(self._folder)!r}: {error.strerror or error}; name a folder that can be written"
+                f"record.folder: cannot write {str(self._folder)!r}: {error.strerror or error}; name a folder that can be written"
             ) from error

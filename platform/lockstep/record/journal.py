@@ -22,7 +22,7 @@ from lockstep.errors import RecordError
 from lockstep.record.ledger import EvaluationRow, StepRow
 
 NAME = "journal.jsonl"
-POINTS_ONLY = frozenset({"system"})
+POINTS_ONLY = frozenset({"system", "checkpoint"})
 """Kinds of events that become points and are not looked at again."""
 _READ_BYTES = 1 << 20
 
@@ -210,5 +210,5 @@ def _float(value: Any) -> Any:
 
 def _broken(path: Path, error: OSError) -> RecordError:
     return RecordError(
-        f"checkpoint.storage: cannot write {str(path)!r}: {error.strerror or error}; name a folder that can be written"
+        f"record.folder: cannot write {str(path)!r}: {error.strerror or error}; name a folder that can be written"
     )

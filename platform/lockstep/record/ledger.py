@@ -7,9 +7,10 @@ sign of zero survive. A part that a step did not have is null, a part that was N
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.record.files import replacing
@@ -56,6 +57,24 @@ class EvaluationRow(NamedTuple):
     wall_clock: float
 
 
+class CheckpointRow(NamedTuple):
+    """One save, as the record is told of it: published at `uri`, or given up for `error`. Times in seconds."""
+
+    step: int
+    uri: str | None
+    error: str | None
+    nbytes: int
+    waited_s: float
+    """What training waited for the save before."""
+    copied_s: float
+    """What training waited for the copy."""
+    written_s: float
+    wall_clock: float
+    """Unix time in seconds at which it was over."""
+    deleted: tuple[int, ...] = ()
+    """Steps whose checkpoints were deleted."""
+
+
 TIMING = ("data_wait_s", "step_s", "wall_clock", "attempt")
 """Columns that differ from one execution of a run to the next."""
 
@@ -73,28 +92,72 @@ _EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wa
 _PART = "part/"
 
 
+class History:
+    """All rows of a run so far, in order: what a checkpoint keeps of the ledger. Rows are only ever added."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRow] = []
+        self.evaluations: list[EvaluationRow] = []
+
+    def blocks(self) -> dict[str, Callable[[], bytes]]:
+        """The rows as they are now, as Parquet that is made when it is asked for."""
+        steps, evaluations = len(self.steps), len(self.evaluations)
+        return {
+            "steps": lambda: _encoded(_step_table(self.steps[:steps])),
+            "evaluations": lambda: _encoded(_evaluation_table(self.evaluations[:evaluations])),
+        }
+
+    @classmethod
+    def restored(cls, blocks: Mapping[str, Any]) -> History:
+        """The rows that `blocks` made."""
+        history = cls()
+        history.steps = _step_rows(_decoded(blocks["steps"], _STEP_TYPES))
+        history.evaluations = _evaluation_rows(_decoded(blocks["evaluations"], _EVALUATION_TYPES))
+        return history
+
+
 def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
     """Write steps as `path`, whole or not at all. StorageError where that fails."""
-    parts = [{_PART + name: value for name, value in row.parts.items()} for row in rows]
-    _write(_table(rows, parts, _STEP_TYPES), path)
+    _write(_step_table(rows), path)
 
 
 def read_parquet(path: Path) -> list[StepRow]:
     """The steps that `write_parquet` wrote, bit for bit. StorageError where there are none to be read."""
-    return [
-        StepRow(**fields, parts={name.removeprefix(_PART): value for name, value in parts.items()})
-        for fields, parts in _read(path, _STEP_TYPES)
-    ]
+    return _step_rows(_read(path, _STEP_TYPES))
 
 
 def write_evaluations(rows: Sequence[EvaluationRow], path: Path) -> None:
     """Write evaluations as `path`, whole or not at all. StorageError where that fails."""
-    _write(_table(rows, [row.metrics for row in rows], _EVALUATION_TYPES), path)
+    _write(_evaluation_table(rows), path)
 
 
 def read_evaluations(path: Path) -> list[EvaluationRow]:
     """The evaluations that `write_evaluations` wrote, bit for bit. StorageError where there are none to be read."""
-    return [EvaluationRow(**fields, metrics=metrics) for fields, metrics in _read(path, _EVALUATION_TYPES)]
+    return _evaluation_rows(_read(path, _EVALUATION_TYPES))
+
+
+Fields = list[tuple[dict[str, Any], dict[str, float]]]
+"""Each row as its fields and the rest of its columns, without those that are null."""
+
+
+def _step_rows(rows: Fields) -> list[StepRow]:
+    return [
+        StepRow(**fields, parts={name.removeprefix(_PART): value for name, value in parts.items()})
+        for fields, parts in rows
+    ]
+
+
+def _evaluation_rows(rows: Fields) -> list[EvaluationRow]:
+    return [EvaluationRow(**fields, metrics=metrics) for fields, metrics in rows]
+
+
+def _step_table(rows: Sequence[StepRow]) -> pa.Table:
+    parts = [{_PART + name: value for name, value in row.parts.items()} for row in rows]
+    return _table(rows, parts, _STEP_TYPES)
+
+
+def _evaluation_table(rows: Sequence[EvaluationRow]) -> pa.Table:
+    return _table(rows, [row.metrics for row in rows], _EVALUATION_TYPES)
 
 
 def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Mapping[str, str]) -> pa.Table:
@@ -110,28 +173,46 @@ def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Map
     return pa.table(columns)
 
 
-def _write(table: pa.Table, path: Path) -> None:
+def _encoded(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    _write_table(table, file)
+    return file.getvalue()
+
+
+def _write_table(table: pa.Table, file: BinaryIO) -> None:
     import pyarrow.parquet as pq
 
+    pq.write_table(table, file, compression="zstd", use_dictionary=False)  # floats of a run hardly repeat
+
+
+def _write(table: pa.Table, path: Path) -> None:
     try:
         with replacing(path) as file:
-            pq.write_table(
-                table, file, compression="zstd", use_dictionary=False
-            )  # floats of a run hardly repeat
+            _write_table(table, file)
     except OSError as error:
         raise StorageError(f"ledger: cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
-def _read(path: Path, types: Mapping[str, str]) -> list[tuple[dict[str, Any], dict[str, float]]]:
-    """Each row as its fields and the rest of its columns, without those that are null."""
+def _decoded(block: bytes, types: Mapping[str, str]) -> Fields:
+    return _rows(io.BytesIO(block), types, "a checkpoint's rows")
+
+
+def _read(path: Path, types: Mapping[str, str]) -> Fields:
+    try:
+        with path.open("rb") as file:
+            return _rows(file, types, repr(str(path)))
+    except OSError as error:
+        raise StorageError(f"ledger: cannot read {str(path)!r}: {error}") from error
+
+
+def _rows(file: BinaryIO, types: Mapping[str, str], what: str) -> Fields:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with path.open("rb") as file:
-            rows = pq.read_table(file).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"ledger: cannot read {str(path)!r}: {error}") from error
+        rows = pq.read_table(file).to_pylist()
+    except pa.ArrowException as error:
+        raise StorageError(f"ledger: cannot read {what}: {error}") from error
     return [
         (
             {field: row[field] for field in types},

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.ledger import CheckpointRow, EvaluationRow, StepRow
 
 
 class Point(NamedTuple):
@@ -65,6 +65,17 @@ def system_points(sample: Mapping[str, Any], started_at: float) -> Iterator[Poin
         )
         for name, value in sample["values"].items()
     )
+
+
+def checkpoint_points(row: CheckpointRow) -> Iterator[Point]:
+    """The points of a checkpoint that was published."""
+    values = {
+        "perf/checkpoint_pause_s": row.waited_s + row.copied_s,
+        "perf/checkpoint_write_s": row.written_s,
+        "perf/checkpoint_bytes": float(row.nbytes),
+    }
+    timestamp_ms = int(row.wall_clock * 1000)
+    return (Point(store_key(name), value, timestamp_ms, row.step) for name, value in values.items())
 
 
 _ILLEGAL = re.compile(r"[^/\w.\- ]")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lockstep.errors import RecordError, StorageError
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.run_store import RunStore, store_for
 from lockstep.record.writer import Writer
 from lockstep.spec import Spec
@@ -66,12 +66,12 @@ class Recorder:
 
     def run_folder(self) -> Path:
         """Wait until the run exists; its folder, created."""
-        folder = Path(self._writer.spec.checkpoint.storage) / self.run_id()
+        folder = self._writer.spec.folder / self.run_id()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(
-                f"checkpoint.storage: cannot create {str(folder)!r}: {error.strerror or error}"
+                f"record.folder: cannot create {str(folder)!r}: {error.strerror or error}"
             ) from error
         return folder
 
@@ -116,6 +116,16 @@ class Recorder:
     def system(self, node: str, values: Mapping[str, float]) -> None:
         """What a node is busy with at this moment (see `system.sampled`)."""
         self._writer.tell(partial(self._writer.system, node, dict(values), time.time()))
+
+    def restored(self, history: History) -> None:
+        """The rows up to the checkpoint that an attempt starts from. What is recorded already is passed over."""
+        self.steps(history.steps)
+        for row in history.evaluations:
+            self.evaluation(row)
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        """A checkpoint was saved, or given up."""
+        self._writer.tell(partial(self._writer.checkpoint, row))
 
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path] = ()) -> None:
         """The run is done: keep the ledger, the summary, and `files` that lie in the run's folder.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
@@ -64,6 +65,47 @@ class RunStore(Protocol):
         """A link that lands on the run's page, or nothing where the store has no pages."""
 
 
+class Recorded(NamedTuple):
+    """What a store knows of a run: enough to resume it."""
+
+    run_id: str
+    status: Status
+    spec: dict[str, Any]
+    """The document of its resolved spec."""
+    summary: dict[str, Any]
+    """What it came to; empty where it has not ended well."""
+    url: str
+
+
+def find_run(uri: str, run_id: str, folder: Path) -> Recorded:
+    """The run that the store at `uri` knows by this id; for RECORD_OFF the one in `folder`. RecordError where there is none."""
+    from lockstep.record.folder_store import recorded_in_folder
+    from lockstep.record.mlflow_store import recorded_in_mlflow
+
+    if uri == RECORD_OFF:
+        return recorded_in_folder(folder, run_id)
+    return recorded_in_mlflow(uri, run_id)
+
+
+def recorded(
+    run_id: str, status: str, spec: str | None, summary: str | None, url: str, where: str
+) -> Recorded:
+    """A run out of its files. RecordError where they are not what a run of Lockstep leaves."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(spec) if spec is not None else None
+        found = json.loads(summary) if summary is not None else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecordError(
+            f"run {run_id}: its record in {where} cannot be understood: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(document, dict) or not isinstance(found, dict):
+        raise RecordError(f"run {run_id} in {where} has no spec.yaml; wanted a run that Lockstep made")
+    known: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]
+    return Recorded(run_id, known, document, found, url)
+
+
 def store_for(spec: Spec, started_at: float) -> RunStore:
     """The store that `record.uri` names, not opened yet; a run that it creates began at `started_at` (Unix seconds)."""
     from lockstep.record.folder_store import FolderStore
@@ -75,11 +117,9 @@ def store_for(spec: Spec, started_at: float) -> RunStore:
             "record.uri: missing; read the spec with load_spec, which fills it in, or set record.uri=off"
         )
     if uri == RECORD_OFF:
-        return FolderStore(Path(spec.checkpoint.storage), spec.name, started_at)
-    storage = spec.checkpoint.storage
-    artifacts = storage if "://" in storage else Path(storage).as_uri()
+        return FolderStore(spec.folder, spec.name, started_at)
     experiment = spec.record.experiment or spec.name or "lockstep"
-    return MlflowStore(uri, experiment, spec.name, f"{artifacts}/mlartifacts", started_at)
+    return MlflowStore(uri, experiment, spec.name, f"{spec.folder.as_uri()}/mlartifacts", started_at)
 
 
 def unreachable(uri: str, reason: str) -> str:

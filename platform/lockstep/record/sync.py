@@ -52,5 +52,5 @@ def _spec(folder: Path, uri: str | None) -> Spec:
         raise SpecError(
             f"run {folder.name}: the password of {spec.record.uri!r} is not recorded; give the whole --uri"
         )
-    storage = spec.checkpoint.model_copy(update={"storage": str(folder.absolute().parent)})
-    return spec.model_copy(update={"checkpoint": storage})
+    record = spec.record.model_copy(update={"folder": str(folder.absolute().parent)})
+    return spec.model_copy(update={"record": record})

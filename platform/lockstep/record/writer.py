@@ -22,7 +22,7 @@ from lockstep.record.account import Account
 from lockstep.record.comparison import evaluation_difference, step_difference
 from lockstep.record.delivery import Delivery
 from lockstep.record.journal import Journal
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.ledger import CheckpointRow, EvaluationRow, StepRow
 from lockstep.record.liveness import BEAT_S, process_tags
 from lockstep.record.outbox import Outbox
 from lockstep.record.run_store import RunStore, Status, UnavailableError
@@ -144,7 +144,7 @@ class Writer:
         self.run_id = run_id
 
     def _begin(self, run_id: str) -> None:
-        self._folder = Path(self.spec.checkpoint.storage) / run_id
+        self._folder = self.spec.folder / run_id
         self._journal = Journal(self._folder)
         self._store.set_status("RUNNING")
         self._journal.add_event("opened", {"at": time.time(), **process_tags(time.time())})
@@ -255,6 +255,10 @@ class Writer:
 
     def system(self, node: str, values: Mapping[str, float], at: float) -> None:
         self._journal.add_event("system", {"node": node, "at": at, "values": dict(values)})
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        self._journal.add_event("checkpoint", row._asdict())
+        self._account.checkpoint(row)
 
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         self._journal.add_event(

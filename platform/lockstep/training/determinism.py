@@ -14,13 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import DeterminismError
-
-WORKER_ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",  # the order of sets of strings
-    "MKL_CBWR": "AVX2",  # matrix products that do not depend on where the inputs lie; no measurable cost
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what cuBLAS needs for deterministic products
-}
-"""Set before a worker process starts, or at the latest before its first matrix product."""
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 
 @contextmanager

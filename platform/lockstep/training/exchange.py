@@ -33,18 +33,19 @@ class Totals(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks agree on: the step's totals, the buffers that were written to, and whether any asks to stop."""
+    """What the ranks agree on: the step's totals, the buffers that were written to, and whether any asks to stop or to save."""
 
     totals: Totals
     flagged: list[int]
     stop: bool
+    save: bool
 
 
 class Exchange:
     """Collects one row a micro-batch and one flag a buffer, and gives every rank all of them.
 
     What a rank sends, in float64: a row for each micro-batch of its range, as many as in the longest range (total
-    and weight of the loss, then of each part); the flags; its wish to stop.
+    and weight of the loss, then of each part); the flags; its wishes to stop and to save.
     """
 
     def __init__(self, group: Group, micro_batches: int, parts: Sequence[str], flags: int) -> None:
@@ -56,7 +57,7 @@ class Exchange:
         self.flags = flags
         self._values: list[Tensor | float] = []
         self._flagged: Sequence[int] = ()
-        self._stop = False
+        self._votes = (0.0, 0.0)
         self._messages: Tensor | None = None
         self._work: Any = None
 
@@ -76,18 +77,18 @@ class Exchange:
         """Note which buffers the update of this step changed; only the rank of micro-batch 0 does."""
         self._flagged = buffers
 
-    def vote(self, *, stop: bool) -> None:
-        """Note whether this rank asks to end the run after this step."""
-        self._stop = stop
+    def vote(self, *, stop: bool, save: bool = False) -> None:
+        """Note whether this rank asks to end the run after this step, or to save its state then."""
+        self._votes = float(stop), float(save)
 
     def close(self) -> None:
         """All is noted: what this rank has to say is ready to be sent."""
         device = self.group.device
-        length = self.rows * self.width + self.flags + 1
+        length = self.rows * self.width + self.flags + len(self._votes)
         sent = self._values + [0.0] * (length - len(self._values))
         for b in self._flagged:
             sent[self.rows * self.width + b] = 1.0
-        sent[-1] = float(self._stop)
+        sent[-2:] = self._votes
         self._values, self._flagged = [], ()
         self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
@@ -127,9 +128,10 @@ class Exchange:
             for own, message in zip(self.ranges, messages, strict=True)
             for i in range(len(clip(own, micro_batches)))
         ]
-        flags = messages[0][self.rows * self.width : -1]  # rank 0 is the one that runs micro-batch 0
+        flags = messages[0][self.rows * self.width : -2]  # rank 0 is the one that runs micro-batch 0
         flagged = [b for b, value in enumerate(flags) if value]
-        return Agreed(self._totals(rows), flagged, stop=any(message[-1] for message in messages))
+        stop, save = (any(message[i] for message in messages) for i in (-2, -1))
+        return Agreed(self._totals(rows), flagged, stop, save)
 
     def _totals(self, rows: list[list[float]]) -> Totals:
         columns = [_sum_in_order(column) for column in zip(*rows, strict=True)]

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lockstep.checkpoint.run_folder import Origin
 from lockstep.data.loader import Loader
 from lockstep.errors import DriftError
 from lockstep.job import Job
 from lockstep.plan import Position
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.ledger import EvaluationRow, History, StepRow
 from lockstep.spec import Spec
+from lockstep.training.checkpoints import CheckpointRecord
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.group import Group
@@ -23,11 +25,14 @@ from lockstep.training.state import tensors
 from lockstep.training.step import StepResult
 
 
-class RunRecord(Protocol):
-    """Where a run's rows go. Rank 0's leads to the recorder, the other ranks' nowhere; no call waits for a store."""
+class RunRecord(CheckpointRecord, Protocol):
+    """Where a run's rows go. Rank 0's leads to the recorder, the other ranks' nowhere; no call but `run_id` waits for a store."""
 
     def started(self, facts: Mapping[str, Any]) -> None:
         """The run is prepared: its identity and what it runs on."""
+
+    def restored(self, history: History) -> None:
+        """The rows up to the checkpoint that this attempt starts from; the record may have them, or more."""
 
     def step(self, row: StepRow) -> None:
         """One step is done."""
@@ -42,35 +47,62 @@ class RunRecord(Protocol):
         """Whether someone asks the run to end after the next step. Never waits."""
 
 
-def fit(spec: Spec, job: Job, group: Group, record: RunRecord) -> dict[str, Any]:
+def fit(
+    spec: Spec, job: Job, group: Group, record: RunRecord, origin: Origin | None = None
+) -> dict[str, Any]:
     """Train one run to its end as one worker of `group`. Returns its summary, the same on every rank.
 
+    `origin` tells which attempt of which run this is; without one nothing is saved and nothing taken up.
     Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
     """
     with determinism(spec.determinism, spec.threads):
-        run = prepare(spec, job, group)
+        run = prepare(spec, job, group, origin, record.warn)
         record.started(run.facts)
-        metrics: dict[str, float] = {}
+        record.restored(run.history)
+        clock = Clock(origin)
         stopped = False
-        clock = Clock()
 
-        with closing(run.loader()) as batches:
-            for position in run.plan.positions(run.state.counters.step):
-                result = run.step(position, batches, stop=record.stopping())
-                record.step(clock.row(run, position, result, batches))
+        with run.checkpoints(record, origin) as checkpoints, closing(run.loader()) as batches:
+            over = catch_up(run, record)
+            for position in run.ahead(over):
+                result = run.step(position, batches, stop=record.stopping(), save=checkpoints.wanted())
+                note_step(run, record, clock.row(run, position, result, batches))
                 stopped = result.stop and position.step + 1 < run.plan.total_steps
                 if stopped:
                     break
 
-                if evaluation_is_due(run, position):
-                    metrics, enough = evaluate(run, position, record)
-                    clock.leave_out()
-                    if enough:
-                        break
+                over = evaluation_is_due(run, position) and evaluate(run, position, record)
+                if checkpoints.due(position, agreed=result.save):
+                    checkpoints.save()
+                clock.leave_out()
+                if over:
+                    break
+            checkpoints.finish()
 
-        summary = summarise(run, metrics, clock, stopped=stopped)
+        summary = summarise(run, clock, stopped=stopped, checkpoint=checkpoints.newest)
         record.finished(summary, kept_weights(run))
         return summary
+
+
+def catch_up(run: Run, record: RunRecord) -> bool:
+    """Make the evaluation that an attempt stopped before. Whether the run is over where it is taken up."""
+    counters, rule = run.state.counters, run.spec.early_stop
+    if counters.step > counters.evaluated:
+        last = run.plan.position(counters.step - 1)
+        if evaluation_is_due(run, last):
+            return evaluate(run, last, record)
+    return rule is not None and run.state.best.enough(rule)
+
+
+def note_step(run: Run, record: RunRecord, row: StepRow) -> None:
+    """Put a step into the ledger."""
+    run.state.metrics |= {
+        "train/loss": row.loss,
+        **{f"train/{name}": value for name, value in row.parts.items()},
+    }
+    if run.group.rank == 0:
+        run.history.steps.append(row)
+    record.step(row)
 
 
 def evaluation_is_due(run: Run, position: Position) -> bool:
@@ -85,18 +117,19 @@ def evaluation_is_due(run: Run, position: Position) -> bool:
     return position.ends_epoch and every.epochs is not None and (position.epoch + 1) % every.epochs == 0
 
 
-def evaluate(run: Run, position: Position, record: RunRecord) -> tuple[dict[str, float], bool]:
-    """The metrics of the model as it stands, and whether the run should end here."""
+def evaluate(run: Run, position: Position, record: RunRecord) -> bool:
+    """Evaluate the model as it stands. Whether the run should end here."""
     assert run.evaluate is not None
-    began = time.perf_counter()
+    began, step = time.perf_counter(), position.step + 1
     metrics = run.evaluate(run.state.model)
-    record.evaluation(
-        EvaluationRow(position.step + 1, position.epoch, metrics, time.perf_counter() - began, time.time())
-    )
+    row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
+    run.state.counters.evaluated = step
+    run.state.metrics |= metrics
+    if run.group.rank == 0:
+        run.history.evaluations.append(row)
+    record.evaluation(row)
     rule = run.spec.early_stop
-    if rule is None:
-        return metrics, False
-    return metrics, run.state.best.judge(rule, metrics[rule.metric], position.step + 1, run.state.model)
+    return rule is not None and run.state.best.judge(rule, metrics[rule.metric], step, run.state.model)
 
 
 def kept_weights(run: Run) -> Mapping[str, Mapping[str, Tensor]]:
@@ -105,7 +138,7 @@ def kept_weights(run: Run) -> Mapping[str, Mapping[str, Tensor]]:
     return {"final": tensors(run.state.model)} | ({"best": best} if best is not None else {})
 
 
-def summarise(run: Run, metrics: dict[str, float], clock: Clock, *, stopped: bool) -> dict[str, Any]:
+def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) -> dict[str, Any]:
     """The run in figures. Raises DriftError where the ranks' weights are not the same bits."""
     state = run.state
     digest = weights_digest(state.model.state_dict())
@@ -124,10 +157,11 @@ def summarise(run: Run, metrics: dict[str, float], clock: Clock, *, stopped: boo
         "skipped": state.counters.skipped,
         "stopped": stopped,
         "workers": run.group.size,
-        "metrics": {**clock.last, **metrics},
+        "metrics": dict(state.metrics),
         "weights_digest": digest,
         "best_digest": weights_digest(best) if best is not None else None,
         "best_step": state.best.step if best is not None else None,
+        "checkpoint": checkpoint,
         **clock.figures(),
     }
 
@@ -135,9 +169,9 @@ def summarise(run: Run, metrics: dict[str, float], clock: Clock, *, stopped: boo
 class Clock:
     """The timing columns: what a run took, apart from what it computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Origin | None = None) -> None:
+        self.attempt = 1 if origin is None else origin.attempt
         self.first_step_at: float | None = None
-        self.last: dict[str, float] = {}
         self._mark = time.perf_counter()
         self._waited_s = 0.0
         self._steps = self._samples = 0
@@ -153,10 +187,6 @@ class Clock:
         else:
             self._steps, self._samples = self._steps + 1, self._samples + position.samples
             self._steady_s, self._steady_wait_s = self._steady_s + step_s, self._steady_wait_s + wait_s
-        self.last = {
-            "train/loss": result.loss,
-            **{f"train/{name}": value for name, value in result.parts.items()},
-        }
         return StepRow(
             step=position.step + 1,
             epoch=position.epoch,
@@ -172,11 +202,11 @@ class Clock:
             data_wait_s=wait_s,
             step_s=step_s,
             wall_clock=wall,
-            attempt=1,
+            attempt=self.attempt,
         )
 
     def leave_out(self) -> None:
-        """Start the next step's time here: an evaluation is not part of it."""
+        """Start the next step's time here: an evaluation or a save is not part of it."""
         self._mark = time.perf_counter()
 
     def figures(self) -> dict[str, float | None]:

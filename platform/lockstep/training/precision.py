@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ class Precision:
 
     def scaled(self, loss: Tensor) -> Tensor:
         return self.scaler.scale(loss) if self.scaler.is_enabled() else loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and how it came about."""
+        return {"scaler": self.scaler.state_dict(), "skips_in_a_row": self.skips_in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; another precision has no use for a scale."""
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(dict(state["scaler"]))
+            self.skips_in_a_row = int(state["skips_in_a_row"])
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         if self.scaler.is_enabled():

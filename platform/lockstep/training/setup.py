@@ -5,7 +5,7 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,26 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lockstep.checkpoint.run_folder import Origin
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
 from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.identity import identity_digest, identity_fields
 from lockstep.job import Job, dataset_size
-from lockstep.plan import Plan
+from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
+from lockstep.record.ledger import History
 from lockstep.spec import Spec
 from lockstep.training.activations import checkpoint_activations
+from lockstep.training.checkpoints import (
+    CheckpointRecord,
+    Checkpoints,
+    Start,
+    check_identity,
+    find_start,
+    restore,
+)
 from lockstep.training.determinism import numerics_probe
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation
@@ -49,6 +59,8 @@ class Run:
     evaluate: Evaluation | None
     batches: MicroBatches
     facts: dict[str, Any]
+    start: Start | None
+    history: History
 
     def loader(self) -> Loader:
         """The worker's micro-batches from the state's step to the end of the run."""
@@ -62,14 +74,39 @@ class Run:
         )
         return Loader(self.batches, sampler, self.group.device, self.spec.data.loader_processes)
 
+    def ahead(self, over: bool) -> Iterator[Position]:
+        """The steps that are still to be taken: none where the run is `over`."""
+        return iter(()) if over else self.plan.positions(self.state.counters.step)
 
-def prepare(spec: Spec, job: Job, group: Group) -> Run:
-    """Build the run on this rank, rehearse one micro-batch, and agree with the other ranks on what was built."""
+    def checkpoints(self, record: CheckpointRecord, origin: Origin | None) -> Checkpoints:
+        """What saves the state of this run."""
+        return Checkpoints(
+            self.spec,
+            self.plan,
+            self.group,
+            self.state,
+            self.facts,
+            self.history,
+            record,
+            origin,
+            self.start,
+        )
+
+
+def prepare(
+    spec: Spec,
+    job: Job,
+    group: Group,
+    origin: Origin | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Run:
+    """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state."""
+    start = find_start(spec, group, origin, warn)
     train_data, eval_data = _data(job, spec.seed)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
     precision = Precision(spec.precision, group.device)
-    state = TrainState(model, make_optimizer(job, model, spec.optimizer), precision)
+    state = TrainState(job, model, make_optimizer(job, model, spec.optimizer), precision)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     rehearsal = rehearse(
         LossModule(job, model),
@@ -90,18 +127,26 @@ def prepare(spec: Spec, job: Job, group: Group) -> Run:
             processes=spec.data.loader_processes,
         )
         _check_metric(spec, evaluate.rehearse(model))
-    elif spec.early_stop is not None:
-        raise SpecError("early_stop: the job has no eval_data; give it some, or leave early_stop out")
-    facts = _facts(spec, group, plan, evaluate, weights_digest(model.state_dict()))
+    elif spec.early_stop is not None or spec.checkpoint.keep_best is not None:
+        name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
+        raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
+    facts = _facts(
+        spec, group, plan, evaluate, weights_digest(model.state_dict()), fork=start and start.parent
+    )
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
+    history = History()
+    if start is not None:
+        check_identity(start, facts["fields"])
+        history = restore(start, spec, plan, state)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
-    return Run(spec, plan, group, state, step, evaluate, batches, facts)
+    return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
 
 
 def _check_metric(spec: Spec, metrics: Iterable[str]) -> None:
-    rule = spec.early_stop
-    if rule is not None and rule.metric not in metrics:
-        raise SpecError(f"early_stop.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
+    rules = {"early_stop": spec.early_stop, "checkpoint.keep_best": spec.checkpoint.keep_best}
+    for name, rule in rules.items():
+        if rule is not None and rule.metric not in metrics:
+            raise SpecError(f"{name}.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
 
 
 def make_plan(spec: Spec, samples: int) -> Plan:
@@ -156,7 +201,13 @@ def _first(plan: Plan, batches: MicroBatches, spec: Spec, group: Group) -> Any:
 
 
 def _facts(
-    spec: Spec, group: Group, plan: Plan, evaluate: Evaluation | None, initial_digest: str
+    spec: Spec,
+    group: Group,
+    plan: Plan,
+    evaluate: Evaluation | None,
+    initial_digest: str,
+    *,
+    fork: str | None,
 ) -> dict[str, Any]:
     device = group.device
     fields = identity_fields(
@@ -167,6 +218,7 @@ def _facts(
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "numerics_probe": numerics_probe(device) if spec.determinism == "strict" else "not taken",
             "initial_weights_digest": initial_digest,
+            "fork": fork,
             "workers": group.size,
         },
     )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import SpecError, StorageError
+from lockstep.job import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec import EarlyStop
 from lockstep.training.precision import Precision
+from lockstep.training.schedule import base_rates
 
 
 @dataclass(slots=True)
@@ -26,6 +30,8 @@ class Counters:
     """Training samples consumed."""
     weight_exponent: int | None = None
     """The last step's total weight as a power of two: what the next step's losses are scaled down by."""
+    evaluated: int = 0
+    """Steps done at the last evaluation."""
 
     @property
     def updates(self) -> int:
@@ -52,18 +58,32 @@ class Best:
             self.weights = {name: tensor.detach().cpu().clone() for name, tensor in tensors(model).items()}
         else:
             self.evaluations_since += 1
+        return self.enough(rule)
+
+    def enough(self, rule: EarlyStop) -> bool:
+        """Whether `patience` evaluations have brought nothing better."""
         return self.evaluations_since >= rule.patience
 
 
 @dataclass(slots=True)
 class TrainState:
-    """Model, optimizer, scaler, counters and the best evaluation: one home for all that changes in a run."""
+    """Model, optimizer, scaler, counters and the best evaluation: one home for all that changes in a run.
 
+    `base_rates` are the learning rates that the optimizer was made with, which the schedule starts from; they
+    do not change. `metrics` are the newest values of each metric.
+    """
+
+    job: Job
     model: nn.Module
     optimizer: torch.optim.Optimizer
     precision: Precision
     counters: Counters = field(default_factory=Counters)
     best: Best = field(default_factory=Best)
+    metrics: dict[str, float] = field(default_factory=dict)
+    base_rates: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.base_rates = base_rates(self.optimizer)
 
     def advance(self, position: Position, *, skipped: bool, weight: float) -> None:
         """Count one step. The only place where counters move."""
@@ -75,6 +95,70 @@ class TrainState:
     def epoch(self, plan: Plan) -> int:
         """Whole epochs done."""
         return self.counters.step // plan.steps_per_epoch
+
+    def sections(self) -> dict[str, Any]:
+        """The state as trees of tensors and plain values, by name: what a checkpoint holds. Nothing is copied."""
+        return {
+            "model": {"state": self.model.state_dict(), "unlisted_buffers": unlisted_buffers(self.model)},
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.precision.state_dict(),
+            "counters": asdict(self.counters),
+            "best": {name: getattr(self.best, name) for name in Best.__slots__},
+            "metrics": dict(self.metrics),
+            "job": dict(self.job.state_dict()),
+        }
+
+    def restore(self, sections: Mapping[str, Any], *, fork: bool = False) -> None:
+        """Take over what `sections` gave, in place. A `fork` keeps the optimizer's own hyperparameters.
+
+        StorageError where the state does not fit this model or optimizer, SpecError where a fork asks for another optimizer.
+        """
+        try:
+            self.model.load_state_dict(sections["model"]["state"])
+            with torch.no_grad():
+                for name, buffer in unlisted_buffers(self.model).items():
+                    buffer.copy_(sections["model"]["unlisted_buffers"][name])
+            restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
+            self.precision.load_state_dict(sections["scaler"])
+            self.counters = Counters(**sections["counters"])
+            self.best = Best(**sections["best"])
+            self.metrics = dict(sections["metrics"])
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise StorageError(
+                f"checkpoint: its state does not fit this run: {' '.join(str(error).split())}"
+            ) from error
+        if sections["job"]:
+            self.job.load_state_dict(sections["job"])
+
+
+def unlisted_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that `state_dict` leaves out (`persistent=False`): a later step may read them all the same."""
+    listed = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name not in listed}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, fork: bool) -> None:
+    """Load an optimizer's `state_dict` bit for bit: torch itself casts the state to its parameter's type.
+
+    A fork keeps what the optimizer was made with (learning rates, decay, …) and takes the rest of its groups.
+    """
+    own = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
+    if fork:
+        known = {name for group in saved["param_groups"] for name in group}
+        if foreign := sorted(set(optimizer.defaults) - known):
+            raise SpecError(
+                f"optimizer.name: the state of the run that is forked is that of another optimizer, without {foreign[0]!r}; "
+                "keep its optimizer, or start a new run from its weights with initial_weights"
+            )
+    optimizer.load_state_dict(dict(saved))
+    for group, saved_group, made_with in zip(optimizer.param_groups, saved["param_groups"], own, strict=True):
+        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                held = optimizer.state[parameter][name]
+                if isinstance(value, Tensor) and held.dtype != value.dtype:
+                    optimizer.state[parameter][name] = value.to(held.device)
+        if fork:
+            group.update(made_with)
 
 
 def power_of_two(weight: float) -> int:

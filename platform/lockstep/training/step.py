@@ -28,7 +28,7 @@ from lockstep.training.exchange import Agreed, Exchange, Totals
 from lockstep.training.failure import told
 from lockstep.training.group import Group
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
-from lockstep.training.schedule import base_rates, rate_factor, set_rates
+from lockstep.training.schedule import rate_factor, set_rates
 from lockstep.training.state import TrainState, power_of_two
 
 
@@ -46,6 +46,8 @@ class StepResult:
     skipped: bool
     stop: bool
     """Whether a rank asked to end the run after this step."""
+    save: bool
+    """Whether a rank asked to save the state after this step."""
 
 
 class LossModule(nn.Module):
@@ -103,7 +105,6 @@ class Stepper:
         self.own = plan.ranges(group.size)[group.rank]
         self.names = [name for name, p in state.model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.base_rates = base_rates(state.optimizer)
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.module = LossModule(job, state.model)
@@ -129,12 +130,14 @@ class Stepper:
         wrapped.register_comm_hook(None, named_hook(self.reduction))
         return wrapped
 
-    def __call__(self, position: Position, batches: Iterator[Any], *, stop: bool = False) -> StepResult:
+    def __call__(
+        self, position: Position, batches: Iterator[Any], *, stop: bool = False, save: bool = False
+    ) -> StepResult:
         """Train on the global batch at `position`; `batches` gives this worker's micro-batches of it, in order.
 
-        `stop` is this rank's vote to end the run after the step.
+        `stop` is this rank's vote to end the run after the step, `save` that to save its state then.
         """
-        self.exchange.vote(stop=stop)
+        self.exchange.vote(stop=stop, save=save)
         exponent = self.state.counters.weight_exponent
         down = 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
         self._accumulate(position, batches, down)
@@ -221,7 +224,7 @@ class Stepper:
         if totals.first_bad is not None and self.spec.precision != "fp16":
             raise NumericsError(
                 f"the loss of step {position.step + 1}, micro-batch {totals.first_bad} is {totals.loss}; usual causes: a learning "
-                f"rate that is too high (optimizer.lr is {self.base_rates[0]:g}), a label or an input that is not finite, a division by zero"
+                f"rate that is too high (optimizer.lr is {self.state.base_rates[0]:g}), a label or an input that is not finite, a division by zero"
             )
         if not totals.weight > 0.0 or not math.isfinite(totals.weight):
             raise JobError(
@@ -243,10 +246,10 @@ class Stepper:
         if not math.isfinite(grad_norm) and spec.precision != "fp16":
             raise NumericsError(
                 f"the gradient of step {position.step + 1} has the norm {grad_norm} though its loss is finite; "
-                f"lower optimizer.lr (now {self.base_rates[0]:g}), or look for a square root or a logarithm at zero in the model"
+                f"lower optimizer.lr (now {self.state.base_rates[0]:g}), or look for a square root or a logarithm at zero in the model"
             )
         rate = rate_factor(spec.schedule, state.counters.updates, self.plan.total_steps)
-        lr = set_rates(state.optimizer, self.base_rates, rate)
+        lr = set_rates(state.optimizer, state.base_rates, rate)
         skipped = not state.precision.update(state.optimizer)
         state.advance(position, skipped=skipped, weight=totals.weight)
         parts = {
@@ -263,6 +266,7 @@ class Stepper:
             scale=scale,
             skipped=skipped,
             stop=agreed.stop,
+            save=agreed.save,
         )
 
     def _where(self, position: Position, m: int) -> str:

@@ -210,13 +210,13 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(spec: Specs, tmp_path
     (tmp_path / "runs").write_text("a file where the folder should be")
     recorder = Recorder(spec())
     recorder.start()
-    with pytest.raises(RecordError, match=r"checkpoint\.storage: cannot write .* name a folder") as told:
+    with pytest.raises(RecordError, match=r"record\.folder: cannot write .* name a folder") as told:
         recorder.run_id()
     assert "\n" not in str(told.value)
     with pytest.raises((RecordError, StorageError)):
         recorder.run_folder()
     recorder.steps([step_row(1)])
-    with pytest.raises(RecordError, match=r"checkpoint\.storage"):
+    with pytest.raises(RecordError, match=r"record\.folder"):
         recorder.close()
 
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lockstep.training.determinism import WORKER_ENVIRONMENT, determinism, filled_memory, numerics_probe
+from lockstep.training.determinism import determinism, filled_memory, numerics_probe
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 CPU = torch.device("cpu")
 

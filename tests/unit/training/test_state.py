@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.job import Job
 from lockstep.plan import Plan
 from lockstep.spec import EarlyStop
 from lockstep.training.precision import Precision
@@ -72,7 +73,7 @@ def test_counters_move_together() -> None:
     model = nn.Linear(1, 1)
     plan = Plan.of(10, 4, 2, drop_last=False, epochs=2)
     state = TrainState(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), Precision("fp32", torch.device("cpu"))
+        Job(None), model, torch.optim.SGD(model.parameters(), lr=1.0), Precision("fp32", torch.device("cpu"))
     )
     for step, skipped in enumerate((False, True, False, False)):
         state.advance(plan.position(step), skipped=skipped, weight=12.0)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
 from lockstep.record.catalogue import RunInfo
+from lockstep.record.documents import without_password
 from lockstep.record.liveness import vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
+from lockstep.record.run_store import Recorded, recorded
+
+
+def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
+    """The run of this id in an MLflow store. RecordError where there is none, or the store does not answer."""
+    shown = without_password(uri)
+    database = urlsplit(uri).path[1:] if uri.startswith("sqlite:") else ""
+    if database and not Path(database).exists():
+        raise RecordError(f"run {run_id}: there is no record at {shown!r}; name its store with --uri")
+    with connecting(uri) as (client, _):
+        run = client.get_run(run_id)
+        names = {item.path for item in client.list_artifacts(run_id)}
+        with tempfile.TemporaryDirectory() as folder:
+            spec, summary = (
+                Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+                if name in names
+                else None
+                for name in ("spec.yaml", "summary.json")
+            )
+    url = page_url(uri, run.info.experiment_id, run_id)
+    return recorded(run_id, run.info.status, spec, summary, url, repr(shown))
+
 
 _OURS = "tags.`lockstep.folder` != ''"
 

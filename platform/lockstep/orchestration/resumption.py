@@ -1,0 +1,108 @@
+"""Taking up a run that has ended early, or starting another one from its state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from lockstep.checkpoint.errors import LostFileError
+from lockstep.checkpoint.reader import Checkpoint, checkpoints
+from lockstep.checkpoint.run_folder import Origin, RunFolder
+from lockstep.checkpoint.storage import open_storage
+from lockstep.errors import SpecError
+from lockstep.identity import changed_fields
+from lockstep.orchestration.progress import Progress, Silent
+from lockstep.orchestration.result import Result, result_of
+from lockstep.orchestration.runs import run_attempt, train
+from lockstep.record.run_store import find_run
+from lockstep.spec import Fork, Spec, load_spec, tracking_uri
+
+
+def resume(
+    run_id: str,
+    overrides: Iterable[str] = (),
+    *,
+    step: int | None = None,
+    fork: bool = False,
+    local: bool = False,
+    address: str | None = None,
+    uri: str | None = None,
+    progress: Progress | None = None,
+    verbose: bool = False,
+    began_at: float | None = None,
+) -> Result:
+    """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
+
+    `overrides` may change placement: workers, storage, loader processes. With `fork` they may change anything, and a
+    new run starts from the state. A run that is finished is left as it is, and its result returned. The run is looked
+    up in the MLflow store at `uri`; for `off` in the folder that `record.folder` or `checkpoint.storage` names.
+    Raises LockstepError.
+    """
+    began_at, overrides, progress = began_at or time.time(), list(overrides), progress or Silent()
+    store = tracking_uri(uri)
+    where = load_spec(
+        {"job": {"use": "any:Job"}}, [o for o in overrides if o.startswith(("record.", "checkpoint."))]
+    )
+    found = find_run(store, run_id, where.folder)
+    found.spec["record"] = {**found.spec.get("record", {}), "uri": store}
+    recorded_spec = load_spec(found.spec)
+    spec = load_spec(found.spec, overrides, uri=uri)
+    if fork:
+        parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
+        return train(
+            spec.model_copy(update={"fork": parent, "initial_weights": None}),
+            local=local,
+            address=address,
+            progress=progress,
+            verbose=verbose,
+            began_at=began_at,
+        )
+    refuse_changes(run_id, recorded_spec, spec)
+    if found.status == "FINISHED":
+        progress.say(
+            f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"
+        )
+        return result_of(
+            {"first_step_at": None, "stopped": False, **found.summary},
+            run_id=run_id,
+            url=found.url,
+            tracking_uri=store,
+            folder=str(spec.folder / run_id),
+            began_at=began_at,
+            warnings=[],
+            attempts=int(found.summary.get("attempts", 1)),
+            signal_number=None,
+        )
+    return run_attempt(
+        spec,
+        claim(spec, run_id, step),
+        progress,
+        local=local,
+        address=address,
+        verbose=verbose,
+        began_at=began_at,
+    )
+
+
+def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
+    """SpecError for the first field that a resume may not change."""
+    for name, old, new in changed_fields(before, after):
+        raise SpecError(
+            f"resume: {name} is {old!r} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
+            "or start a new run from its state with --fork"
+        )
+
+
+def claim(spec: Spec, run_id: str, step: int | None) -> Origin:
+    """Begin the next attempt of a run: whatever still runs of it can publish nothing from here on."""
+    storage = open_storage(spec.checkpoint.storage)
+    try:
+        folder = RunFolder.open(storage, run_id)
+    except LostFileError:
+        if step is not None:
+            raise
+        folder = RunFolder.create(storage, run_id)  # it ended before its first checkpoint
+    if step is not None and not Checkpoint.of(folder, step).exists():
+        kept = ", ".join(str(checkpoint.step) for checkpoint in checkpoints(folder)) or "none"
+        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
+    return Origin(run_id, folder.claim().number, step)

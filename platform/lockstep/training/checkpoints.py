@@ -1,0 +1,338 @@
+"""When the state of a run is saved, and where an attempt takes it up again.
+
+All ranks save at the same steps: by the plan where the cadence counts epochs or steps, by a vote of rank 0 in
+the step's exchange where it counts seconds. A save that fails is told and ends no run; only an attempt whose
+place a newer one has taken ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from lockstep.checkpoint.errors import StaleAttemptError
+from lockstep.checkpoint.manifest import Facts
+from lockstep.checkpoint.pruning import clear_leftovers
+from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest
+from lockstep.checkpoint.retention import Keep
+from lockstep.checkpoint.run_folder import Attempt, Origin, RunFolder
+from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
+from lockstep.checkpoint.storage import open_storage
+from lockstep.errors import LockstepError, SpecError, StorageError
+from lockstep.plan import Plan, Position
+from lockstep.randomness import digest64
+from lockstep.record.ledger import CheckpointRow, History
+from lockstep.spec import Spec
+from lockstep.training.group import Group
+from lockstep.training.schedule import rate_factor
+from lockstep.training.state import TrainState
+
+GRACE_S = 30.0
+"""How long an attempt that broke waits for the save in flight."""
+
+
+class CheckpointRecord(Protocol):
+    """What the record is asked and told of checkpoints. `checkpoint` and `warn` may be called from other threads."""
+
+    def run_id(self) -> str:
+        """Wait until the run exists; its id."""
+
+    def checkpoint(self, row: CheckpointRow) -> None:
+        """A save is done, or was given up."""
+
+    def warn(self, text: str) -> None:
+        """Something that a person should know of, and that ends nothing."""
+
+
+# --- taking up ----------------------------------------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    """The checkpoint that an attempt starts from; a `fork` takes it from another run."""
+
+    loaded: Loaded
+    fork: bool
+
+    @property
+    def facts(self) -> Facts:
+        return self.loaded.manifest.facts
+
+    @property
+    def parent(self) -> str | None:
+        """For a fork, the identity and the step of what it starts from: it is part of the run's own identity."""
+        if self.fork:
+            return f"{self.facts.identity}@{self.loaded.manifest.step}"
+        parent: str | None = self.facts.identity_fields.get("fork")
+        return parent
+
+
+def find_start(spec: Spec, group: Group, origin: Origin | None, warn: Callable[[str], None]) -> Start | None:
+    """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
+    if origin is not None and origin.run_id is not None:
+        own = _load(spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
+        if own is not None:
+            return Start(own, fork=False)
+    if spec.fork is None:
+        return None
+    loaded = _load(spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step, group, warn)
+    if loaded is None:
+        raise SpecError(f"fork.run: run {spec.fork.run} has no good checkpoint to start from")
+    return Start(loaded, fork=True)
+
+
+def _load(
+    storage: str, run_id: str, step: int | None, group: Group, warn: Callable[[str], None]
+) -> Loaded | None:
+    """A run's checkpoint of `step`, or its newest good one. Rank 0 looks for it, the others load the same."""
+    folder = RunFolder.open(open_storage(storage), run_id)
+    found: Loaded | None = None
+    if group.rank == 0:
+        found = load_newest(folder, warn) if step is None else load(Checkpoint.of(folder, step))
+        step = None if found is None else found.manifest.step
+    step = group.gather(step)[0]
+    if step is None or group.rank == 0:
+        return found
+    return load(Checkpoint.of(folder, step))
+
+
+def check_identity(start: Start, fields: dict[str, Any]) -> None:
+    """SpecError for the first field in which a run that goes on would not be the run that was saved."""
+    if start.fork:
+        return
+    saved = start.facts.identity_fields
+    for name in sorted({*saved, *fields}):
+        if saved.get(name) != _as_saved(fields.get(name)):
+            raise SpecError(
+                f"resume: {name} is {fields.get(name)!r} and was {saved.get(name)!r} in the run, which would go on with other bits; "
+                "put it back, or start a new run from this state with --fork"
+            )
+
+
+def _as_saved(value: Any) -> Any:
+    """A value as it is read back from a manifest, which knows lists and no tuples."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
+    """What follows from the counters, kept beside them: where the data, the schedule and the generators stand."""
+    counters = state.counters
+    return {
+        "global_batch": plan.global_batch,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "rate_factor": rate_factor(spec.schedule, counters.updates, plan.total_steps),
+        "draw": digest64((spec.seed, "step", counters.step, 0)),
+    }
+
+
+def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
+    """StorageError where what follows from the counters is not what it was when they were saved."""
+    for name in now:
+        if now[name] != saved[name]:
+            raise StorageError(
+                f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
+                "this Lockstep would go on with other bits"
+            )
+
+
+def restore(start: Start, spec: Spec, plan: Plan, state: TrainState) -> History:
+    """Put the state where the checkpoint has it; the rows up to there, none for a fork, which did not take those steps."""
+    sections = start.loaded.sections
+    saved: Any = sections["check"]
+    now = check_facts(spec, plan, state)
+    for name, unit in (("global_batch", "batch.global"), ("steps_per_epoch", "the number of steps an epoch")):
+        if saved[name] != now[name]:
+            raise SpecError(
+                f"fork: {unit} is {now[name]} and was {saved[name]}, so the run's place in its data would not be the same; "
+                "keep it, or start a new run from its weights with initial_weights"
+            )
+    state.restore(sections, fork=start.fork)
+    if start.fork:
+        return History()
+    compare_check(saved, check_facts(spec, plan, state), start.loaded.checkpoint.shown)
+    return History.restored(sections)
+
+
+# --- saving -------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """Saves the state of a run when it is due. A context: the save in flight is finished on the way out."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        plan: Plan,
+        group: Group,
+        state: TrainState,
+        facts: dict[str, Any],
+        history: History,
+        record: CheckpointRecord,
+        origin: Origin | None,
+        start: Start | None = None,
+    ) -> None:
+        self.spec, self.plan, self.group, self.state, self.facts = spec, plan, group, state, facts
+        self.history, self.record, self.origin = history, record, origin
+        self.newest: str | None = None
+        """Where the newest checkpoint is; known on rank 0."""
+        own = start is not None and not start.fork
+        self._saved_step = state.counters.step if own else -1
+        if start is not None and own:
+            self.newest = start.loaded.checkpoint.shown
+        self._own: RunFolder | None = None
+        self._saver: AsyncSaver | None = None
+        self._saved_at = time.monotonic()
+        self._pauses: dict[int, Pause] = {}
+
+    def wanted(self) -> bool:
+        """The vote of this rank to save after the step at hand: that of rank 0's clock, where the cadence is one of time."""
+        every = self.spec.checkpoint.every
+        if self.origin is None or self.group.rank > 0 or every is None or every.seconds is None:
+            return False
+        return time.monotonic() - self._saved_at >= every.seconds
+
+    def due(self, position: Position, *, agreed: bool) -> bool:
+        """Whether the state is saved after this step."""
+        every, done = self.spec.checkpoint.every, position.step + 1
+        if self.origin is None or every is None:
+            return False
+        if every.steps is not None:
+            return done % every.steps == 0
+        if every.epochs is not None:
+            return position.ends_epoch and (position.epoch + 1) % every.epochs == 0
+        return agreed
+
+    def save(self) -> None:
+        """Copy the state as it is and have it written. All ranks call it at the same step.
+
+        Raises StaleAttemptError where a newer attempt has begun.
+        """
+        step = self.state.counters.step
+        if self.origin is None or step == self._saved_step:
+            return
+        self._saved_step, self._saved_at = step, time.monotonic()
+        saver = self._saver = self._saver or self._open(self.origin)
+        if saver is None:
+            return
+        sections = {**self.state.sections(), "check": check_facts(self.spec, self.plan, self.state)}
+        facts = Facts(
+            self.facts["identity"],
+            self.facts["fields"],
+            self.facts["environment"],
+            sections["counters"],
+            self._evaluated_now(),
+        )
+        blocks = self.history.blocks() if self.group.rank == 0 else {}
+        self._pauses[step] = saver.save(step, {**sections, **blocks}, facts)
+        self._end_if_stale(saver)
+
+    def finish(self) -> None:
+        """Save the state that the run ends with, and wait until it is written."""
+        self.save()
+        if self._saver is not None:
+            self._saver.wait()
+            self._end_if_stale(self._saver)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._saver is not None:
+            if error is not None:
+                self._saver.wait(GRACE_S)
+            self._saver.close(abandon=error is not None)
+
+    def _evaluated_now(self) -> dict[str, float]:
+        if self.state.counters.evaluated != self.state.counters.step:
+            return {}
+        return {name: value for name, value in self.state.metrics.items() if name.startswith("eval/")}
+
+    def _open(self, origin: Origin) -> AsyncSaver | None:
+        """The run's folder, with this attempt's right to publish in it. Where a rank cannot have it, the next save asks again."""
+        attempt, error = self._joined(lambda: self._claimed(origin)) if self.group.rank == 0 else (None, None)
+        run_id, error = self.group.gather((attempt and attempt.run.run_id, error))[0]
+        if self.group.rank > 0 and error is None:
+            attempt, error = self._joined(lambda: self._folder(run_id).attempt(origin.attempt))
+        error = next((failed for failed in self.group.gather(error) if failed), None)
+        if attempt is None or error is not None:
+            self._saved_step = -1
+            self._failed(Failed(self.state.counters.step, 1, StorageError(error or "")))
+            return None
+        rule = self.spec.checkpoint
+        best = rule.keep_best
+        return AsyncSaver(
+            attempt,
+            rank=self.group.rank,
+            ranks=self.group.size,
+            keep=Keep(
+                rule.keep_last,
+                best.metric if best else None,
+                best.mode if best else "min",
+                rule.keep_every,
+            ),
+            on_saved=self._saved,
+            on_failure=self._failed,
+        )
+
+    def _joined(self, action: Callable[[], Attempt]) -> tuple[Attempt | None, str | None]:
+        """The attempt, or why it cannot be had now; StaleAttemptError where it never will."""
+        try:
+            return action(), None
+        except StaleAttemptError:
+            raise
+        except LockstepError as error:
+            return None, str(error)
+
+    def _folder(self, run_id: str) -> RunFolder:
+        return RunFolder.open(open_storage(self.spec.checkpoint.storage), run_id)
+
+    def _claimed(self, origin: Origin) -> Attempt:
+        """Rank 0's: a new run's folder is claimed now, that of one that goes on was claimed before its state was read."""
+        if self._own is None and origin.run_id is None:
+            storage = open_storage(self.spec.checkpoint.storage)
+            self._own = RunFolder.create(storage, self.record.run_id())
+        if origin.run_id is None and self._own is not None:
+            return self._own.claim(origin.attempt)
+        attempt = self._folder(origin.run_id or "").attempt(origin.attempt)
+        with suppress(StorageError):  # what a crash has left takes up room, and nothing else
+            clear_leftovers(attempt)
+        return attempt
+
+    def _end_if_stale(self, saver: AsyncSaver) -> None:
+        if saver.failure is not None and isinstance(saver.failure.error, StaleAttemptError):
+            raise saver.failure.error
+
+    def _saved(self, saved: Saved) -> None:
+        """Told by the thread that writes."""
+        if saved.checkpoint is None:
+            return  # rank 0 publishes, and tells
+        self.newest = saved.checkpoint.shown
+        self._tell(saved.step, self.newest, None, saved.nbytes, saved.written_s, saved.deleted)
+        if saved.warning is not None:
+            self.record.warn(saved.warning)
+
+    def _failed(self, failed: Failed) -> None:
+        """Told by the thread that writes."""
+        if self.group.rank == 0:
+            self._tell(failed.step, None, str(failed.error), 0, 0.0, ())
+            self.record.warn(
+                f"the checkpoint of step {failed.step} could not be saved: {failed.error}; training goes on"
+            )
+
+    def _tell(
+        self,
+        step: int,
+        uri: str | None,
+        error: str | None,
+        nbytes: int,
+        written_s: float,
+        deleted: tuple[int, ...],
+    ) -> None:
+        waited_s, copied_s = self._pauses.pop(step, Pause(0.0, 0.0))
+        self.record.checkpoint(
+            CheckpointRow(step, uri, error, nbytes, waited_s, copied_s, written_s, time.time(), deleted)
+        )
