@@ -25,7 +25,7 @@ from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server
 
 ROOT = Path(__file__).parents[3]
-STEPS = 500
+STEPS = 1500
 OUTAGE_S = 6.0
 KEYS = ("train/loss", "train/lr", "train/grad_norm", "train/clipped_norm", "train/accuracy")
 """Keys whose values are the same in every execution of the run."""
@@ -49,7 +49,8 @@ def training(uri: str, folder: Path, steps: int = STEPS) -> subprocess.Popen[str
     spec = folder / "digits.yaml"
     spec.write_text(
         f"job: {{use: 'jobs.digits.job:Digits', params: {{width: 8}}}}\nlength: {{steps: {steps}}}\n"
-        "batch: {global: 64, micro: 16}\nclip_norm: 1.0\nevaluate: {every: {steps: 200}}\n"
+        "batch: {global: 64, micro: 16}\nclip_norm: 1.0\nevaluate: {every: {steps: 500}}\n"
+        "checkpoint: {every: {steps: 100}}\n"
     )
     return command(uri, folder, "train", str(spec), "--local")
 
@@ -99,8 +100,12 @@ def check(uri: str, folder: Path, run_id: str) -> None:
     assert [step for step, _, _ in found["train/loss"]] == list(range(1, STEPS + 1))
     for key, points in wanted.items():
         assert found[key] == points, key
-    assert [step for step, _, _ in found["eval/loss"]] == [200, 400, 500]
-    assert found.keys() - wanted.keys() == {"eval/loss", "eval/accuracy", "perf/evaluation_s"}
+    assert [step for step, _, _ in found["eval/loss"]] == [500, 1000, 1500]
+    beside = {"eval/loss", "eval/accuracy", "perf/evaluation_s"}
+    assert {key for key in found.keys() - wanted.keys() if key.split("/")[0] != "system"} >= beside
+    for key, points in found.items():
+        steps = [step for step, _, _ in points]
+        assert steps == sorted(set(steps)), key
 
 
 def deterministic(folder: Path) -> list[tuple[str, ...]]:
@@ -133,6 +138,43 @@ def test_a_server_that_is_killed_and_comes_back_gets_every_step_once(
     assert deterministic(folder) == deterministic(undisturbed)
     assert "the store is away" in (folder / "log.txt").read_text()
     assert "the store is back" in (folder / "log.txt").read_text()
+
+
+def test_killed_drivers_and_servers_leave_no_trace_in_a_run_that_is_resumed(
+    server: Server, undisturbed: Path, tmp_path: Path
+) -> None:
+    """G4 with all of it: the server killed, the driver killed while it is away, and both again in the next attempt."""
+    process = training(server.uri, tmp_path)
+    folder = wait_for_steps(tmp_path, 1, process)
+    server.kill()
+    wait_for_steps(tmp_path, 250, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    server.start()
+    seen = answer(command(server.uri, tmp_path, "show", folder.name))
+    assert (seen["status"], seen["step"] < STEPS) == ("FAILED", True)
+
+    second = command(server.uri, tmp_path, "resume", folder.name, "--local")
+    wait_for_steps(tmp_path, len(read_steps(folder)) + 1, second)
+    second.send_signal(signal.SIGKILL)
+    second.communicate()
+
+    third = command(server.uri, tmp_path, "resume", folder.name, "--local")
+    wait_for_steps(tmp_path, len(read_steps(folder)) + 1, third)
+    server.kill()
+    time.sleep(2)
+    server.start()
+    result = answer(third)
+    assert (result["run_id"], result["status"], result["attempts"]) == (folder.name, "FINISHED", 3)
+    assert result["warnings"] == []
+    check(server.uri, folder, folder.name)
+    assert deterministic(folder) == deterministic(undisturbed)
+    ledger = read_parquet(folder / "ledger.parquet")
+    assert {row.attempt for row in ledger} == {1, 2, 3}
+    after = answer(command(server.uri, tmp_path, "show", folder.name))
+    assert after["status"] == "FINISHED"
+    assert after["tags"]["lockstep.error"] == after["tags"]["lockstep.vanished"] == ""
+    assert "lockstep.violation" not in after["tags"]
 
 
 def test_a_killed_driver_is_marked_and_what_it_left_is_sent(server: Server, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -163,7 +164,7 @@ def postgresql() -> Iterator[str]:
                     assert process.poll() is None
             yield f"postgresql+psycopg://lockstep@127.0.0.1:{port}/postgres"
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow, which keeps its connections
             process.wait()
 
 
