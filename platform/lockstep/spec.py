@@ -283,6 +283,7 @@ class Record(_Section):
     uri: str | None = None
     experiment: str | None = None
     folder: str | None = None
+    checkpoints: Literal["reference", "artifact"] = "reference"
 
 
 def _named(default: str) -> BeforeValidator:

@@ -5,6 +5,7 @@ Every document is written to the run's folder first and sent from there.
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from lockstep.record.files import write_text
 from lockstep.record.journal import Journal
 from lockstep.record.ledger import CheckpointRow
 from lockstep.record.run_store import RunStore, Status
+from lockstep.record.uploads import Uploads
 from lockstep.source import job_sources
 from lockstep.spec import Spec
 
@@ -38,6 +40,7 @@ class Account:
         self._facts: dict[str, Any] = {}
         self._violation = ""
         self._figures: list[str] = []
+        self._uploads = Uploads(store, self._not_copied)
 
     def describe(self, *, resumed: bool) -> None:
         """What is known of a run before it does anything: its spec and its job's source."""
@@ -75,8 +78,35 @@ class Account:
         if row.uri is None:
             self._tag({"checkpoint_error": f"step {row.step}: {row.error}"})
             self.log(f"no checkpoint of step {row.step}: {row.error}")
+            return
+        self._tag({"checkpoint": row.uri, "checkpoint_step": row.step, "checkpoint_error": ""})
+        folder = Path(row.uri)
+        tags = {"lockstep.uri": row.uri, **_manifest(folder)}
+        if self._spec.record.checkpoints == "artifact" and "://" not in row.uri:
+            self._uploads.send(row.step, folder, tags)
         else:
-            self._tag({"checkpoint": row.uri, "checkpoint_step": row.step, "checkpoint_error": ""})
+            self._send(self._store.log_checkpoint, row.step, tags, None)
+        for step in row.deleted:
+            if self._spec.record.checkpoints == "artifact":
+                self._uploads.delete(step)
+            else:
+                self._send(self._store.delete_checkpoint, step)
+
+    def replay_checkpoints(self, rows: Sequence[CheckpointRow]) -> None:
+        """The checkpoints of a run whose process has gone, as far as they are left."""
+        deleted = {step for row in rows for step in row.deleted}
+        for row in rows:
+            if row.step not in deleted:
+                self.checkpoint(row._replace(deleted=()))
+        for step in sorted(deleted):
+            self._send(self._store.delete_checkpoint, step)
+
+    def close(self, deadline: float) -> None:
+        """Let what is sent beside the outbox come to its end."""
+        self._uploads.close(deadline)
+
+    def _not_copied(self, step: int, reason: str) -> None:
+        self.log(f"no copy of the checkpoint of step {step}: {reason}")
 
     def violated(self, violation: str) -> None:
         """The run's promise is broken."""
@@ -177,3 +207,12 @@ class Account:
         tags = {f"lockstep.{name}": documents.as_value(value) for name, value in facts.items()}
         if tags:
             self._send(self._store.set_tags, tags)
+
+
+def _manifest(folder: Path) -> dict[str, str]:
+    """The digest of a checkpoint's manifest, which has those of its files; nothing where this machine does not see it."""
+    manifest = folder / "manifest.json"
+    try:
+        return {"lockstep.manifest": f"sha256:{hashlib.sha256(manifest.read_bytes()).hexdigest()}"}
+    except OSError:
+        return {}

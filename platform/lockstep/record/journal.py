@@ -22,7 +22,7 @@ from lockstep.errors import RecordError
 from lockstep.record.ledger import EvaluationRow, StepRow
 
 NAME = "journal.jsonl"
-POINTS_ONLY = frozenset({"system", "checkpoint"})
+POINTS_ONLY = frozenset({"system"})
 """Kinds of events that become points and are not looked at again."""
 _READ_BYTES = 1 << 20
 

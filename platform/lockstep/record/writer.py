@@ -119,6 +119,7 @@ class Writer:
             self._account.log(f"the store is away: {after}" if after else "the store is back")
 
     def _end_journal(self) -> None:
+        self._account.close(self._deadline)
         self._outbox.give_up(
             f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
         )
@@ -272,6 +273,8 @@ class Writer:
 
     def replay(self) -> None:
         """Say again what the journal has of a run whose process has gone, and how that ended."""
+        rows = [value for kind, value, _ in self._journal.events if kind == "checkpoint"]
+        self._account.replay_checkpoints([CheckpointRow(**row) for row in rows])
         ending = None
         for kind, value, _ in self._journal.events:
             if kind == "started":
