@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ray
 from torch import Tensor
 
-from lockstep.errors import LockstepError, RecordError
+from lockstep.errors import ClusterError, LockstepError, RecordError
 from lockstep.record.environment import git_state
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
@@ -60,6 +60,7 @@ class RecorderActor:
         self._signal: int | None = None
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
+        self._attempt = 0
         self._error: LockstepError | None = None
         self._details = ""
 
@@ -100,10 +101,24 @@ class RecorderActor:
         self._recorder.system(node, values)
 
     @ray.method(concurrency_group="write")
-    def broke(self, error: LockstepError, details: str) -> None:
-        """A worker's error. The first one counts: what the other ranks then see is its consequence."""
-        if self._error is None:
+    def broke(self, attempt: int, error: LockstepError, details: str) -> None:
+        """A worker's error. The first one counts, before any that is the loss of a peer: its consequence."""
+        if attempt != self._attempt:
+            return  # a worker of an attempt that was given up
+        if self._error is None or (
+            isinstance(self._error, ClusterError) and not isinstance(error, ClusterError)
+        ):
             self._error, self._details = error, details
+
+    @ray.method(concurrency_group="write")
+    def begin(self, attempt: int) -> None:
+        """Another attempt begins: what ended the one before is no longer this run's end."""
+        self._attempt, self._error, self._details = attempt, None, ""
+
+    @ray.method(concurrency_group="write")
+    def account(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        """What is known of each attempt so far."""
+        self._recorder.attempts(attempts)
 
     @ray.method(concurrency_group="write")
     def ended(self, message: str, details: str, status: str) -> None:
@@ -127,6 +142,11 @@ class RecorderActor:
     @ray.method(concurrency_group="ask")
     def run_folder(self) -> Path:
         return self._recorder.run_folder()
+
+    @ray.method(concurrency_group="news")
+    def known_run_id(self) -> str | None:
+        """The run's id, or None as long as there is no run. Never waits."""
+        return self._recorder.run_id() if self._recorder.opened else None
 
     @ray.method(concurrency_group="ask")
     def run_id(self) -> str:

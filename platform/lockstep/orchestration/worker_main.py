@@ -45,5 +45,7 @@ def worker_main(config: dict[str, Any]) -> None:
             fit(spec, load_job(spec.job.use, spec.job.params), group, record, config["origin"])
     except Exception as error:
         known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
-        ray.get(recorder.broke.remote(type(known)(str(known)), traceback.format_exc()))
+        ray.get(
+            recorder.broke.remote(config["origin"].attempt, type(known)(str(known)), traceback.format_exc())
+        )
         raise

@@ -73,6 +73,11 @@ class Account:
             if value and name not in self._facts:
                 self._document(f"{name}.json", documents.as_json(value))
 
+    def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        """What is known of each attempt so far."""
+        self._tag({"attempts": len(attempts)})
+        self._document("attempts.json", documents.as_json(list(attempts)))
+
     def checkpoint(self, row: CheckpointRow) -> None:
         """A checkpoint was saved, or given up."""
         if row.uri is None:

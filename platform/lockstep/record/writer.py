@@ -257,6 +257,10 @@ class Writer:
     def system(self, node: str, values: Mapping[str, float], at: float) -> None:
         self._journal.add_event("system", {"node": node, "at": at, "values": dict(values)})
 
+    def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        self._journal.add_event("attempts", list(attempts))
+        self._account.attempts(attempts)
+
     def checkpoint(self, row: CheckpointRow) -> None:
         self._journal.add_event("checkpoint", row._asdict())
         self._account.checkpoint(row)
@@ -277,7 +281,9 @@ class Writer:
         self._account.replay_checkpoints([CheckpointRow(**row) for row in rows])
         ending = None
         for kind, value, _ in self._journal.events:
-            if kind == "started":
+            if kind == "attempts":
+                self._account.attempts(value)
+            elif kind == "started":
                 self._account.started(value)
                 ending = None
             elif kind in {"finished", "failed"}:

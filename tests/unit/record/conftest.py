@@ -18,7 +18,13 @@ THIRD_PARTY = (
     "ignore::ResourceWarning",  # mlflow keeps its SQLite connections until the process ends
 )
 
-MLFLOW = {"test_mlflow_store.py", "test_outage.py", "test_stores.py", "test_final_model.py"}
+MLFLOW = {
+    "test_mlflow_store.py",
+    "test_outage.py",
+    "test_stores.py",
+    "test_final_model.py",
+    "test_uploads.py",
+}
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
