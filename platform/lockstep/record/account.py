@@ -40,6 +40,7 @@ class Account:
         self._facts: dict[str, Any] = {}
         self._violation = ""
         self._figures: list[str] = []
+        self.working = False
         self._uploads = Uploads(store, self._not_copied)
 
     def describe(self, *, resumed: bool) -> None:
@@ -174,6 +175,7 @@ class Account:
             self._send(self._log_model, weights[0], int(summary.get("step", 0)))
 
     def _log_model(self, weights: Path, step: int) -> None:
+        self.working = True
         try:
             self._store.log_final_model(self._spec, weights, step)
         except RecordError:
@@ -183,6 +185,8 @@ class Account:
             reason = f"{type(error).__name__}: {lines[0][:500] if lines else 'no message'}"
             self.log(f"no model for MLflow: {reason}")
             self._store.set_tags({"lockstep.model_error": reason})
+        finally:
+            self.working = False
 
     def _ledger(self) -> None:
         steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"

@@ -55,14 +55,15 @@ class Writer:
         self._folder: Path
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox = Outbox(patience_s)
-        self._sending = False
+        self._sending = self._busy = False
         self._wake = (
             threading.Event()
         )  # not the inbox: a thread that wakes for each step slows every step by 10 %
         self._beat_at = 0.0
         self._ended = False
         self._closing = False
-        self._deadline = float("inf")
+        self._closing_s = 0.0
+        self._closing_at = float("inf")
         self._thread = threading.Thread(target=self._run, name="lockstep-record", daemon=True)
 
     # --- called by other threads --------------------------------------------------------------------------
@@ -80,17 +81,22 @@ class Writer:
         return self._outbox.failure()
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left, for up to `timeout_s`, and end the thread."""
+        """Write what is left and end the thread. A store that is silent is waited for up to `timeout_s`; work is, till it is done."""
         if self._thread.ident is None:
             return  # never started: nothing was given that could be lost
-        self._deadline = time.monotonic() + timeout_s
+        self._closing_s = timeout_s
         self.tell(self._close)
         self._wake.set()
-        self._thread.join(timeout_s + 0.5)
-        if self._thread.is_alive():
-            self._outbox.refuse(
-                RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
-            )
+        seen, until = -1, 0.0
+        while self._thread.is_alive():
+            if self._outbox.delivered != seen or self._working:
+                seen, until = self._outbox.delivered, time.monotonic() + timeout_s + 0.5
+            elif time.monotonic() > until:
+                self._outbox.refuse(
+                    RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
+                )
+                return
+            self._thread.join(0.05)
 
     # --- the thread ---------------------------------------------------------------------------------------
 
@@ -104,7 +110,7 @@ class Writer:
             self.opened.set()
         while True:
             self._deliver()
-            if self._closing and (not self._outbox or time.monotonic() > self._deadline):
+            if self._closing and (not self._outbox or time.monotonic() > self._deadline()):
                 break
             self._receive()
             self._flush()
@@ -119,7 +125,7 @@ class Writer:
             self._account.log(f"the store is away: {after}" if after else "the store is back")
 
     def _end_journal(self) -> None:
-        self._account.close(self._deadline)
+        self._account.close(self._deadline())
         self._outbox.give_up(
             f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
         )
@@ -173,7 +179,7 @@ class Writer:
     def _receive(self) -> None:
         """Wait while points gather or the store is away, then let all that was told happen."""
         if self._closing:  # nothing more will be told: an outage is all there is to wait for
-            time.sleep(max(0.0, min(self._outbox.pause_s(), self._deadline - time.monotonic())))
+            time.sleep(max(0.0, min(self._outbox.pause_s(), self._deadline() - time.monotonic())))
         else:
             self._wake.wait(self._outbox.pause_s() or FLUSH_S)
         while True:
@@ -181,10 +187,13 @@ class Writer:
                 happened = self._inbox.get_nowait()
             except queue.Empty:
                 return
+            self._busy = True
             try:
                 happened()
             except Exception as error:  # noqa: BLE001 - a fact that cannot be recorded must not cost the others
                 self._outbox.refuse(error)
+            finally:
+                self._busy = False
 
     def _flush(self) -> None:
         """Have the journal's points sent, once: the call that waits sends all there are when its turn comes."""
@@ -212,8 +221,17 @@ class Writer:
             self._outbox.send(self._store.set_status, "RUNNING")
         self._outbox.send(self._store.set_tags, process_tags(time.time()) | {"lockstep.vanished": ""})
 
+    def _deadline(self) -> float:
+        """Until when a silent store is waited for, in monotonic seconds."""
+        return max(self._closing_at, self._outbox.away_since) + self._closing_s
+
+    @property
+    def _working(self) -> bool:
+        """Whether this process itself takes its time: it draws, or traces the job's model."""
+        return self._busy or (self.run_id is not None and self._account.working)
+
     def _close(self) -> None:
-        self._closing = True
+        self._closing, self._closing_at = True, time.monotonic()
         if not self._ended:
             failure = self._outbox.failure()
             self.failed(f"the run ended without a result{f' ({failure})' if failure else ''}", "", "FAILED")

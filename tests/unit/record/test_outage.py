@@ -25,7 +25,7 @@ from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server
 
 ROOT = Path(__file__).parents[3]
-STEPS = 1500
+STEPS = 1000
 OUTAGE_S = 6.0
 KEYS = ("train/loss", "train/lr", "train/grad_norm", "train/clipped_norm", "train/accuracy")
 """Keys whose values are the same in every execution of the run."""
@@ -56,7 +56,7 @@ def training(uri: str, folder: Path, steps: int = STEPS) -> subprocess.Popen[str
 
 
 def answer(process: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == code, err
     told: dict[str, Any] = json.loads(out)
     return told
@@ -64,7 +64,7 @@ def answer(process: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
 
 def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> Path:
     """The run's folder, once its journal has so many steps."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while True:
         for journal in folder.glob(f"runs/*/{NAME}"):
             if len(read_steps(journal.parent)) >= count:
@@ -100,7 +100,7 @@ def check(uri: str, folder: Path, run_id: str) -> None:
     assert [step for step, _, _ in found["train/loss"]] == list(range(1, STEPS + 1))
     for key, points in wanted.items():
         assert found[key] == points, key
-    assert [step for step, _, _ in found["eval/loss"]] == [500, 1000, 1500]
+    assert [step for step, _, _ in found["eval/loss"]] == [500, 1000]
     beside = {"eval/loss", "eval/accuracy", "perf/evaluation_s"}
     assert {key for key in found.keys() - wanted.keys() if key.split("/")[0] != "system"} >= beside
     for key, points in found.items():
