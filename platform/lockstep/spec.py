@@ -292,6 +292,7 @@ class Faults(_Section):
     max_worker_failures: NonNegativeInt = 3
     max_job_errors: NonNegativeInt = 0
     wait_for_workers_s: NonNegativeFloat = 600.0
+    longest_silence_s: PositiveFloat = 300.0
 
 
 def _named(default: str) -> BeforeValidator:

@@ -136,3 +136,28 @@ def test_an_error_of_the_job_is_not_tried_again(tmp_path: Path) -> None:
     assert "a label is out of range" in account["why"]
     assert os.path.basename(__file__) not in (run / "error.txt").read_text()  # noqa: PTH119
     assert "broken_jobs.py" in (run / "error.txt").read_text()
+
+
+def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
+    """SIGSTOP to one of two: no error, no end, only silence. Its peer's stacks tell where it waited."""
+    whole = train(spec(tmp_path / "whole"), local=True)
+
+    def stop_one() -> None:
+        while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        workers()[-1].suspend()
+
+    thread = threading.Thread(target=stop_one, daemon=True)
+    thread.start()
+    began = time.monotonic()
+    result = train(spec(tmp_path, workers={"min": 2, "max": 2}, faults={"longest_silence_s": 6.0}))
+    assert time.monotonic() - began < 240  # the process group itself would have waited a quarter of an hour
+    assert result.attempts == 2
+    assert result.weights_digest == whole.weights_digest
+    assert columns(result) == columns(whole)
+    assert "no rank made progress" in accounts(result)[0]["why"]
+    stacks = Path(result.folder, "stacks-attempt-1.txt").read_text()
+    assert "rank 0" in stacks
+    assert "rank 1" in stacks
+    assert "stopped" in stacks
+    assert "training/loop.py" in stacks

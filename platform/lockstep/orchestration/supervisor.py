@@ -21,6 +21,7 @@ from lockstep.orchestration.ray_trainer import Attempt, place
 from lockstep.orchestration.recorder_actor import Ending, News, start_recorder
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
+from lockstep.orchestration.watchdog import Patience, end
 from lockstep.spec import Spec
 
 POLL_S = 0.3
@@ -114,18 +115,35 @@ class Supervisor:
     def _watch(self, attempt: Attempt, recorder: Any) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         attempt.start()
-        told = False
+        told, patience = False, Patience(self.spec.faults.longest_silence_s)
         while not attempt.over.wait(POLL_S):
             if self.stop.asked and not told:
                 told = True
                 recorder.stop.remote(self.stop.number)
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
             news: News = ray.get(recorder.news.remote())
+            if patience.is_over(news.alive, time.monotonic()):
+                self._end_hung(attempt, recorder, patience.bound_s)
+                return
             if news.failure is not None and not news.recording:
                 recorder.stop.remote()
                 attempt.over.wait()
                 raise news.failure
             self._look(news)
+
+    def _end_hung(self, attempt: Attempt, recorder: Any, bound_s: float) -> None:
+        """End an attempt that makes no progress; its ranks' stacks go into the record."""
+        self.progress.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
+        stacks = end(ray.get(recorder.members.remote()))
+        name = f"stacks-attempt-{self.origin.attempt}.txt"
+        text = "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(stacks.items()))
+        recorder.document.remote(name, text)
+        attempt.over.wait()
+        attempt.error = ClusterError(
+            f"no rank made progress for {bound_s:.0f} s, so the attempt was ended; what each was doing is in {name} "
+            "(faults.longest_silence_s is the shortest time for that)"
+        )
+        ray.get(recorder.broke.remote(self.origin.attempt, attempt.error, text))
 
     def _look(self, news: News) -> None:
         """Take in what is new of the attempt at hand."""

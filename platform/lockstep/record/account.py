@@ -51,10 +51,10 @@ class Account:
         self._note(f"**RUNNING** · {self._spec.name}", {})
         if resumed:
             self._tag({"error": ""})  # that of the attempt before
-        self._document("spec.yaml", documents.as_yaml(document))
+        self.document("spec.yaml", documents.as_yaml(document))
         for name, path in sorted(job_sources(self._spec.job.use).items()):
             below = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
-            self._document(f"source/{below}", path.read_text(encoding="utf-8", errors="replace"))
+            self.document(f"source/{below}", path.read_text(encoding="utf-8", errors="replace"))
 
     def started(self, facts: Mapping[str, Any]) -> None:
         """The facts of an attempt."""
@@ -69,15 +69,15 @@ class Account:
         self._facts = documents.single_values(rest)
         self._tag(self._facts)
         if git.get("diff"):
-            self._document("git.diff", git["diff"])
+            self.document("git.diff", git["diff"])
         for name, value in {"environment": environment, **rest}.items():
             if value and name not in self._facts:
-                self._document(f"{name}.json", documents.as_json(value))
+                self.document(f"{name}.json", documents.as_json(value))
 
     def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
         """What is known of each attempt so far."""
         self._tag({"attempts": len(attempts)})
-        self._document("attempts.json", documents.as_json(list(attempts)))
+        self.document("attempts.json", documents.as_json(list(attempts)))
 
     def checkpoint(self, row: CheckpointRow) -> None:
         """A checkpoint was saved, or given up."""
@@ -125,7 +125,7 @@ class Account:
         self._ledger()
         for path in files:
             self._keep(path)
-        self._document("summary.json", documents.as_json(summary))
+        self.document("summary.json", documents.as_json(summary))
         values = documents.single_values(
             {name: summary[name] for name in summary if name not in {"run_id", "status"}}
         )
@@ -147,7 +147,7 @@ class Account:
             f"after step {self._journal.last_step}" if self._journal.last_step else "before the first step"
         )
         try:
-            self._document("error.txt", f"{message}\n\n{details}".rstrip() + "\n")
+            self.document("error.txt", f"{message}\n\n{details}".rstrip() + "\n")
             self._ledger()
         finally:  # a run whose folder cannot be written has failed as well
             self._end(status, f"**{status}** {reached}: {message}", self._facts)
@@ -208,7 +208,8 @@ class Account:
         inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
         self._send(self._store.log_file, path, "" if inside == Path() else inside.as_posix())
 
-    def _document(self, name: str, text: str) -> None:
+    def document(self, name: str, text: str) -> None:
+        """Keep a text in the run's folder and with the run."""
         write_text(self._folder / name, text)
         self._keep(self._folder / name)
 

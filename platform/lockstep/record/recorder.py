@@ -123,6 +123,10 @@ class Recorder:
         for row in history.evaluations:
             self.evaluation(row)
 
+    def document(self, name: str, text: str) -> None:
+        """Keep a text under the name of a file."""
+        self._writer.tell(partial(self._writer.document, name, text))
+
     def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
         """What is known of each attempt of the run; told again whenever one ends."""
         self._writer.tell(partial(self._writer.attempts, tuple(attempts)))

@@ -279,6 +279,10 @@ class Writer:
         self._journal.add_event("attempts", list(attempts))
         self._account.attempts(attempts)
 
+    def document(self, name: str, text: str) -> None:
+        self._journal.add_event("document", {"name": name, "text": text})
+        self._account.document(name, text)
+
     def checkpoint(self, row: CheckpointRow) -> None:
         self._journal.add_event("checkpoint", row._asdict())
         self._account.checkpoint(row)
@@ -301,6 +305,8 @@ class Writer:
         for kind, value, _ in self._journal.events:
             if kind == "attempts":
                 self._account.attempts(value)
+            elif kind == "document":
+                self._account.document(**value)
             elif kind == "started":
                 self._account.started(value)
                 ending = None
