@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
-from lockstep.record.journal import read_steps
+from lockstep.record.journal import newest_step
 from lockstep.record.liveness import vanished
 from lockstep.spec import RECORD_OFF
 
@@ -79,7 +79,7 @@ class FolderReader:
         return self._info(known)
 
     def _info(self, known: dict[str, Any]) -> RunInfo:
-        steps = read_steps(self._storage / known["run_id"])
+        newest = newest_step(self._storage / known["run_id"])
         return RunInfo(
             run_id=known["run_id"],
             name=known["name"],
@@ -87,8 +87,8 @@ class FolderReader:
             status=known["status"],
             started=known["started"],
             ended=known["ended"],
-            step=steps[-1].step if steps else 0,
-            metrics={"train/loss": steps[-1].loss} if steps else {},
+            step=newest.step if newest else 0,
+            metrics={"train/loss": newest.loss} if newest else {},
             params=known["params"],
             tags=known["tags"],
             url="",

@@ -165,6 +165,18 @@ def read_steps(folder: Path) -> list[StepRow]:
     return [entry.value for entry in entries]
 
 
+def newest_step(folder: Path) -> StepRow | None:
+    """The last step in the journal of a run, looked for at its end, or None."""
+    path = folder / NAME
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _READ_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    newest = next((line for line in reversed(lines) if line.startswith(b'{"step":')), None)
+    return _entry(newest, 0, path).value if newest else None
+
+
 def _line(kind: str, value: Any) -> bytes:
     return json.dumps({kind: value}, default=str, separators=(",", ":")).encode() + b"\n"
 

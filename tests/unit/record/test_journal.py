@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.errors import RecordError
 from lockstep.record.comparison import evaluation_difference, step_difference
-from lockstep.record.journal import NAME, Journal, read_steps
+from lockstep.record.journal import NAME, Journal, newest_step, read_steps
 from tests.unit.record.rows import evaluation_row, step_row
 
 ODD_NAN = struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0]
@@ -53,6 +53,8 @@ def test_every_step_can_be_found_again(tmp_path: Path) -> None:
     again.add_steps([step_row(3000)])
     for number in (5, 6, 1777, 2999, 3000):
         assert again.step(number) == step_row(number)
+    assert newest_step(tmp_path) == step_row(3000)
+    assert newest_step(tmp_path / "elsewhere") is None
     assert again.step(4) is again.step(3001) is None
     assert read_steps(tmp_path) == [step_row(i) for i in range(5, 3001)]
     again.close()
