@@ -46,12 +46,12 @@ class Account:
     def describe(self, *, resumed: bool) -> None:
         """What is known of a run before it does anything: its spec and its job's source."""
         document = documents.spec_document(self._spec)
+        self.document("spec.yaml", documents.as_yaml(document))  # first: with it alone a run can be resumed
         self._send(self._store.log_params, documents.flat(document))
         self._tag({"job": self._spec.job.use, "folder": str(self._folder)})
         self._note(f"**RUNNING** · {self._spec.name}", {})
         if resumed:
             self._tag({"error": ""})  # that of the attempt before
-        self.document("spec.yaml", documents.as_yaml(document))
         for name, path in sorted(job_sources(self._spec.job.use).items()):
             below = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
             self.document(f"source/{below}", path.read_text(encoding="utf-8", errors="replace"))

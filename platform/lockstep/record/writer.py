@@ -162,8 +162,8 @@ class Writer:
             dict(self._store.last_steps()),
             scaled=self.spec.precision == "fp16",
         )
-        self._beat()
         self._account.describe(resumed=self._resumed is not None)
+        self._tag_process()
         self.url = self._store.url()
 
     def _open_store(self) -> str:
@@ -213,12 +213,13 @@ class Writer:
 
     def _beat(self) -> None:
         """Say that this process lives, now and then; with it goes the RUNNING that a hasty reader may have taken away."""
-        now = time.monotonic()
-        if self._ended or self._outbox or (now - self._beat_at < BEAT_S and self._beat_at):
+        if self._ended or self._outbox or time.monotonic() - self._beat_at < BEAT_S:
             return
-        again, self._beat_at = bool(self._beat_at), now
-        if again:
-            self._outbox.send(self._store.set_status, "RUNNING")
+        self._outbox.send(self._store.set_status, "RUNNING")
+        self._tag_process()
+
+    def _tag_process(self) -> None:
+        self._beat_at = time.monotonic()
         self._outbox.send(self._store.set_tags, process_tags(time.time()) | {"lockstep.vanished": ""})
 
     def _deadline(self) -> float:
