@@ -43,10 +43,13 @@ class Account:
         self.working = False
         self._uploads = Uploads(store, self._not_copied)
 
+    def keep_spec(self) -> None:
+        """The one document without which a run cannot be resumed."""
+        self.document("spec.yaml", documents.as_yaml(documents.spec_document(self._spec)))
+
     def describe(self, *, resumed: bool) -> None:
-        """What is known of a run before it does anything: its spec and its job's source."""
+        """What else is known of a run before it does anything: its parameters and its job's source."""
         document = documents.spec_document(self._spec)
-        self.document("spec.yaml", documents.as_yaml(document))  # first: with it alone a run can be resumed
         self._send(self._store.log_params, documents.flat(document))
         self._tag({"job": self._spec.job.use, "folder": str(self._folder)})
         self._note(f"**RUNNING** · {self._spec.name}", {})

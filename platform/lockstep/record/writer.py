@@ -162,6 +162,8 @@ class Writer:
             dict(self._store.last_steps()),
             scaled=self.spec.precision == "fp16",
         )
+        self._account.keep_spec()
+        self._outbox.deliver()  # before anyone learns of the run: from here on it can be resumed from its store
         self._account.describe(resumed=self._resumed is not None)
         self._tag_process()
         self.url = self._store.url()
