@@ -62,8 +62,9 @@ class RecorderActor:
         self._recorder = Recorder(spec, run_id=run_id)
         self._warnings: list[str] = []
         self._open = False
-        self._stop = False
+        self._stop = self._moving = False
         self._signal: int | None = None
+        self._files: tuple[Path, ...] = ()
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
         self._attempt = self._alive = 0
@@ -121,8 +122,15 @@ class RecorderActor:
 
     @ray.method(concurrency_group="write")
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        self._summary = dict(summary)
-        self._recorder.finished({**summary, "signal": self._signal}, files)
+        self._summary, self._files = dict(summary), tuple(files)
+        if not (self._moving and summary["stopped"]):
+            self.settle()
+
+    @ray.method(concurrency_group="write")
+    def settle(self) -> None:
+        """The attempt that ended is the run's last."""
+        assert self._summary is not None
+        self._recorder.finished({**self._summary, "signal": self._signal}, self._files)
 
     @ray.method(concurrency_group="write")
     def system(self, node: str, values: Mapping[str, float]) -> None:
@@ -143,6 +151,7 @@ class RecorderActor:
         """Another attempt begins: what ended the one before is no longer this run's end."""
         self._attempt, self._error, self._details = attempt, None, ""
         self._members, self._alive = {}, 0
+        self._stop, self._moving, self._summary = False, False, None
 
     @ray.method(concurrency_group="write")
     def account(self, attempts: Sequence[Mapping[str, Any]]) -> None:
@@ -200,9 +209,9 @@ class RecorderActor:
         )
 
     @ray.method(concurrency_group="news")
-    def stop(self, signal_number: int | None = None) -> None:
-        """Ask the workers to end the run after their next step, for a signal that came."""
-        self._stop, self._signal = True, signal_number
+    def stop(self, moving: bool = False, signal_number: int | None = None) -> None:
+        """Ask the workers to end the attempt after their next step: the run as well, unless it is `moving` to others."""
+        self._stop, self._moving, self._signal = True, moving, signal_number
 
     @ray.method(concurrency_group="news")
     def stopping(self) -> bool:
