@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError
@@ -68,3 +70,25 @@ def newest_step(spec: Spec, run_id: str) -> int:
         return next(iter(saved_steps(RunFolder.open(open_storage(spec.checkpoint.storage), run_id))), 0)
     except LostFileError:
         return 0
+
+
+def has_checkpoint(spec: Spec, run_id: str, step: int) -> bool:
+    """Whether a run has a checkpoint of this step, unverified."""
+    try:
+        return step in saved_steps(RunFolder.open(open_storage(spec.checkpoint.storage), run_id))
+    except LostFileError:
+        return False
+
+
+def adopt(spec: Spec, run_id: str, step: int, files: Path) -> None:
+    """Make a verified folder of files the run's checkpoint of `step`, in one rename; the run's folder is made where it is missing."""
+    storage = open_storage(spec.checkpoint.storage)
+    try:
+        folder = RunFolder.open(storage, run_id)
+    except LostFileError:
+        folder = RunFolder.create(storage, run_id)
+    place = Path(spec.checkpoint.storage, folder.path(step_folder(step)))
+    if place.exists():  # what is there is no checkpoint
+        shutil.rmtree(place)
+    shutil.copytree(files, place.with_name(f".{place.name}"), dirs_exist_ok=True)
+    place.with_name(f".{place.name}").rename(place)

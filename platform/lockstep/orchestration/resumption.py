@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
-from lockstep.errors import SpecError
+from lockstep.errors import SpecError, StorageError
 from lockstep.identity import changed_fields
-from lockstep.orchestration.attempts import claim
+from lockstep.orchestration.attempts import adopt, claim, has_checkpoint, newest_step
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.runs import run_attempt, train
-from lockstep.record.run_store import find_run
+from lockstep.record.run_store import find_copies, find_run
 from lockstep.spec import Fork, Spec, load_spec, tracking_uri
 
 
@@ -70,6 +72,8 @@ def resume(
             attempts=int(found.summary.get("attempts", 1)),
             signal_number=None,
         )
+    if "://" not in spec.checkpoint.storage:
+        fetch_copy(spec, store, run_id, step, progress)
     return run_attempt(
         spec,
         claim(spec, run_id, step),
@@ -88,3 +92,28 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
             f"resume: {name} is {old!r} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
             "or start a new run from its state with --fork"
         )
+
+
+def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: Progress) -> None:
+    """Where the storage has no checkpoint of the run, or not that of `step`: download the newest good copy that its record has."""
+    from lockstep.checkpoint.reader import checkpoint_at, verify
+
+    if step is not None and has_checkpoint(spec, run_id, step):
+        return
+    if step is None and newest_step(spec, run_id):
+        return
+    for copy in find_copies(store, run_id):
+        if step is not None and copy.step != step:
+            continue
+        run_folder = Path(spec.checkpoint.storage, run_id)
+        run_folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=run_folder, prefix=".download-") as folder:
+            copy.download(Path(folder))
+            try:
+                verify(checkpoint_at(folder))
+            except StorageError as error:
+                progress.say(f"warning: the copy of step {copy.step} in the record is passed over: {error}")
+                continue
+            adopt(spec, run_id, copy.step, Path(folder))
+        progress.say(f"the checkpoint of step {copy.step} was downloaded from the record")
+        return

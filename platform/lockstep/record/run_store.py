@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -75,6 +75,20 @@ class Recorded(NamedTuple):
     summary: dict[str, Any]
     """What it came to; empty where it has not ended well."""
     url: str
+
+
+class CheckpointCopy(NamedTuple):
+    """A copy of a checkpoint in a store; `download` puts its files into a folder that exists."""
+
+    step: int
+    download: Callable[[Path], None]
+
+
+def find_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
+    """The whole copies of a run's checkpoints in the store at `uri`, newest first."""
+    from lockstep.record.mlflow_store import checkpoint_copies
+
+    return [] if uri == RECORD_OFF else checkpoint_copies(uri, run_id)
 
 
 def find_run(uri: str, run_id: str, folder: Path) -> Recorded:

@@ -217,3 +217,35 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     process.communicate(timeout=60)
     (run,) = [path.parent for path in folder.glob("runs/*/owner.json")]
     return folder, run.name
+
+
+def test_a_run_is_resumed_from_its_record_alone(tmp_path: Path) -> None:
+    """G6: with copies in MLflow, nothing but the tracking URI is needed; the storage is empty, as on another machine."""
+    spec = ["jobs/digits/train.yaml", "length.epochs=20", "job.params.width=8"]
+    process = start(
+        tmp_path, "train", *spec, f"checkpoint.storage={tmp_path}/runs", "checkpoint.every.steps=5", "record.checkpoints=artifact"
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 143, err
+    (owner,) = tmp_path.glob("runs/*/owner.json")
+    run_id = owner.parent.name
+    (tmp_path / "runs").rename(tmp_path / "gone")
+    process = start(
+        tmp_path, "resume", run_id, f"checkpoint.storage={tmp_path}/here", f"record.folder={tmp_path}/here"
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "was downloaded from the record" in err
+    whole, _ = done(tmp_path, "train", *spec, f"checkpoint.storage={tmp_path}/whole")
+    assert whole["weights_digest"] in out
+    rows = [
+        [bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in read_parquet(folder / "ledger.parquet")]
+        for folder in (tmp_path / "here" / run_id, tmp_path / "whole" / whole["run_id"])
+    ]  # fmt: skip
+    assert rows[0] == rows[1]
+    assert not (tmp_path / "runs").exists()

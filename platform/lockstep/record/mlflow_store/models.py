@@ -63,7 +63,11 @@ class Models:
 
     def ready(self) -> dict[str, str]:
         """Name and id of every model of the run that is READY."""
-        return {model.name: model.model_id for model in self._all() if model.status == "READY"}
+        return {model.name: model.model_id for model in self.ready_models()}
+
+    def ready_models(self) -> list[Any]:
+        """Every model of the run that is READY, as MLflow has it."""
+        return [model for model in self._all() if model.status == "READY"]
 
     # --- the two phases -----------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +15,8 @@ from lockstep.record.catalogue import RunInfo
 from lockstep.record.documents import without_password
 from lockstep.record.liveness import vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
-from lockstep.record.run_store import Recorded, recorded
+from lockstep.record.mlflow_store.models import STEP, Models
+from lockstep.record.run_store import CheckpointCopy, Recorded, recorded
 
 
 def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
@@ -35,6 +37,31 @@ def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
             )
     url = page_url(uri, run.info.experiment_id, run_id)
     return recorded(run_id, run.info.status, spec, summary, url, repr(shown))
+
+
+def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
+    """The copies of a run's checkpoints that are READY in an MLflow store and have files, newest first."""
+    with connecting(uri) as (client, _):
+        experiment = client.get_run(run_id).info.experiment_id
+        found = Models(client, experiment, run_id).ready_models()
+    copies = [
+        CheckpointCopy(int(model.tags[STEP]), partial(_download, uri, model))
+        for model in found
+        if model.name.startswith("checkpoint-") and _files_of(uri, model).list_artifacts()
+    ]
+    return sorted(copies, key=lambda copy: -copy.step)
+
+
+def _download(uri: str, model: Any, folder: Path) -> None:
+    """Put the files of a model into a folder that exists."""
+    with translated(uri):
+        _files_of(uri, model).download_artifacts("", str(folder))
+
+
+def _files_of(uri: str, model: Any) -> Any:
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    return get_artifact_repository(model.artifact_location, tracking_uri=uri)
 
 
 _OURS = "tags.`lockstep.folder` != ''"
