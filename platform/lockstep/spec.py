@@ -284,6 +284,7 @@ class Record(_Section):
     uri: str | None = None
     experiment: str | None = None
     folder: str | None = None
+    checkpoints: Literal["reference", "artifact"] = "reference"
 
 
 class Faults(_Section):

@@ -22,7 +22,7 @@ from lockstep.errors import DriftError, JobError, LockstepError, SpecError, near
 from lockstep.identity import identity_digest, identity_fields
 from lockstep.job import Job, dataset_size
 from lockstep.plan import Plan, Position
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
 from lockstep.record.ledger import History
 from lockstep.spec import Spec
@@ -237,6 +237,7 @@ def _facts(
         "identity": identity_digest(fields),
         "fields": fields,
         "environment": environment(spec),
+        "seeds": seeds(spec.seed),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
     }
