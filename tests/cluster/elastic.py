@@ -1,4 +1,4 @@
-"""A run on a cluster of several Ray nodes that grows, is drained and loses a node, told as one JSON object.
+"""A run on a cluster of several Ray nodes that grows, is drained and loses a node, told in `told.json`.
 
     python -m tests.cluster.elastic FOLDER
 
@@ -59,7 +59,17 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
         cluster = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 1, "temp_dir": own, "include_dashboard": False},
+            head_node_args={
+                "num_cpus": 1,
+                "temp_dir": own,
+                "include_dashboard": False,
+                # A node that is gone is noticed after seconds rather than half a minute.
+                "_system_config": {
+                    "health_check_initial_delay_ms": 1000,
+                    "health_check_period_ms": 1000,
+                    "health_check_failure_threshold": 3,
+                },
+            },
         )
         # Before any other node: a driver belongs to whichever node it finds, and ends with it.
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -90,7 +100,7 @@ def main(folder: Path) -> None:
         heard.wait_for(4)  # one
         thread.join(PATIENCE_S)
         (result,) = results
-        print(json.dumps({**result.as_dict(), "lines": heard.lines}))
+        (folder / "told.json").write_text(json.dumps({**result.as_dict(), "lines": heard.lines}))
         ray.shutdown()
         cluster.shutdown()
 

@@ -179,7 +179,7 @@ def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = json.loads((tmp_path / "told.json").read_text())
     whole = train(
         spec(tmp_path / "whole", length={"steps": 36}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
         local=True,

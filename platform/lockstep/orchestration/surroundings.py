@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 
@@ -15,6 +17,9 @@ from lockstep.spec import Spec
 LOOK_S = 1.0
 """How often it is looked at."""
 
+CONNECT_S = 2.0
+"""How long a node may take to answer."""
+
 STEADY_S = 3.0
 """How long room has to be there before an attempt moves for it."""
 
@@ -24,9 +29,18 @@ def live_resources() -> dict[str, float]:
     drained = draining()
     total: Counter[str] = Counter()
     for node in ray.nodes():
-        if node["Alive"] and node["NodeID"] not in drained:
+        if node["Alive"] and node["NodeID"] not in drained and answers(node):
             total.update(node["Resources"])
     return dict(total)
+
+
+def answers(node: Mapping[str, Any]) -> bool:
+    """Whether the node's raylet can be reached: Ray takes up to half a minute to notice that a node is gone."""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def draining() -> frozenset[str]:
