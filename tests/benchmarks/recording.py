@@ -91,6 +91,8 @@ class Turns(RemoteRecord):
         kind, length = self._plan[0]
         if kind in {"on", "lead"}:
             super().step(row)
+        if self._process is None and self._count == 0:
+            self._began = time.perf_counter()  # before the first step the run was prepared
         self._count += 1
         if self._count == length:
             self._end(kind, time.perf_counter() - self._began)
