@@ -8,15 +8,17 @@ import os
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
+from lockstep.orchestration.authentication import guard_rays_token, show_token
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
+from lockstep.orchestration.shared_files import check_shared
 from lockstep.orchestration.signals import StopSignal
 from lockstep.spec import Spec
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
@@ -42,11 +44,12 @@ def train_on_ray(
     verbose: bool,
     began_at: float,
     warnings: list[str],
+    on_run_id: Callable[[str], None] | None = None,
 ) -> Result:
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
     with connected(address, verbose=verbose) as own_cluster:
         stop.listen()  # Ray takes SIGTERM for itself when it connects
-        return _Driver(spec, progress, stop, origin, own_cluster, began_at, warnings).run()
+        return _Driver(spec, progress, stop, origin, own_cluster, began_at, warnings, on_run_id).run()
 
 
 @contextmanager
@@ -54,6 +57,9 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     """A connection to Ray; gives whether the cluster was started here and ends with the run."""
     for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
+    if address == "local":
+        guard_rays_token()
+    show_token(address or os.environ.get("RAY_ADDRESS"))
     import ray
 
     threading.Thread(
@@ -99,8 +105,11 @@ class _Driver:
         own_cluster: bool,
         began_at: float,
         warnings: list[str],
+        on_run_id: Callable[[str], None] | None,
     ) -> None:
         self.spec = spec
+        self.on_run_id = on_run_id
+        self._named = False
         self.progress = progress
         self.stop = stop
         self.origin = origin
@@ -114,12 +123,17 @@ class _Driver:
 
         from lockstep.orchestration.recorder_actor import Ending, start_recorder
 
+        for text in check_shared(self.spec, ray.nodes(), ray.util.get_node_ip_address()):
+            self.progress.say(f"warning: {text}")
+            self.warnings.append(text)
         workers, resources = place(self.spec, ray.cluster_resources())
         recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
         attempt = Attempt(self.spec, self.origin, recorder, workers, resources, self.environment)
         try:
             self._watch(attempt, recorder)
             ending: Ending = ray.get(recorder.ending.remote())
+            if ending.summary is not None:
+                self._name(recorder)
             self._warn(ray.get(recorder.news.remote()).warnings)
             if ending.summary is None:
                 error = ending.error or attempt.error or ClusterError("the workers ended without a result")
@@ -172,7 +186,21 @@ class _Driver:
                 attempt.over.wait()
                 raise news.failure
             self._warn(news.warnings)
+            if news.recording:
+                self._name(recorder)
             self.progress.show(news.step, news.evaluation, news.total_steps)
+
+    def _name(self, recorder: Any) -> None:
+        """Tell once which run this is: what is then lost can be resumed."""
+        import ray
+
+        if self._named:
+            return
+        self._named = True
+        run_id = ray.get(recorder.run_id.remote())
+        self.progress.say(f"run {run_id}")
+        if self.on_run_id is not None:
+            self.on_run_id(run_id)
 
     def _warn(self, texts: Sequence[str]) -> None:
         """Show the warnings that are new."""
