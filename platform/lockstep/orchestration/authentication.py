@@ -10,7 +10,7 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -66,6 +66,12 @@ def guard_rays_token() -> None:
         path.chmod(0o600)
 
 
+def starts_own_cluster(address: str | None) -> bool:
+    """Whether Ray would start a cluster for this address, as far as that can be told before Ray is imported."""
+    known = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    return address == "local" or (address is None and "RAY_ADDRESS" not in os.environ and not known.exists())
+
+
 def show_token(address: str | None, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what Ray needs to speak to the cluster at `address`, unless the environment says it already.
 
@@ -92,8 +98,3 @@ def host_of(address: str) -> str:
 
 def _port(address: str) -> int | None:
     return urlsplit(address if "://" in address else f"ray://{address}").port
-
-
-def without_token(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment that names no token."""
-    return {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH_")}

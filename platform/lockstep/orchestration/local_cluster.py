@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.orchestration.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
@@ -207,18 +208,17 @@ def down() -> LocalCluster | None:
 
 
 def _end(cluster: LocalCluster) -> None:
+    left = {process.pid: process for process in marked(cluster.mark)}
     if cluster.running():
         os.kill(cluster.pid, signal.SIGTERM)
         until = time.monotonic() + STOP_S
         while cluster.running() and time.monotonic() < until and not _reaped(cluster.pid):
             time.sleep(0.1)
-    left = marked(cluster.mark)
-    for process in left:
-        try:
+    left |= {process.pid: process for process in marked(cluster.mark)}
+    for process in left.values():
+        with suppress(psutil.NoSuchProcess):  # it has ended; a new process with its id is not meant either
             process.kill()
-        except psutil.NoSuchProcess:
-            continue  # it ended meanwhile
-    psutil.wait_procs(left, timeout=STOP_S)
+    psutil.wait_procs(list(left.values()), timeout=STOP_S)
     shutil.rmtree(cluster.folder, ignore_errors=True)  # a temporary folder; a file that is left hurts nobody
 
 
@@ -231,15 +231,18 @@ def _reaped(pid: int) -> bool:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The processes of one cluster, by the mark in their environment."""
-    found = []
+    """The processes of one cluster: those with the mark in their environment, and all that they have started.
+
+    Ray's workers rename themselves, and with a long name write over their environment.
+    """
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark:
-                found.append(process)
+            if process.pid not in found and process.environ().get(MARK) == mark:
+                found |= {child.pid: child for child in (process, *process.children(recursive=True))}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # gone, or another user's
-    return found
+    return list(found.values())
 
 
 # --- the holder -------------------------------------------------------------------------------------------
@@ -270,6 +273,7 @@ def hold(config: dict[str, Any]) -> None:
         for number in range(1, config["nodes"]):
             # A folder of each node's own for what jobs bring along: in one, the nodes delete each other's copies.
             cluster.add_node(**each, runtime_env_dir_name=f"runtime_resources_{number}")
+        _wait_for_agents(cluster, config["nodes"])
         ready = {"address": cluster.address, "dashboard": f"http://{cluster.webui_url}"}
         new = folder / "ready.new"
         new.write_text(json.dumps(ready))
@@ -279,6 +283,17 @@ def hold(config: dict[str, Any]) -> None:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         cluster.shutdown()
+
+
+def _wait_for_agents(cluster: Any, nodes: int) -> None:
+    """Until every node's agent is known: before that the job API answers "No available agent"."""
+    from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
+    from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
+
+    known = cluster.head_node.get_gcs_client().internal_kv_keys
+    prefix = DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX.encode()
+    while len(known(prefix, namespace=KV_NAMESPACE_DASHBOARD)) < nodes:
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,12 @@ from typing import Any
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
-from lockstep.orchestration.authentication import guard_rays_token, show_token
+from lockstep.orchestration.authentication import (
+    LOOPBACK_ONLY,
+    guard_rays_token,
+    show_token,
+    starts_own_cluster,
+)
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.shared_files import check_shared
@@ -57,7 +62,8 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     """A connection to Ray; gives whether the cluster was started here and ends with the run."""
     for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
-    if address == "local":
+    if starts_own_cluster(address):
+        os.environ.update(LOOPBACK_ONLY)
         guard_rays_token()
     show_token(address or os.environ.get("RAY_ADDRESS"))
     import ray

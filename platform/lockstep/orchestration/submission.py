@@ -140,16 +140,21 @@ def submit(
     if not installed:
         environment["py_modules"] = [str(Path(lockstep.__file__).parent)]
     job = f"{name or Path(what).parent.name or 'run'}-{uuid.uuid4().hex[:8]}".lstrip("-.")
-    try:
-        sent: str = client.submit_job(
-            entrypoint=shlex.join(words),
-            submission_id=re.sub(r"[^\w.-]", "-", job),
-            runtime_env=environment,
-            metadata={"lockstep": what, **({"run": name} if name else {})},
-        )
-    except Exception as error:  # as in connect
-        raise told(error, address) from error
-    return sent
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            sent: str = client.submit_job(
+                entrypoint=shlex.join(words),
+                submission_id=re.sub(r"[^\w.-]", "-", job),
+                runtime_env=environment,
+                metadata={"lockstep": what, **({"run": name} if name else {})},
+            )
+        except Exception as error:  # as in connect
+            if "No available agent" not in str(error) or time.monotonic() > until:
+                raise told(error, address) from error
+            time.sleep(POLL_S)  # a cluster that has just started
+        else:
+            return sent
 
 
 def follow(job: str, *, address: str, write: Callable[[str], None]) -> Submitted:
