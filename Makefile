@@ -35,6 +35,7 @@ exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.first_step
+	$(BIN)/python -m tests.benchmarks.checkpoints
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.source import job_source_digest
 from lockstep.spec import Spec
 
-PLACEMENT = frozenset({"name", "workers", "checkpoint", "record"})
+PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults"})
 """Sections of the spec that are no part of the identity; `data.loader_processes` is another."""
 
 

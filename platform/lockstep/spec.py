@@ -285,6 +285,15 @@ class Record(_Section):
     folder: str | None = None
 
 
+class Faults(_Section):
+    """How often an attempt may end early before the run does: for workers that were lost, and for errors of the job."""
+
+    max_worker_failures: NonNegativeInt = 3
+    max_job_errors: NonNegativeInt = 0
+    wait_for_workers_s: NonNegativeFloat = 600.0
+    longest_silence_s: PositiveFloat = 300.0
+
+
 def _named(default: str) -> BeforeValidator:
     """Fill in the name that tells the kinds of a section apart, so that it may be left out."""
     return BeforeValidator(lambda given: {"name": default, **given} if isinstance(given, dict) else given)
@@ -326,6 +335,7 @@ class Spec(_Section):
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
+    faults: Faults = Faults()
 
     @model_validator(mode="after")
     def _workers_fit(self) -> Self:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import torch.nn.functional as F
@@ -17,3 +20,32 @@ class LabelsOutOfRange(Digits):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         images, labels = batch
         return lockstep.Loss(F.cross_entropy(model(images)[:, :9], labels, reduction="sum"), len(labels))
+
+
+class SlowDigits(Digits):
+    """Gives a test the time to do something to a run."""
+
+    class Params(Digits.Params):
+        pause_s: float = 0.0
+
+    params: Params
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        time.sleep(self.params.pause_s)
+        return super().loss(model, batch)
+
+
+class Dying(Digits):
+    """Its process is killed, as by the kernel for want of memory, in the third micro-batch that it sees."""
+
+    class Params(Digits.Params):
+        at_sample: int = 3
+
+    params: Params
+    seen = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        self.seen += 1
+        if self.seen > self.params.at_sample:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)

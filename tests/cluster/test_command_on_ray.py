@@ -8,7 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.record.ledger import DETERMINISTIC, read_parquet
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,3 +50,59 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(tmp_path: Path) -> None:
     assert json.loads(line)["status"] == "KILLED"
     (record,) = tmp_path.glob("*/run.json")
     assert json.loads(record.read_text())["status"] == "KILLED"
+
+
+def call(folder: Path, *words: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONHASHSEED", "MKL_CBWR"}}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *words, "--uri", f"sqlite:///{folder}/mlflow.db", "--json"],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT / "platform")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(tmp_path: Path) -> None:
+    """SIGKILL of the driver, of Ray and of two workers; then three workers take the run up, in the same record."""
+    spec = ["jobs/digits/train.yaml", "length.epochs=12", "job.params.width=8", "checkpoint.every.steps=5"]
+    on_ray = ["--address", "local", "workers={min: 1, max: 3, cpus_each: 0.5}"]
+    process = call(
+        tmp_path, "train", *spec, "--address", "local", "workers.min=2", f"checkpoint.storage={tmp_path}/runs"
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in tree:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.communicate()
+    psutil.wait_procs(tree, timeout=30)
+    (owner,) = tmp_path.glob("runs/*/owner.json")
+    run_id = owner.parent.name
+
+    resumed = result_of(call(tmp_path, "resume", run_id, *on_ray))
+    whole = result_of(call(tmp_path, "train", *spec, "--local", f"checkpoint.storage={tmp_path}/whole"))
+    assert (resumed["run_id"], resumed["attempts"], resumed["workers"]) == (run_id, 2, 3)
+    assert resumed["weights_digest"] == whole["weights_digest"]
+    assert resumed["metrics"] == whole["metrics"]
+    ledgers = [
+        [tuple(getattr(row, name) for name in DETERMINISTIC) for row in read_parquet(path)]
+        for path in (
+            owner.with_name("ledger.parquet"),
+            tmp_path / "whole" / whole["run_id"] / "ledger.parquet",
+        )
+    ]
+    assert ledgers[0] == ledgers[1]
+    assert len(ledgers[0]) == whole["step"]

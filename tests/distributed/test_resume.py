@@ -26,6 +26,7 @@ from tests.distributed import test_fp16, test_same_bits
 from tests.distributed.covering import covering, pairs
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, train, train_attempt
+from tests.unit.checkpoint.conftest import s3  # noqa: F401
 
 RUN = "run"
 
@@ -459,3 +460,22 @@ def test_a_job_keeps_state_of_its_own(saved: SavedRuns, tmp_path: Path) -> None:
     )
     assert (resumed.rows, resumed.weights_digest) == (whole.rows, whole.weights_digest)
     assert Checkpoint.of(folder(str(tmp_path)), 2).manifest().facts.counters["step"] == 2
+
+
+def test_a_run_is_saved_in_and_taken_up_from_an_object_store(
+    pool: Pool,
+    tmp_path: Path,
+    s3: str,  # noqa: F811
+) -> None:
+    """Two workers save into a bucket, three take the run up from it."""
+    whole = undisturbed("digits", "fp32")
+    storage = f"s3://key:secret@runs/{tmp_path.name}?{s3}"
+    kept = {"storage": storage, "every": {"steps": 2}}
+    spec = document("digits", checkpoint=kept, record={"folder": str(tmp_path)})
+    pool.run(2, train_attempt, spec, RUN, Origin(), 5)
+    assert [found.step for found in checkpoints(folder(storage))] == [5, 4]
+    resumed = pool.run(3, train_attempt, spec, RUN, taken_up(storage, None))[0]
+    assert (resumed.rows, resumed.evaluations, resumed.best) == (whole.rows, whole.evaluations, whole.best)
+    assert resumed.weights_digest == whole.weights_digest
+    assert resumed.summary["checkpoint"] is not None
+    assert "secret" not in resumed.summary["checkpoint"]

@@ -81,6 +81,8 @@ class Kept:
     def checkpoint(self, row: CheckpointRow) -> None:
         self.checkpoints.append(row)
 
+    def alive(self) -> None: ...
+
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 

@@ -9,6 +9,7 @@ It fetches with one intra-op thread, as a forked process must, so that sums in a
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -162,21 +163,19 @@ def _data_loader(
     """
     for _ in range(STARTS):
         begun = multiprocessing.get_context("fork").Semaphore(0)
-        iterator: Any = iter(
-            DataLoader(
-                dataset,
-                batch_size=None,
-                sampler=batches,
-                num_workers=processes,
-                # A fork shares the dataset's memory and needs no pickling.
-                multiprocessing_context="fork" if processes else None,
-                worker_init_fn=partial(_begin, begun),
-                pin_memory=device.type == "cuda",
-                generator=torch.Generator().manual_seed(
-                    0
-                ),  # else starting it would draw from the default one
-            )
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=batches,
+            num_workers=processes,
+            # A fork shares the dataset's memory and needs no pickling.
+            multiprocessing_context="fork" if processes else None,
+            worker_init_fn=partial(_begin, begun),
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )
+        with nothing_collected_in_children():
+            iterator: Any = iter(loader)
         if all(begun.acquire(timeout=START_S) for _ in range(processes)):
             return iterator  # type: ignore[no-any-return]
         _end(iterator)
@@ -184,6 +183,20 @@ def _data_loader(
         f"data: loader processes did not begin within {START_S:g} s, {STARTS} times; "
         "the machine is overloaded: lower data.loader_processes"
     )
+
+
+@contextmanager
+def nothing_collected_in_children() -> Iterator[None]:
+    """Keep the garbage collector of a process that is forked meanwhile away from what it inherits.
+
+    Among that may be a process group that is garbage already: its destructor, in a process without its threads, waits
+    for them for ever.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _begin(begun: Semaphore, _number: int) -> None:

@@ -52,6 +52,8 @@ class NoRecord:
 
     def checkpoint(self, row: CheckpointRow) -> None: ...
 
+    def alive(self) -> None: ...
+
     def warn(self, text: str) -> None: ...
 
 
@@ -106,6 +108,8 @@ class DirectRecord:
 
     def checkpoint(self, row: CheckpointRow) -> None:
         self.recorder.checkpoint(row)
+
+    def alive(self) -> None: ...
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)

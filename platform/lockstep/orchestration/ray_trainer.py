@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
+from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.orchestration.authentication import (
     LOOPBACK_ONLY,
     guard_rays_token,
@@ -22,14 +23,11 @@ from lockstep.orchestration.authentication import (
     starts_own_cluster,
 )
 from lockstep.orchestration.progress import Progress
-from lockstep.orchestration.result import Result, result_of
+from lockstep.orchestration.result import Result
 from lockstep.orchestration.shared_files import check_shared
 from lockstep.orchestration.signals import StopSignal
 from lockstep.spec import Spec
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
-
-POLL_S = 0.3
-"""How often the driver looks at a run."""
 
 RAY_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # 2 s by default: it delays the end of every run
@@ -53,8 +51,21 @@ def train_on_ray(
 ) -> Result:
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
     with connected(address, verbose=verbose) as own_cluster:
+        from lockstep.orchestration.supervisor import Supervisor
+
         stop.listen()  # Ray takes SIGTERM for itself when it connects
-        return _Driver(spec, progress, stop, origin, own_cluster, began_at, warnings, on_run_id).run()
+        environment = {} if own_cluster else WORKER_ENVIRONMENT
+        for text in (found := check_shared(spec)):
+            progress.say(f"warning: {text}")
+
+        def tell(run_id: str) -> None:
+            progress.say(f"run {run_id}")
+            if on_run_id is not None:
+                on_run_id(run_id)
+
+        return Supervisor(
+            spec, progress, stop, origin, environment, began_at, [*warnings, *found], tell
+        ).run()
 
 
 @contextmanager
@@ -97,123 +108,6 @@ def _is_new(context: Any) -> bool:
     import ray
 
     return bool(ray._private.worker._global_node is not None and ray._private.worker._global_node.head)
-
-
-class _Driver:
-    """One run on a connected cluster."""
-
-    def __init__(
-        self,
-        spec: Spec,
-        progress: Progress,
-        stop: StopSignal,
-        origin: Origin,
-        own_cluster: bool,
-        began_at: float,
-        warnings: list[str],
-        on_run_id: Callable[[str], None] | None,
-    ) -> None:
-        self.spec = spec
-        self.on_run_id = on_run_id
-        self._named = False
-        self.progress = progress
-        self.stop = stop
-        self.origin = origin
-        self.began_at = began_at
-        self.warnings = list(warnings)
-        self._warned = 0
-        self.environment: dict[str, str] = {} if own_cluster else dict(WORKER_ENVIRONMENT)
-
-    def run(self) -> Result:
-        import ray
-
-        from lockstep.orchestration.recorder_actor import Ending, start_recorder
-
-        for text in check_shared(self.spec, ray.nodes(), ray.util.get_node_ip_address()):
-            self.progress.say(f"warning: {text}")
-            self.warnings.append(text)
-        workers, resources = place(self.spec, ray.cluster_resources())
-        recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
-        attempt = Attempt(self.spec, self.origin, recorder, workers, resources, self.environment)
-        try:
-            self._watch(attempt, recorder)
-            ending: Ending = ray.get(recorder.ending.remote())
-            if ending.summary is not None:
-                self._name(recorder)
-            self._warn(ray.get(recorder.news.remote()).warnings)
-            if ending.summary is None:
-                error = ending.error or attempt.error or ClusterError("the workers ended without a result")
-                ray.get(recorder.ended.remote(str(error), ending.details, "FAILED"))
-                raise error
-        except KeyboardInterrupt:
-            ray.get(recorder.ended.remote("ended at once by a second signal", "", "KILLED"))
-            self._close(recorder)
-            raise
-        except LockstepError:
-            self._close(recorder)  # what ended the run is told; that it could not be recorded comes second
-            raise
-        failure = self._close(recorder)
-        if failure is not None:
-            raise failure
-        run_id, url, folder = ray.get(recorder.names.remote())
-        return result_of(
-            ending.summary,
-            run_id=run_id,
-            url=url,
-            tracking_uri=self.spec.record.uri or "",
-            folder=folder,
-            began_at=self.began_at,
-            warnings=self.warnings,
-            attempts=self.origin.attempt,
-            signal_number=self.stop.number,
-        )
-
-    def _close(self, recorder: Any) -> RecordError | None:
-        """Let the recorder write what is left; what it could not write."""
-        import ray
-
-        failure: RecordError | None = ray.get(recorder.close.remote())
-        return failure
-
-    def _watch(self, attempt: Attempt, recorder: Any) -> None:
-        """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
-        import ray
-
-        attempt.start()
-        told = False
-        while not attempt.over.wait(POLL_S):
-            if self.stop.asked and not told:
-                told = True
-                recorder.stop.remote()
-                self.progress.say("stopping after the next step; a second signal ends the run at once")
-            news = ray.get(recorder.news.remote())
-            if news.failure is not None and not news.recording:
-                recorder.stop.remote()
-                attempt.over.wait()
-                raise news.failure
-            self._warn(news.warnings)
-            if news.recording:
-                self._name(recorder)
-            self.progress.show(news.step, news.evaluation, news.total_steps)
-
-    def _name(self, recorder: Any) -> None:
-        """Tell once which run this is: what is then lost can be resumed."""
-        import ray
-
-        if self._named:
-            return
-        self._named = True
-        run_id = ray.get(recorder.run_id.remote())
-        self.progress.say(f"run {run_id}")
-        if self.on_run_id is not None:
-            self.on_run_id(run_id)
-
-    def _warn(self, texts: Sequence[str]) -> None:
-        """Show the warnings that are new."""
-        for text in texts[self._warned :]:
-            self.progress.say(f"warning: {text}")
-            self.warnings.append(text)
-        self._warned = len(texts)
 
 
 def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
@@ -286,9 +180,26 @@ class Attempt:
                 ),
             ).fit()
         except Exception as error:  # noqa: BLE001 - whatever ended the attempt is told by the driver
-            self.error = ClusterError(f"the attempt on {self._workers} workers ended: {_first_line(error)}")
+            self.error = ClusterError(ended_by(error, self._workers))
         finally:
             self.over.set()
+
+
+def ended_by(error: BaseException, workers: int) -> str:
+    """Why Ray ended an attempt, in one line: which ranks were lost, and of what, where it tells."""
+    failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
+    if not failures:
+        return f"the attempt on {workers} workers ended: {_first_line(error)}"
+    ranks = ", ".join(str(rank) for rank in sorted(failures))
+    text = " ".join(str(failure) for failure in failures.values())
+    if "OutOfMemory" in text or "low on memory" in text:
+        return (
+            f"rank {ranks} of {workers} was ended for want of memory on its node; lower batch.micro or "
+            "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
+        )
+    exit_detail = re.search(r"Worker exit detail: ([^.\n]+)", text)
+    why = exit_detail[1] if exit_detail else _first_line(next(iter(failures.values())))
+    return f"rank {ranks} of {workers} was lost: {why}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import ray
 from torch import Tensor
 
-from lockstep.errors import LockstepError, RecordError
+from lockstep.errors import ClusterError, LockstepError, RecordError
+from lockstep.orchestration.watchdog import Member
 from lockstep.record.environment import git_state
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
@@ -20,6 +21,9 @@ from lockstep.training.weights import save_weights
 FLUSH_S = 0.25
 """How long rank 0 gathers rows before it sends them: a call costs about 0.2 ms of the training thread."""
 
+
+ALIVE_S = 1.0
+"""How often an evaluation or a save tells that it goes on."""
 
 ROWS_PER_CALL = 10_000
 """Rows of an earlier attempt that are sent at once."""
@@ -35,6 +39,8 @@ class News(NamedTuple):
     recording: bool
     """Whether the run exists in its store."""
     warnings: tuple[str, ...]
+    alive: int
+    """Grows with everything that the attempt at hand tells from its first step on; 0 before."""
 
 
 class Ending(NamedTuple):
@@ -59,6 +65,8 @@ class RecorderActor:
         self._stop = False
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
+        self._attempt = self._alive = 0
+        self._members: dict[int, Member] = {}
         self._error: LockstepError | None = None
         self._details = ""
 
@@ -74,12 +82,33 @@ class RecorderActor:
             self._recorder.start()
 
     @ray.method(concurrency_group="write")
+    def joined(self, attempt: int, member: Member) -> None:
+        """A worker has begun."""
+        if attempt == self._attempt:
+            self._members[member.rank] = member
+
+    @ray.method(concurrency_group="news")
+    def members(self) -> list[Member]:
+        """The workers of the attempt at hand."""
+        return [self._members[rank] for rank in sorted(self._members)]
+
+    @ray.method(concurrency_group="write")
+    def alive(self) -> None:
+        self._alive += bool(self._alive)  # what comes before the first step may take as long as it likes
+
+    @ray.method(concurrency_group="write")
+    def document(self, name: str, text: str) -> None:
+        self._recorder.document(name, text)
+
+    @ray.method(concurrency_group="write")
     def steps(self, rows: Sequence[StepRow]) -> None:
         self._recorder.steps(rows)
+        self._alive += rows[-1].attempt == self._attempt
 
     @ray.method(concurrency_group="write")
     def evaluation(self, row: EvaluationRow) -> None:
         self._recorder.evaluation(row)
+        self._alive += bool(self._alive)
 
     @ray.method(concurrency_group="write")
     def checkpoint(self, row: CheckpointRow) -> None:
@@ -95,10 +124,25 @@ class RecorderActor:
         self._recorder.finished(summary, files)
 
     @ray.method(concurrency_group="write")
-    def broke(self, error: LockstepError, details: str) -> None:
-        """A worker's error. The first one counts: what the other ranks then see is its consequence."""
-        if self._error is None:
+    def broke(self, attempt: int, error: LockstepError, details: str) -> None:
+        """A worker's error. The first one counts, before any that is the loss of a peer: its consequence."""
+        if attempt != self._attempt:
+            return  # a worker of an attempt that was given up
+        if self._error is None or (
+            isinstance(self._error, ClusterError) and not isinstance(error, ClusterError)
+        ):
             self._error, self._details = error, details
+
+    @ray.method(concurrency_group="write")
+    def begin(self, attempt: int) -> None:
+        """Another attempt begins: what ended the one before is no longer this run's end."""
+        self._attempt, self._error, self._details = attempt, None, ""
+        self._members, self._alive = {}, 0
+
+    @ray.method(concurrency_group="write")
+    def account(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        """What is known of each attempt so far."""
+        self._recorder.attempts(attempts)
 
     @ray.method(concurrency_group="write")
     def ended(self, message: str, details: str, status: str) -> None:
@@ -120,6 +164,11 @@ class RecorderActor:
     def run_folder(self) -> Path:
         return self._recorder.run_folder()
 
+    @ray.method(concurrency_group="news")
+    def known_run_id(self) -> str | None:
+        """The run's id, or None as long as there is no run. Never waits."""
+        return self._recorder.run_id() if self._recorder.opened else None
+
     @ray.method(concurrency_group="ask")
     def run_id(self) -> str:
         return self._recorder.run_id()
@@ -139,6 +188,7 @@ class RecorderActor:
             self._recorder.failure(),
             self._recorder.opened,
             tuple(self._warnings),
+            self._alive,
         )
 
     @ray.method(concurrency_group="news")
@@ -175,6 +225,7 @@ class RemoteRecord:
         self._folder = folder
         self._rows: list[StepRow] = []
         self._sent_at = 0.0
+        self._alive_at = 0.0
         self._stopping = False
         self._asked: Any = None
 
@@ -210,6 +261,11 @@ class RemoteRecord:
 
     def checkpoint(self, row: CheckpointRow) -> None:
         self._actor.checkpoint.remote(row)
+
+    def alive(self) -> None:
+        if time.monotonic() - self._alive_at >= ALIVE_S:
+            self._alive_at = time.monotonic()
+            self._actor.alive.remote()
 
     def warn(self, text: str) -> None:
         self._actor.warn.remote(text)

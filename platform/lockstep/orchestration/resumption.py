@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from lockstep.checkpoint.errors import LostFileError
-from lockstep.checkpoint.reader import Checkpoint, checkpoints
-from lockstep.checkpoint.run_folder import Origin, RunFolder
-from lockstep.checkpoint.storage import open_storage
 from lockstep.errors import SpecError
 from lockstep.identity import changed_fields
+from lockstep.orchestration.attempts import claim
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.runs import run_attempt, train
@@ -116,18 +113,3 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
             f"resume: {name} is {old!r} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
             "or start a new run from its state with --fork"
         )
-
-
-def claim(spec: Spec, run_id: str, step: int | None) -> Origin:
-    """Begin the next attempt of a run: whatever still runs of it can publish nothing from here on."""
-    storage = open_storage(spec.checkpoint.storage)
-    try:
-        folder = RunFolder.open(storage, run_id)
-    except LostFileError:
-        if step is not None:
-            raise
-        folder = RunFolder.create(storage, run_id)  # it ended before its first checkpoint
-    if step is not None and not Checkpoint.of(folder, step).exists():
-        kept = ", ".join(str(checkpoint.step) for checkpoint in checkpoints(folder)) or "none"
-        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
-    return Origin(run_id, folder.claim().number, step)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import ClusterError, SpecError
 from lockstep.spec import Spec
@@ -24,14 +23,14 @@ def local_folders(spec: Spec) -> dict[str, str]:
     return folders
 
 
-def check_shared(spec: Spec, nodes: Sequence[Mapping[str, Any]], here: str) -> list[str]:
-    """SpecError where a worker could be placed on a machine that does not see a folder of the run; warnings for the rest.
+def check_shared(spec: Spec) -> list[str]:
+    """SpecError where a worker could be placed on a machine that does not see a folder of the run; warnings for the rest."""
+    import ray
 
-    `nodes` is what `ray.nodes()` tells, `here` the address of this node.
-    """
+    here = ray.util.get_node_ip_address()
     others = {
         node["NodeManagerAddress"]: node["NodeID"]
-        for node in nodes
+        for node in ray.nodes()
         if node["Alive"] and node["NodeManagerAddress"] != here and node["Resources"].get("CPU", 0) > 0
     }
     if not others:

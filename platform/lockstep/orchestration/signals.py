@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,12 @@ class StopSignal:
     def asked(self) -> bool:
         """Whether a signal came."""
         return self.number is not None
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but no longer than until a signal comes."""
+        until = time.monotonic() + seconds
+        while not self.asked and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.2))
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # python allows handlers nowhere else

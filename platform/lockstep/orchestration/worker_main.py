@@ -14,6 +14,7 @@ from lockstep.errors import LockstepError
 from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
 from lockstep.orchestration.recorder_actor import RemoteRecord
+from lockstep.orchestration.watchdog import listening
 from lockstep.spec import validate
 from lockstep.training.failure import told
 from lockstep.training.group import Group
@@ -26,12 +27,13 @@ def worker_main(config: dict[str, Any]) -> None:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     group = Group.join(ray.train.torch.get_device())
-    recorder = config["recorder"]
+    recorder, attempt = config["recorder"], config["origin"].attempt
+    recorder.joined.remote(attempt, listening(group.rank))
     record: RunRecord = RemoteRecord(recorder, Path(folder)) if group.rank == 0 else NoRecord()
     try:
         spec = validate(config["spec"])
         fit(spec, load_job(spec.job.use, spec.job.params), group, record, config["origin"])
     except Exception as error:
         known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
-        ray.get(recorder.broke.remote(type(known)(str(known)), traceback.format_exc()))
+        ray.get(recorder.broke.remote(attempt, type(known)(str(known)), traceback.format_exc()))
         raise

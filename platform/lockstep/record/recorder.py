@@ -114,6 +114,14 @@ class Recorder:
         for row in history.evaluations:
             self.evaluation(row)
 
+    def document(self, name: str, text: str) -> None:
+        """Keep a text under the name of a file."""
+        self._writer.tell(partial(self._writer.document, name, text))
+
+    def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        """What is known of each attempt of the run; told again whenever one ends."""
+        self._writer.tell(partial(self._writer.attempts, tuple(attempts)))
+
     def checkpoint(self, row: CheckpointRow) -> None:
         """A checkpoint was saved, or given up."""
         self._writer.tell(partial(self._writer.checkpoint, row))

@@ -179,10 +179,10 @@ class Writer:
         self._facts = documents.single_values(rest)
         self._tag(self._facts)
         if git.get("diff"):
-            self._document("git.diff", git["diff"])
+            self.document("git.diff", git["diff"])
         for name, value in {"environment": environment, **rest}.items():
             if value and name not in self._facts:
-                self._document(f"{name}.json", documents.as_json(value))
+                self.document(f"{name}.json", documents.as_json(value))
 
     def steps(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
@@ -195,6 +195,10 @@ class Writer:
         self._gather(evaluation_points(row))
         if not self._evaluations or row.step > self._evaluations[-1].step:
             self._evaluations.append(row)
+
+    def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        self._tag({"attempts": len(attempts)})
+        self.document("attempts.json", documents.as_json(list(attempts)))
 
     def checkpoint(self, row: CheckpointRow) -> None:
         if row.uri is None:
@@ -213,7 +217,7 @@ class Writer:
         self._write_ledger()
         for path in files:
             self._keep(path)
-        self._document("summary.json", documents.as_json(summary))
+        self.document("summary.json", documents.as_json(summary))
         values = documents.single_values(
             {name: summary[name] for name in summary if name not in {"run_id", "status"}}
         )
@@ -230,7 +234,7 @@ class Writer:
         self._tag({"error": message})
         reached = f"after step {self._steps[-1].step}" if self._steps else "before the first step"
         try:
-            self._document("error.txt", f"{message}\n\n{details}".rstrip() + "\n")
+            self.document("error.txt", f"{message}\n\n{details}".rstrip() + "\n")
             self._write_ledger()
         finally:  # a run whose folder cannot be written has failed as well
             self._end(status, f"**{status}** {reached}: {message}", self._facts)
@@ -249,7 +253,7 @@ class Writer:
         self._tag({"job": self.spec.job.use, "note": documents.note(f"**RUNNING** · {self.spec.name}", {})})
         if self._resumed:
             self._tag({"error": ""})  # that of the attempt before
-        self._document("spec.yaml", documents.as_yaml(document))
+        self.document("spec.yaml", documents.as_yaml(document))
 
     def _read_ledger(self) -> None:
         steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
@@ -271,7 +275,7 @@ class Writer:
         inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
         self._outbox.send(self._store.log_file, path, "" if inside == Path() else inside.as_posix())
 
-    def _document(self, name: str, text: str) -> None:
+    def document(self, name: str, text: str) -> None:
         write_text(self._folder / name, text)
         self._keep(self._folder / name)
 

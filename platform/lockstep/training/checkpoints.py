@@ -30,6 +30,9 @@ from lockstep.training.group import Group
 from lockstep.training.schedule import rate_factor
 from lockstep.training.state import TrainState
 
+ALIVE_S = 1.0
+"""How often the record hears that the loop is waiting for a save."""
+
 GRACE_S = 30.0
 """How long an attempt that broke waits for the save in flight."""
 
@@ -42,6 +45,9 @@ class CheckpointRecord(Protocol):
 
     def checkpoint(self, row: CheckpointRow) -> None:
         """A save is done, or was given up."""
+
+    def alive(self) -> None:
+        """Nothing hangs, though no step is done: an evaluation or a save goes on. May be called often."""
 
     def warn(self, text: str) -> None:
         """Something that a person should know of, and that ends nothing."""
@@ -224,16 +230,25 @@ class Checkpoints:
             sections["counters"],
             self._evaluated_now(),
         )
+        began = time.perf_counter()
+        self._wait(saver)
+        waited_s = time.perf_counter() - began
         blocks = self.history.blocks() if self.group.rank == 0 else {}
-        self._pauses[step] = saver.save(step, {**sections, **blocks}, facts)
+        pause = saver.save(step, {**sections, **blocks}, facts)
+        self._pauses[step] = Pause(waited_s + pause.waited_s, pause.copied_s)
         self._end_if_stale(saver)
 
     def finish(self) -> None:
         """Save the state that the run ends with, and wait until it is written."""
         self.save()
         if self._saver is not None:
-            self._saver.wait()
+            self._wait(self._saver)
             self._end_if_stale(self._saver)
+
+    def _wait(self, saver: AsyncSaver) -> None:
+        """Wait for the save in flight."""
+        while not saver.wait(ALIVE_S):
+            self.record.alive()
 
     def __enter__(self) -> Checkpoints:
         return self

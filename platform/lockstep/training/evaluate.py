@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,10 +64,10 @@ class Evaluation:
         self.micro_batch = micro_batch
         self.own = evaluation_ranges(self.samples, micro_batch, group.size)[group.rank]
 
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Metrics by name, `eval/` in front, equal on every rank."""
+    def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Metrics by name, `eval/` in front, equal on every rank. `alive` is called for each micro-batch."""
         with evaluating(model):
-            own = self._own_totals(model)
+            own = self._own_totals(model, alive)
         totals: dict[str, tuple[float, float]] = {}
         for rank_rows in self.group.gather(own):
             for row in rank_rows:
@@ -87,11 +87,16 @@ class Evaluation:
         with evaluating(model):
             return [f"eval/{name}" for name in self._means(model, 0, first)]
 
-    def _own_totals(self, model: nn.Module) -> list[dict[str, tuple[float, float]]]:
+    def _own_totals(
+        self, model: nn.Module, alive: Callable[[], None]
+    ) -> list[dict[str, tuple[float, float]]]:
         keys = [MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own]
         loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.own)))
         try:
-            means = [self._means(model, i, batch) for i, batch in zip(self.own, loader, strict=True)]
+            means = []
+            for i, batch in zip(self.own, loader, strict=True):
+                means.append(self._means(model, i, batch))
+                alive()
         finally:
             loader.close()
         return [

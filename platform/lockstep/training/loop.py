@@ -121,7 +121,7 @@ def evaluate(run: Run, position: Position, record: RunRecord) -> bool:
     """Evaluate the model as it stands. Whether the run should end here."""
     assert run.evaluate is not None
     began, step = time.perf_counter(), position.step + 1
-    metrics = run.evaluate(run.state.model)
+    metrics = run.evaluate(run.state.model, record.alive)
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
     run.state.counters.evaluated = step
     run.state.metrics |= metrics

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
 import signal
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -298,3 +300,34 @@ def test_waiting_is_measured() -> None:
     assert loader.waited_s == 0.0
     list(loader)
     assert loader.waited_s > 0.0
+
+
+class Garbage:
+    """Unreachable but for the collector; tells in which process it was destroyed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.itself = self
+
+    def __del__(self) -> None:
+        (self.folder / str(os.getpid())).touch()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_loader_process_destroys_nothing_of_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    """A destructor that waits for its process's threads, such as a process group's, would hang there. Not frozen, it runs."""
+    if not frozen:
+        monkeypatch.setattr(loader_module.gc, "freeze", lambda: None)
+    gc.collect()
+    gc.disable()
+    try:
+        Garbage(tmp_path)
+        fetched(Samples(lambda index: torch.tensor(gc.collect() * 0 + index)), processes=2)
+        assert not (tmp_path / str(os.getpid())).exists()
+    finally:
+        gc.enable()
+    assert len(list(tmp_path.iterdir())) == (0 if frozen else 2)
+    gc.collect()
+    assert (tmp_path / str(os.getpid())).exists()

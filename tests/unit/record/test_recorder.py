@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(spec: Specs, tmp_path
     with pytest.raises((RecordError, StorageError)):
         recorder.run_folder()
     recorder.steps([step_row(1)])
-    with pytest.raises(RecordError, match=r"checkpoint\.storage"):
+    with pytest.raises(RecordError, match=r"record\.folder"):
         recorder.close()
 
 

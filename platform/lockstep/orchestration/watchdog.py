@@ -1,0 +1,111 @@
+"""The watchdog: an attempt that makes no progress is ended, once the stacks of its ranks are recorded.
+
+A rank that hangs keeps all others waiting in their next collective, for which the process group itself would wait a
+quarter of an hour. What counts as progress is a step, a micro-batch of an evaluation, or a second of waiting for a save;
+before the first step of an attempt there is no limit.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+import ray
+
+TIMES_THE_LONGEST = 20.0
+"""How many times the longest silence so far another one may last."""
+
+STACKS_S = 3.0
+"""How long a rank may take to write its stacks down; one that is stopped or gone never does."""
+
+
+class Patience:
+    """How long an attempt may be silent: so many times its longest silence so far, and never less than `floor_s`."""
+
+    def __init__(self, floor_s: float) -> None:
+        self.floor_s = floor_s
+        self._longest_s = 0.0
+        self._seen = 0
+        self._since = 0.0
+
+    @property
+    def bound_s(self) -> float:
+        """The silence that is too long, in seconds."""
+        return max(self.floor_s, TIMES_THE_LONGEST * self._longest_s)
+
+    def silent_s(self, alive: int, now: float) -> float:
+        """For how long nothing has been heard: `alive` grows with everything that is, and is 0 before the first step."""
+        if alive != self._seen or not alive:
+            if self._seen and alive > self._seen:
+                self._longest_s = max(self._longest_s, now - self._since)
+            self._seen, self._since = alive, now
+        return now - self._since
+
+    def is_over(self, alive: int, now: float) -> bool:
+        """Whether the attempt is to be taken for one that hangs."""
+        return self.silent_s(alive, now) > self.bound_s
+
+
+class Member(NamedTuple):
+    """A worker, as the watchdog finds it: the file is where it writes its stacks on SIGUSR1."""
+
+    rank: int
+    node: str
+    pid: int
+    file: Path
+
+
+def listening(rank: int) -> Member:
+    """Have this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs."""
+    path = Path(tempfile.gettempdir(), f"lockstep-stacks-{os.getpid()}.txt")
+    stream = path.open("w", encoding="utf-8")  # open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+    return Member(rank, ray.get_runtime_context().get_node_id(), os.getpid(), path)
+
+
+def end(members: Sequence[Member]) -> Mapping[int, str]:
+    """Kill these workers, each on its own node. What each was doing, by rank."""
+    by_node: dict[str, list[Member]] = {}
+    for member in members:
+        by_node.setdefault(member.node, []).append(member)
+    calls = []
+    for node, own in by_node.items():
+        there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_here)
+        calls.append(remote.remote(own))
+    found: dict[int, str] = {}
+    for call in calls:
+        with suppress(ray.exceptions.RayError):  # a node that is gone has taken its workers with it
+            found |= ray.get(call, timeout=30.0)
+    return found
+
+
+def end_here(members: Sequence[Member]) -> dict[int, str]:
+    """Have the workers on this node write their stacks, and kill them."""
+    for member in members:
+        with suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGUSR1)
+    time.sleep(STACKS_S)
+    found = {member.rank: _told(member) for member in members}
+    for member in members:
+        with suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGKILL)
+        member.file.unlink(missing_ok=True)
+    return found
+
+
+def _told(member: Member) -> str:
+    try:
+        state = psutil.Process(member.pid).status()
+    except psutil.NoSuchProcess:
+        return f"process {member.pid} is gone"
+    stacks = member.file.read_text(encoding="utf-8", errors="replace") if member.file.exists() else ""
+    return f"process {member.pid}, {state}\n{stacks or 'it wrote no stacks: stopped, or deaf to signals'}"

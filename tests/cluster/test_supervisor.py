@@ -1,0 +1,163 @@
+"""Workers die, the run goes on with the same bits: nobody has to do anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep import train
+from lockstep.errors import ClusterError, JobError
+from lockstep.orchestration.result import Result
+from lockstep.record.ledger import read_evaluations, read_parquet
+from tests.cluster.test_ray_train import columns
+
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    # Ray and MLflow leave sockets and temporary folders to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+]
+
+
+def spec(folder: Path, **changes: Any) -> dict[str, Any]:
+    base = {
+        "job": {"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.02}},
+        "length": {"epochs": 4},
+        "batch": {"global": 192, "micro": 32},
+        "data": {"drop_last": False},
+        "workers": {"min": 1, "max": 2},
+        "checkpoint": {"storage": str(folder / "runs"), "every": {"steps": 4}},
+        "record": {"uri": "off"},
+    }
+    return {**base, **changes}
+
+
+def workers() -> list[psutil.Process]:
+    """The processes of Ray Train's workers on this test's own cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "RayTrainWorker" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+class Killer(threading.Thread):
+    """SIGKILLs one worker, whenever a run has saved so many more checkpoints, `times` times."""
+
+    def __init__(self, folder: Path, seed: int, times: int) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.left, self.random = folder, times, random.Random(seed)
+        self.killed: list[int] = []
+
+    def run(self) -> None:
+        seen = 0
+        while self.left:
+            saved = len(list(self.folder.glob("runs/*/step-*/manifest.json")))
+            newest = max(
+                (int(path.parent.name[5:]) for path in self.folder.glob("runs/*/step-*/manifest.json")),
+                default=0,
+            )
+            alive = workers()
+            if saved and newest > seen and alive:
+                time.sleep(self.random.uniform(0, 0.3))
+                victim = self.random.choice(alive)
+                victim.kill()
+                self.killed.append(victim.pid)
+                self.left -= 1
+                seen = newest + 4
+            time.sleep(0.05)
+
+
+def accounts(result: Result) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(Path(result.folder, "attempts.json").read_text())
+    return found
+
+
+def test_killed_workers_are_replaced_and_the_bits_stay(tmp_path: Path) -> None:
+    """G1 and G4: two workers are killed, one after the other; ledger, evaluations and weights are the undisturbed run's."""
+    whole = train(spec(tmp_path / "whole"), local=True)
+    killer = Killer(tmp_path, seed=1, times=2)
+    killer.start()
+    result = train(spec(tmp_path))
+    assert len(killer.killed) == 2
+    assert result.attempts == 3
+    assert result.weights_digest == whole.weights_digest
+    assert result.metrics == whole.metrics
+    assert columns(result) == columns(whole)
+    evaluations = [
+        [(row.step, row.metrics) for row in read_evaluations(Path(run.folder, "evaluations.parquet"))]
+        for run in (result, whole)
+    ]
+    assert evaluations[0] == evaluations[1]
+    first, second, third = accounts(result)
+    assert (first["attempt"], second["attempt"], third["attempt"]) == (1, 2, 3)
+    assert third["why"] == "finished"
+    for account in (second, third):
+        assert account["from_step"] % 4 == 0
+        assert account["from_step"] > 0
+        assert account["lost_s"] > 0
+    assert {row.attempt for row in read_parquet(Path(result.folder, "ledger.parquet"))} <= {1, 2, 3}
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    """Without a checkpoint between the deaths the budget runs out; the message says after how many."""
+    with pytest.raises(
+        ClusterError, match=r"attempt 2; 2 attempts in a row .* faults\.max_worker_failures is 1"
+    ):
+        train(
+            spec(
+                tmp_path,
+                job={"use": "tests.cluster.broken_jobs:Dying", "params": {"at_sample": 3}},
+                faults={"max_worker_failures": 1},
+            )
+        )
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "run.json").read_text())["status"] == "FAILED"
+
+
+def test_an_error_of_the_job_is_not_tried_again(tmp_path: Path) -> None:
+    """One attempt, and the user's own traceback."""
+    with pytest.raises(JobError, match="a label is out of range"):
+        train(spec(tmp_path, job={"use": "tests.cluster.broken_jobs:LabelsOutOfRange", "params": {}}))
+    (run,) = (tmp_path / "runs").iterdir()
+    (account,) = json.loads((run / "attempts.json").read_text())
+    assert "a label is out of range" in account["why"]
+    assert os.path.basename(__file__) not in (run / "error.txt").read_text()  # noqa: PTH119
+    assert "broken_jobs.py" in (run / "error.txt").read_text()
+
+
+def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
+    """SIGSTOP to one of two: no error, no end, only silence. Its peer's stacks tell where it waited."""
+    whole = train(spec(tmp_path / "whole"), local=True)
+
+    def stop_one() -> None:
+        while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        workers()[-1].suspend()
+
+    thread = threading.Thread(target=stop_one, daemon=True)
+    thread.start()
+    began = time.monotonic()
+    result = train(spec(tmp_path, workers={"min": 2, "max": 2}, faults={"longest_silence_s": 6.0}))
+    assert time.monotonic() - began < 240  # the process group itself would have waited a quarter of an hour
+    assert result.attempts == 2
+    assert result.weights_digest == whole.weights_digest
+    assert columns(result) == columns(whole)
+    assert "no rank made progress" in accounts(result)[0]["why"]
+    stacks = Path(result.folder, "stacks-attempt-1.txt").read_text()
+    assert "rank 0" in stacks
+    assert "rank 1" in stacks
+    assert "stopped" in stacks
+    assert "training/loop.py" in stacks

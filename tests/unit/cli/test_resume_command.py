@@ -1,0 +1,219 @@
+"""`lockstep resume` after the whole process tree was killed: the record and the bits of the undisturbed run.
+
+SIGKILL comes at a moment of a seeded generator, once a checkpoint is there; everything happens through the command,
+with MLflow's own SQLite store, as a person would do it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
+from tests.distributed.training import bits
+from tests.unit.cli.test_command import ROOT, command, environment
+
+JOBS = {
+    "digits": [
+        "jobs/digits/train.yaml", "length.epochs=6", "early_stop={patience: 5}", "job.params.width=16",
+    ],
+    "gpt": [
+        "jobs/stdlib_gpt/train.yaml", "length.steps=60", "evaluate.every.steps=20", "precision=bf16",
+        "job.params={depth: 1, heads: 2, head_width: 8, context: 32, dropout: 0.1, corpus_bytes: 200000}",
+    ],
+}  # fmt: skip
+
+
+class Told(NamedTuple):
+    """What a run came to: its `--json`, its ledger and its metric histories in MLflow, all as bits."""
+
+    weights_digest: str
+    best: Any
+    metrics: Any
+    ledger: Any
+    evaluations: Any
+    history: Any
+    status: str
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return ["--local", "--uri", f"sqlite:///{folder}/mlflow.db", *more]
+
+
+def start(folder: Path, *more: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*more[:1], *words(folder), *more[1:]),
+        cwd=cwd,
+        env=environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def done(folder: Path, *more: str, code: int = 0, cwd: Path = ROOT) -> tuple[dict[str, Any], str]:
+    """The command's `--json` and what it says on standard error."""
+    process = start(folder, *more, "--json", cwd=cwd)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == code, err
+    return json.loads(out), err
+
+
+def told(folder: Path, result: dict[str, Any]) -> Told:
+    run = folder / "runs" / result["run_id"]
+    rows = read_parquet(run / "ledger.parquet")
+    with sqlite3.connect(folder / "mlflow.db") as database:
+        history = database.execute(
+            "select key, step, value, is_nan from metrics where run_uuid = ? and key not like 'perf/%' order by key, step, timestamp",
+            (result["run_id"],),
+        ).fetchall()
+        ((status,),) = database.execute(
+            "select status from runs where run_uuid = ?", (result["run_id"],)
+        ).fetchall()
+    return Told(
+        result["weights_digest"],
+        (result["best_step"], result["best_digest"]),
+        bits(result["metrics"]),
+        [bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in rows],
+        [(row.step, row.epoch, bits(row.metrics)) for row in read_evaluations(run / "evaluations.parquet")],
+        history,
+        status,
+    )
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Told]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    result, _ = done(folder, "train", *JOBS[request.param], f"checkpoint.storage={folder}/runs")
+    whole = told(folder, result)
+    assert whole.status == "FINISHED"
+    assert [step for key, step, _, _ in whole.history if key == "train/loss"] == list(
+        range(1, len(whole.ledger) + 1)
+    )
+    return request.param, whole
+
+
+def killed(folder: Path, moment: random.Random, *more: str) -> str:
+    """A run whose process tree was killed at a random moment after a checkpoint of it appeared; its id."""
+    process = start(folder, *more)
+    at_step = moment.randrange(1, 45)
+    deadline = time.monotonic() + 120
+    while not any(
+        int(path.parent.name[5:]) >= at_step for path in folder.glob("runs/*/step-*/manifest.json")
+    ):
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    time.sleep(moment.uniform(0, 0.3))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    (run,) = [path for path in folder.glob("runs/*") if path.is_dir() and (path / "owner.json").exists()]
+    return run.name
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.exact) for seed in range(2, 6))])
+def test_a_killed_run_is_taken_up_with_the_same_bits(
+    undisturbed: tuple[str, Told], tmp_path: Path, seed: int
+) -> None:
+    """G1 and G4 over SIGKILL of the process tree: twice in one run, with other loader processes each time."""
+    job, whole = undisturbed
+    moment = random.Random(f"{job}-{seed}")
+    saving = [f"checkpoint.storage={tmp_path}/runs", "checkpoint.every.steps=3"]
+    run_id = killed(tmp_path, moment, "train", *JOBS[job], *saving)
+    result, _ = done(tmp_path, "resume", run_id, f"data.loader_processes={2 * (seed % 2)}")
+    assert result["run_id"] == run_id
+    assert result["attempts"] > 1
+    assert told(tmp_path, result) == whole
+
+
+def test_a_run_asked_to_stop_says_how_to_go_on_and_does(tmp_path: Path) -> None:
+    """SIGTERM: a checkpoint, exit code 143, KILLED; then from a clean directory, by the run id and the store alone."""
+    spec = [
+        "jobs/digits/train.yaml",
+        "length.epochs=20",
+        "job.params.width=8",
+        f"checkpoint.storage={tmp_path}/runs",
+    ]
+    process = start(tmp_path, "train", *spec, "checkpoint.every.steps=2")
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    (line,) = [line for line in out.splitlines() if "lockstep resume" in line]
+    run_id = line.split()[-3]
+    assert line.endswith(f"lockstep resume {run_id} --uri sqlite:///{tmp_path}/mlflow.db")
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    result, _ = done(tmp_path, "resume", run_id, cwd=folder)
+    whole, _ = done(tmp_path, "train", *spec[:3], f"checkpoint.storage={tmp_path}/whole")
+    assert result["weights_digest"] == whole["weights_digest"]
+    assert result["status"] == "FINISHED"
+    assert (result["step"], result["metrics"]) == (whole["step"], whole["metrics"])
+
+    # A finished run is left as it is; a fork extends it; a missing step is told.
+    again = start(tmp_path, "resume", run_id)
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0
+    assert f"run {run_id} is finished" in err
+    longer, _ = done(tmp_path, "resume", run_id, "--fork", "length.epochs=21")
+    assert (longer["step"], longer["status"]) == (21 * 11, "FINISHED")
+    assert longer["run_id"] != run_id
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "line"),
+    [
+        (["optimizer.lr=1.0"], 2, r"lockstep: resume: optimizer.lr is 0.005 in run "),
+        (["--from-step", "999"], 2, r"lockstep: resume: run "),
+        (["nonsense=1"], 2, r"lockstep: nonsense: unknown key"),
+    ],
+)
+def test_a_refused_resume_is_one_line(
+    stopped: tuple[Path, str], more: list[str], code: int, line: str
+) -> None:
+    folder, run_id = stopped
+    process = start(folder, "resume", run_id, *more)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    (only,) = err.splitlines()
+    assert only.startswith(line)
+
+
+def test_an_unknown_run_is_one_line(stopped: tuple[Path, str]) -> None:
+    folder, _ = stopped
+    for uri in ((), ("--uri", f"sqlite:///{folder}/no.db"), ("--uri", "off")):
+        process = start(folder, "resume", "0" * 32, *uri)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        (only,) = err.splitlines()
+        assert "0" * 32 in only
+    assert not (folder / "no.db").exists()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that was asked to stop after its first steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    process = start(
+        folder, "train", "jobs/digits/train.yaml", "length.epochs=1000", f"checkpoint.storage={folder}/runs", "checkpoint.every.steps=1"
+    )  # fmt: skip
+    while not list(folder.glob("runs/*/step-*/manifest.json")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    (run,) = [path.parent for path in folder.glob("runs/*/owner.json")]
+    return folder, run.name
