@@ -31,6 +31,9 @@ from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 START_S = 180.0
 """How long the nodes may take to start; three take some 10 s on two idle cores."""
 
+AGENTS_S = 60.0
+"""How long the nodes' agents are waited for; `lockstep submit` waits for them as well."""
+
 STOP_S = 20.0
 """How long the processes of a cluster may take to end by themselves."""
 
@@ -286,13 +289,14 @@ def hold(config: dict[str, Any]) -> None:
 
 
 def _wait_for_agents(cluster: Any, nodes: int) -> None:
-    """Until every node's agent is known: before that the job API answers "No available agent"."""
+    """Until every node's agent is known, or AGENTS_S: before that the job API answers "No available agent"."""
     from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
     from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 
     known = cluster.head_node.get_gcs_client().internal_kv_keys
     prefix = DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX.encode()
-    while len(known(prefix, namespace=KV_NAMESPACE_DASHBOARD)) < nodes:
+    until = time.monotonic() + AGENTS_S
+    while len(known(prefix, namespace=KV_NAMESPACE_DASHBOARD)) < nodes and time.monotonic() < until:
         time.sleep(0.1)
 
 
