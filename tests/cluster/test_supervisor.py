@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,8 +18,10 @@ import pytest
 from lockstep import train
 from lockstep.errors import ClusterError, JobError
 from lockstep.orchestration.result import Result
-from lockstep.record.ledger import read_evaluations, read_parquet
+from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.cluster.test_ray_train import columns
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -161,3 +165,33 @@ def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
     assert "rank 1" in stacks
     assert "stopped" in stacks
     assert "training/loop.py" in stacks
+
+
+def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
+    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.elastic", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads((tmp_path / "told.json").read_text())
+    whole = train(
+        spec(tmp_path / "whole", length={"steps": 36}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
+        local=True,
+    )  # fmt: skip
+    found = json.loads(Path(told["folder"], "attempts.json").read_text())
+    assert [account["workers"] for account in found] == [2, 4, 2, 1]
+    assert "room for 4 workers" in found[0]["why"]
+    assert "is being drained" in found[1]["why"]
+    assert "lost" in found[2]["why"]
+    assert [account["repeated"] for account in found[:3]] == [0, 0, 0]  # what is planned repeats no step
+    assert told["weights_digest"] == whole.weights_digest
+    ledgers = [read_parquet(Path(folder, "ledger.parquet")) for folder in (told["folder"], whole.folder)]
+    assert [[getattr(row, name) for name in DETERMINISTIC] for row in ledgers[0]] == [
+        [getattr(row, name) for name in DETERMINISTIC] for row in ledgers[1]
+    ]

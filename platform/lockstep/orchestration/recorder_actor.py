@@ -62,7 +62,8 @@ class RecorderActor:
         self._recorder = Recorder(spec, run_id=run_id)
         self._warnings: list[str] = []
         self._open = False
-        self._stop = False
+        self._stop = self._moving = False
+        self._files: tuple[Path, ...] = ()
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
         self._attempt = self._alive = 0
@@ -120,8 +121,15 @@ class RecorderActor:
 
     @ray.method(concurrency_group="write")
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        self._summary = dict(summary)
-        self._recorder.finished(summary, files)
+        self._summary, self._files = dict(summary), tuple(files)
+        if not (self._moving and summary["stopped"]):
+            self.settle()
+
+    @ray.method(concurrency_group="write")
+    def settle(self) -> None:
+        """The attempt that ended is the run's last."""
+        assert self._summary is not None
+        self._recorder.finished(self._summary, self._files)
 
     @ray.method(concurrency_group="write")
     def broke(self, attempt: int, error: LockstepError, details: str) -> None:
@@ -138,6 +146,7 @@ class RecorderActor:
         """Another attempt begins: what ended the one before is no longer this run's end."""
         self._attempt, self._error, self._details = attempt, None, ""
         self._members, self._alive = {}, 0
+        self._stop, self._moving, self._summary = False, False, None
 
     @ray.method(concurrency_group="write")
     def account(self, attempts: Sequence[Mapping[str, Any]]) -> None:
@@ -192,9 +201,9 @@ class RecorderActor:
         )
 
     @ray.method(concurrency_group="news")
-    def stop(self) -> None:
-        """Ask the workers to end the run after their next step."""
-        self._stop = True
+    def stop(self, moving: bool = False) -> None:
+        """Ask the workers to end the attempt after their next step: the run as well, unless it is `moving` to others."""
+        self._stop, self._moving = True, moving
 
     @ray.method(concurrency_group="news")
     def stopping(self) -> bool:

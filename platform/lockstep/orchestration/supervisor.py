@@ -21,6 +21,7 @@ from lockstep.orchestration.ray_trainer import Attempt, place
 from lockstep.orchestration.recorder_actor import Ending, News, start_recorder
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
+from lockstep.orchestration.surroundings import Surroundings, live_resources
 from lockstep.orchestration.watchdog import Patience, end
 from lockstep.spec import Spec
 
@@ -51,13 +52,15 @@ class Supervisor:
         self.warnings = list(warnings)
         self.accounts: list[Account] = []
         self._warned = 0
+        self._moving: str | None = None
+        """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
         self._last_step_at = 0.0
         self._on_run_id = on_run_id
         self._named = False
 
     def run(self) -> Result:
         """Train until the run ends, in whichever way."""
-        workers, resources = place(self.spec, ray.cluster_resources())
+        workers, resources = place(self.spec, live_resources())
         recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
         try:
             ending = self._attempts(recorder, workers, resources)
@@ -93,14 +96,24 @@ class Supervisor:
             attempt = Attempt(self.spec, self.origin, recorder, workers, resources, self.environment)
             account = Account(self.origin.attempt, workers, time.time(), self._saved_step(recorder))
             self.accounts.append(account)
-            self._watch(attempt, recorder)
+            self._watch(attempt, recorder, workers, resources)
             ending: Ending = ray.get(recorder.ending.remote())
             self._look(ray.get(recorder.news.remote()))
             self._name(recorder)
             account.ended = time.time()
             if ending.summary is not None:
-                account.why = "stopped" if ending.summary["stopped"] else "finished"
+                stopped = ending.summary["stopped"]
+                account.why = self._moving or "stopped" if stopped else "finished"
                 self._tell_account(recorder)
+                if stopped and self._moving and not self.stop.asked:
+                    self.progress.say(
+                        f"attempt {self.origin.attempt} ended after a checkpoint: {self._moving}"
+                    )
+                    workers, resources = self._placed()
+                    self.origin = self._next(recorder)
+                    continue
+                if stopped and self._moving:
+                    ray.get(recorder.settle.remote())
                 return ending
             error = ending.error or attempt.error or ClusterError("the workers ended without a result")
             account.why = str(error)
@@ -115,8 +128,10 @@ class Supervisor:
             workers, resources = self._placed()
             self.origin = self._next(recorder)
 
-    def _watch(self, attempt: Attempt, recorder: Any) -> None:
+    def _watch(self, attempt: Attempt, recorder: Any, workers: int, resources: dict[str, float]) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
+        self._moving = None
+        surroundings = Surroundings(self.spec, workers, resources)
         attempt.start()
         told, patience = False, Patience(self.spec.faults.longest_silence_s)
         while not attempt.over.wait(POLL_S):
@@ -134,6 +149,10 @@ class Supervisor:
                 raise news.failure
             self._look(news)
             self._name(recorder)
+            if self._moving is None and not told and self.accounts[-1].last_step:
+                self._moving = surroundings.reason_to_move(ray.get(recorder.members.remote()))
+                if self._moving is not None:
+                    recorder.stop.remote(moving=True)
 
     def _name(self, recorder: Any) -> None:
         """Tell once which run this is, as soon as it exists: what is lost later can be resumed."""
@@ -184,7 +203,7 @@ class Supervisor:
         until, told = time.monotonic() + self.spec.faults.wait_for_workers_s, False
         while True:
             try:
-                return place(self.spec, ray.cluster_resources())
+                return place(self.spec, live_resources())
             except SpecError as error:
                 if time.monotonic() >= until or self.stop.asked:
                     raise ClusterError(

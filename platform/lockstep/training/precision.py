@@ -26,6 +26,9 @@ class Precision:
         self.device = device
         self.scaler = GradScaler(device.type, enabled=name == "fp16")
         self.skips_in_a_row = 0
+        # It makes its scale with the first loss; a worker whose first step is one that leaves it without a
+        # micro-batch has none.
+        self.scaled(torch.zeros((), device=device))
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of one forward pass, entered anew for each: weights cast in it are forgotten with it."""

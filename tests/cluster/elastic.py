@@ -1,0 +1,109 @@
+"""A run on a cluster of several Ray nodes that grows, is drained and loses a node, told in `told.json`.
+
+    python -m tests.cluster.elastic FOLDER
+
+In a process of its own: Ray adds nodes on the main thread alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep import train
+from lockstep.orchestration.ray_trainer import RAY_SETTINGS
+from lockstep.orchestration.result import Result
+from tests.cluster.test_supervisor import spec
+
+PATIENCE_S = 150.0
+
+
+class Heard:
+    """A run's progress: the lines that it says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.step = 0
+        self.attempt = 0
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def show(self, step: Any, evaluation: Any, total_steps: int | None) -> None:
+        if step is not None:
+            self.step, self.attempt = step.step, step.attempt
+
+    def wait_for(self, attempt: int) -> None:
+        """Until this attempt has done two steps or more."""
+        until, first = time.monotonic() + PATIENCE_S, None
+        while first is None or self.step < first + 2:
+            if self.attempt == attempt and first is None:
+                first = self.step
+            assert time.monotonic() < until, (attempt, self.lines)
+            time.sleep(0.1)
+
+
+def main(folder: Path) -> None:
+    os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled"}
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 1,
+                "temp_dir": own,
+                "include_dashboard": False,
+                # A node that is gone is noticed after seconds rather than half a minute.
+                "_system_config": {
+                    "health_check_initial_delay_ms": 1000,
+                    "health_check_period_ms": 1000,
+                    "health_check_failure_threshold": 3,
+                },
+            },
+        )
+        # Before any other node: a driver belongs to whichever node it finds, and ends with it.
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        first = cluster.add_node(num_cpus=1)
+        heard, results = Heard(), list[Result]()
+        document = spec(
+            folder,
+            job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.2}},
+            length={"steps": 36},
+            workers={"min": 1, "max": 4},
+            checkpoint={"storage": str(folder / "runs"), "every": {"steps": 3}},
+        )
+        thread = threading.Thread(target=lambda: results.append(train(document, progress=heard)), daemon=True)
+        thread.start()
+
+        heard.wait_for(1)  # two workers
+        second = cluster.add_node(num_cpus=2)
+        heard.wait_for(2)  # four
+        subprocess.run(
+            [
+                sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address, "--node-id", second.node_id,
+                "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "600",
+            ],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        heard.wait_for(3)  # two
+        cluster.remove_node(first, allow_graceful=False)
+        heard.wait_for(4)  # one
+        thread.join(PATIENCE_S)
+        (result,) = results
+        (folder / "told.json").write_text(json.dumps({**result.as_dict(), "lines": heard.lines}))
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
