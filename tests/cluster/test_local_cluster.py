@@ -98,7 +98,9 @@ def digest(text: str) -> str:
 
 def alone(folder: Path, overrides: list[str]) -> str:
     """The same spec in one plain process."""
-    return train(ROOT / SPEC, [*overrides, f"checkpoint.storage={folder}/alone"], local=True).weights_digest
+    result = train(ROOT / SPEC, [*overrides, f"checkpoint.storage={folder}/alone"], local=True)
+    assert result.status == "FINISHED"  # a signal to the test session would cut it short
+    return result.weights_digest
 
 
 def listeners(nodes: Nodes) -> list[tuple[str, Any]]:
