@@ -36,6 +36,9 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.first_step
 	$(BIN)/python -m tests.benchmarks.checkpoints
+	$(BIN)/python -m tests.benchmarks.tables
+	$(BIN)/python -m tests.benchmarks.orders
+	$(BIN)/python -m tests.benchmarks.recording
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

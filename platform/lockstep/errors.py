@@ -4,6 +4,7 @@
     ├── SpecError            exit code 2: the spec, an override or the usage is wrong
     │   └── JobImportError   exit code 2: `job.use` does not lead to a Job
     ├── JobError             the job's own code broke, or broke a rule of training
+    ├── DataError            the data cannot be read, or are not what the job wants
     ├── DeterminismError     `determinism: strict` cannot be kept here
     ├── NumericsError        a loss or a gradient is not finite
     ├── DriftError           ranks that must agree do not
@@ -39,6 +40,10 @@ class JobImportError(SpecError):
 
 class JobError(LockstepError):
     """The job broke a rule of training. Example: a parameter that gets no gradient."""
+
+
+class DataError(LockstepError):
+    """The data cannot be read, or are not what the job wants. Example: a Parquet file that was cut short."""
 
 
 class DeterminismError(LockstepError):

@@ -86,8 +86,11 @@ class Job:
         return {}
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """One micro-batch out of its samples; torch's `default_collate` unless overridden."""
-        return default_collate(list(samples))
+        """One micro-batch out of its samples; torch's `default_collate` unless overridden.
+
+        What a dataset's `__getitems__` gives as a mapping, as a table does, is a micro-batch already and stays as it is.
+        """
+        return samples if isinstance(samples, Mapping) else default_collate(list(samples))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """An optimizer of the job's own, or None for the one that the spec names."""

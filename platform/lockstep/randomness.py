@@ -39,6 +39,18 @@ def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
     _current.set(key)
 
 
+def seeds(seed: int) -> dict[str, str]:
+    """What each source of randomness of a run is seeded with, for the record."""
+    once = {purpose: str(digest64((seed, purpose))) for purpose in ("model", "train data", "eval data")}
+    return {
+        **once,
+        "micro-batch m of step t, computed": f"digest64(({seed}, 'step', t, m))",
+        "micro-batch m of step t, fetched": f"digest64(({seed}, 'data', t, m))",
+        "order of epoch e": f"torch.Generator seeded with {seed} + e",
+        "generators": "torch: those 64 bits; numpy: their lower 32; python: all of them",
+    }
+
+
 def rng(stream: str = "") -> np.random.Generator:
     """A generator of the job's own, keyed like the default ones, for the micro-batch at hand.
 

@@ -128,7 +128,8 @@ def _spread(size: int) -> int:
 class Data(_Section):
     """The order of the samples and who fetches them."""
 
-    shuffle: Literal["full", "none"] = "full"
+    shuffle: Literal["full", "hashed", "blocks", "none"] = "full"
+    window: PositiveInt = 8
     drop_last: bool = True
     loader_processes: NonNegativeInt = 0
 
@@ -283,6 +284,7 @@ class Record(_Section):
     uri: str | None = None
     experiment: str | None = None
     folder: str | None = None
+    checkpoints: Literal["reference", "artifact"] = "reference"
 
 
 class Faults(_Section):

@@ -16,8 +16,8 @@ def dry_run(spec: Spec) -> dict[str, Any]:
     Loads the job and its data, and makes no model. Raises what the run itself would raise for them.
     """
     job = load_job(spec.job.use, spec.job.params)
-    plan = make_plan(spec, dataset_size(job.train_data(), "train_data"))
-    eval_data = job.eval_data()
+    train_data, eval_data = job.train_data(), job.eval_data()
+    plan = make_plan(spec, dataset_size(train_data, "train_data"))
     last = plan.position(plan.steps_per_epoch - 1)
     most = min(spec.workers.max, plan.micro_batches)
     return {
@@ -33,9 +33,20 @@ def dry_run(spec: Spec) -> dict[str, Any]:
             "total_steps": plan.total_steps,
             "last_step_of_an_epoch": {"samples": last.samples, "micro_batches": last.micro_batches},
             "dropped_samples_per_epoch": plan.samples % plan.global_batch if plan.drop_last else 0,
+            "leakage": _leakage(train_data, eval_data),
             "workers": [_spread(plan, workers) for workers in range(spec.workers.min, most + 1)],
         },
     }
+
+
+def _leakage(train_data: Any, eval_data: Any) -> dict[str, int] | None:
+    """Evaluation rows that are training rows too; None where the data are no tables, whose rows can be compared."""
+    if not (hasattr(train_data, "decoders") and hasattr(eval_data, "decoders")):
+        return None
+    from lockstep.data.leakage import leaked_rows
+
+    found = leaked_rows(train_data, eval_data)
+    return {name: value for name, value in found._asdict().items() if value is not None}
 
 
 def _spread(plan: Plan, workers: int) -> dict[str, Any]:
@@ -58,6 +69,12 @@ def as_text(report: dict[str, Any]) -> str:
         f"{plan['epochs']} epochs, {plan['total_steps']} steps in all",
         f"evaluation        {plan['eval_samples']} samples",
     ]
+    leakage = plan["leakage"]
+    if leakage is not None and leakage["rows"]:
+        lines.append(
+            f"leakage           {leakage['rows']} evaluation rows are training rows too: the first is row {leakage['eval_row']}, "
+            f"training row {leakage['train_row']}"
+        )
     tail = plan["last_step_of_an_epoch"]
     if plan["dropped_samples_per_epoch"]:
         lines.append(

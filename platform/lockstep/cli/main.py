@@ -7,19 +7,18 @@ by a signal.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.errors import LockstepError
+from lockstep.cli import records
+from lockstep.cli.answers import Json, Uri, Verbose, answered
 from lockstep.spec import RECORD_OFF
 
 if TYPE_CHECKING:
@@ -29,14 +28,11 @@ if TYPE_CHECKING:
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
+records.register(app)
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides: optimizer.lr=1e-3")
-]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
-Uri = Annotated[
-    str | None, typer.Option(help="the MLflow tracking URI; before record.uri and MLFLOW_TRACKING_URI")
 ]
 Local = Annotated[
     bool, typer.Option("--local", help="train in this one process, without Ray; works under torchrun")
@@ -51,7 +47,6 @@ RunName = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="tracebacks, and what Ray prints")]
 
 
 def run() -> None:
@@ -181,42 +176,6 @@ def ui(
 
         print(f"http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning", file=sys.stderr)
         serve_ui(tracking_uri(uri), port)
-
-
-@contextmanager
-def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any], Callable[[], str]], None]]:
-    """Run a command: its answer goes to standard output, its errors become one line and an exit code.
-
-    Meanwhile standard output leads to standard error, for libraries and child processes as well.
-    """
-    sys.stdout.flush()
-    out = os.dup(1)
-    os.dup2(2, 1)
-
-    def answer(value: dict[str, Any], text: Callable[[], str]) -> None:
-        sys.stdout.flush()
-        line = json.dumps(value, default=str) if as_json else text()
-        with os.fdopen(os.dup(out), "w") as stream:
-            print(line, file=stream)
-
-    def failed(code: int, status: str, message: str) -> typer.Exit:
-        print(f"lockstep: {message}", file=sys.stderr)
-        if as_json:
-            answer({"status": status, "error": message, "exit_code": code}, str)
-        return typer.Exit(code)
-
-    try:
-        yield answer
-    except LockstepError as error:
-        if verbose:
-            traceback.print_exc()
-        raise failed(error.exit_code, "FAILED", str(error)) from None
-    except KeyboardInterrupt:
-        failed(130, "KILLED", "ended at once by a signal")
-        os._exit(130)  # whatever still runs here is not waited for
-    finally:
-        os.dup2(out, 1)
-        os.close(out)
 
 
 def _yaml(document: dict[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
 A micro-batch is fetched and collated in one call by one process, after that process seeded its generators from
 (seed, "data", step, m): neither the number of loader processes nor where a run was resumed can change a draw.
-Without loader processes the training thread fetches: a background thread would draw from the same generators.
-It fetches with one intra-op thread, as a forked process must, so that sums in a dataset are the same bits as well.
+Without loader processes the training thread fetches: a background thread would draw from the same generators. Only
+what a dataset that draws nothing fetches comes from a thread, ahead of time; its collation stays where it was.
+The fetch has one intra-op thread, as a forked process must, so that sums in a dataset are the same bits as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import copy
 import gc
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.synchronize import Semaphore
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
+from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError
 from lockstep.randomness import seed_all
@@ -29,6 +33,8 @@ from lockstep.randomness import seed_all
 ALIGNMENT = 64
 """Bytes at which torch allocates; some kernels give other bits for inputs that lie elsewhere."""
 
+AHEAD = 4
+"""Micro-batches that a thread fetches ahead of the one that is computed."""
 
 START_S = 20.0
 """How long loader processes may take to begin; they need milliseconds, on a crowded machine a second."""
@@ -52,18 +58,29 @@ class MicroBatches(Dataset[Any]):
         self.collate = collate
         self.seed = seed
         self.purpose = purpose
-        self.fetch_many: Callable[[list[int]], Sequence[Any]] | None = getattr(samples, "__getitems__", None)
+        self.fetch_many: Callable[[Any], Any] | None = getattr(samples, "__getitems__", None)
+        self.draws_nothing: bool = getattr(samples, "draws_nothing", False)
 
     def __getitem__(self, batch: MicroBatch) -> Any:
         """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
         seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
         try:
             with one_thread():
-                return self._collated(batch, self._fetched(batch))
+                return self._collated(batch, self.fetched(batch))
         except LockstepError as error:
             return error
 
-    def _fetched(self, batch: MicroBatch) -> Sequence[Any]:
+    def collated(self, batch: MicroBatch, fetched: Future[Any]) -> Any:
+        """The same out of samples that were fetched without a seed, for they draw nothing; the collation may draw."""
+        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
+        try:
+            with one_thread():
+                return self._collated(batch, fetched.result())
+        except LockstepError as error:
+            return error
+
+    def fetched(self, batch: MicroBatch) -> Any:
+        """The samples, before they are collated. Raises the dataset's errors with their ids."""
         samples: list[Any] = []
         try:
             if self.fetch_many is not None:
@@ -78,7 +95,7 @@ class MicroBatches(Dataset[Any]):
             raise _told(error, batch, one) from error
         return samples
 
-    def _collated(self, batch: MicroBatch, samples: Sequence[Any]) -> Any:
+    def _collated(self, batch: MicroBatch, samples: Any) -> Any:
         try:
             return self.collate(samples)
         except LockstepError:
@@ -96,7 +113,7 @@ def _told(error: Exception, batch: MicroBatch, what: str) -> JobError:
     return JobError(f"data: {what} failed ({where}): {type(error).__name__}: {text}")
 
 
-def _named(ids: Sequence[int]) -> str:
+def _named(ids: Sequence[int] | Ids) -> str:
     return f"samples {', '.join(map(str, ids[:8]))}{', …' if len(ids) > 8 else ''}"
 
 
@@ -112,12 +129,15 @@ class Loader:
     ) -> None:
         self.device = device
         self.waited_s = 0.0
-        self._batches: Iterator[Any]
-        if processes == 0 and device.type == "cpu":
-            # What DataLoader does without processes, less its bookkeeping, which costs 13 us a micro-batch.
-            self._batches = (default_convert(dataset[batch]) for batch in batches)  # type: ignore[no-untyped-call]
+        self._fetched: Iterator[Any]
+        if processes:
+            self._fetched = _data_loader(dataset, batches, device, processes)
+        elif dataset.draws_nothing:
+            self._fetched = _fetched_ahead(dataset, batches)
         else:
-            self._batches = _data_loader(dataset, batches, device, processes)
+            # What DataLoader does without processes, less its bookkeeping, which costs 13 us a micro-batch.
+            self._fetched = (default_convert(dataset[batch]) for batch in batches)  # type: ignore[no-untyped-call]
+        self._batches = self._fetched if device.type == "cpu" else _copied_ahead(self._fetched, device)
 
     def __next__(self) -> Any:
         began = time.perf_counter()
@@ -138,8 +158,6 @@ class Loader:
             raise batch
         if self.device.type == "cpu":
             batch = map_tensors(batch, aligned)
-        else:
-            batch = map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
         self.waited_s += time.perf_counter() - began
         return batch
 
@@ -147,10 +165,60 @@ class Loader:
         return self
 
     def close(self) -> None:
-        """End the loader processes; nothing is left running when this returns."""
-        shut_down = getattr(self._batches, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
+        """End the loader's processes or its thread; nothing is left running when this returns."""
+        if isinstance(self._fetched, Generator):
+            self._fetched.close()
+        else:
+            self._fetched._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def _fetched_ahead(dataset: MicroBatches, batches: Iterable[MicroBatch]) -> Iterator[Any]:
+    """Micro-batches whose samples a thread has fetched while those before were computed; they are collated here."""
+    waiting: deque[tuple[MicroBatch, Future[Any]]] = deque()
+    with ThreadPoolExecutor(1, "lockstep-data") as thread:
+        try:
+            for batch in batches:
+                waiting.append((batch, thread.submit(dataset.fetched, batch)))
+                if len(waiting) > AHEAD:
+                    yield default_convert(dataset.collated(*waiting.popleft()))  # type: ignore[no-untyped-call]
+            while waiting:
+                yield default_convert(dataset.collated(*waiting.popleft()))  # type: ignore[no-untyped-call]
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+
+def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Micro-batches on a CUDA device; each is copied, on a stream of its own, while the one before it is computed."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copied(batch: Any) -> tuple[Any, torch.cuda.Event | None]:
+        if isinstance(batch, LockstepError):
+            return batch, None
+        with torch.cuda.stream(stream):  # pinned memory is kept until its copy is done
+            there = map_tensors(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+        return there, stream.record_event()
+
+    def ready(there: Any, event: torch.cuda.Event | None) -> Any:
+        if event is not None:
+            current = torch.cuda.current_stream(device)
+            current.wait_event(event)
+            map_tensors(there, lambda tensor: _used_on(tensor, current))
+        return there
+
+    before = None
+    for batch in batches:
+        now = copied(batch)
+        if before is not None:
+            yield ready(*before)
+        before = now
+    if before is not None:
+        yield ready(*before)
+
+
+def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """Keep a tensor's memory from the stream that it was made on until this one is done with it."""
+    tensor.record_stream(stream)
+    return tensor
 
 
 def _data_loader(

@@ -7,13 +7,11 @@ the worker's range, so seeking is arithmetic and a resume on other workers needs
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Dataset, DistributedSampler
 
-from lockstep.data.order import epoch_order
+from lockstep.data.order import WINDOW, Ids, Order, Shuffle, epoch_order
 from lockstep.plan import Plan, Position, clip
 
 EVALUATION = -1
@@ -21,11 +19,14 @@ EVALUATION = -1
 
 
 class MicroBatch(NamedTuple):
-    """What a worker fetches at once: the samples `ids` of one micro-batch of one step, both from 0; EVALUATION for a step."""
+    """What a worker fetches at once: the samples `ids` of one micro-batch of one step, both from 0; EVALUATION for a step.
+
+    A dataset that `takes_arrays`, as a table does, is given its ids as an int64 array, any other as a list.
+    """
 
     step: int
     micro_batch: int
-    ids: list[int]
+    ids: list[int] | Ids
 
 
 class MicroBatchSampler(DistributedSampler[MicroBatch]):
@@ -42,21 +43,26 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         micro_batches: range,
         *,
         seed: int,
-        shuffle: Literal["full", "none"],
+        shuffle: Shuffle,
+        window: int = WINDOW,
         start: int = 0,
     ) -> None:
         super().__init__(
             dataset,
             num_replicas=plan.micro_batches,
             rank=micro_batches.start,
-            shuffle=shuffle == "full",
+            shuffle=shuffle != "none",
             seed=seed,
             drop_last=plan.drop_last,
         )
+        if hasattr(dataset, "check_order"):
+            dataset.check_order(shuffle, window)
         self.plan = plan
         self.micro_batches = micro_batches
         self.order = shuffle
+        self.window = window
         self.start = start
+        self.takes_arrays: bool = getattr(dataset, "takes_arrays", False)
 
     def __len__(self) -> int:
         positions = self.plan.positions(self.start)
@@ -70,9 +76,10 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             for m in clip(self.micro_batches, position.micro_batches):
                 yield self._micro_batch(order, position, m)
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        """As an array, which is quicker to cut into micro-batches than a tensor."""
-        return epoch_order(self.seed, epoch, self.plan.samples, self.order).numpy()
+    def _order(self, epoch: int) -> Order:
+        blocks = getattr(self.dataset, "block_sizes", None)
+        return epoch_order(self.seed, epoch, self.plan.samples, self.order, blocks=blocks, window=self.window)
 
-    def _micro_batch(self, order: NDArray[np.int64], position: Position, m: int) -> MicroBatch:
-        return MicroBatch(position.step, m, order[self.plan.sample_slice(position, m)].tolist())
+    def _micro_batch(self, order: Order, position: Position, m: int) -> MicroBatch:
+        ids = order[self.plan.sample_slice(position, m)]
+        return MicroBatch(position.step, m, ids if self.takes_arrays else ids.tolist())

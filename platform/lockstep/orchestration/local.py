@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lockstep.orchestration.signals import StopSignal
 from lockstep.record.environment import git_state
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
+from lockstep.record.system import sampled
 from lockstep.spec import Spec
 from lockstep.training.group import Group, distributed
 from lockstep.training.loop import fit
@@ -97,7 +99,9 @@ class DirectRecord:
         self.recorder.evaluation(row)
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self.recorder.finished(summary, save_weights(self.recorder.run_folder(), weights))
+        self.recorder.finished(
+            {**summary, "signal": self._stop.number}, save_weights(self.recorder.run_folder(), weights)
+        )
 
     def stopping(self) -> bool:
         """A signal came, or the run cannot be recorded anywhere."""
@@ -189,7 +193,7 @@ def _train_as(
     recorder = record.recorder
     recorder.start()
     try:
-        with _shown(record, progress):
+        with _shown(record, progress), sampled(partial(recorder.system, "node-0")):
             summary = fit(spec, load_job(spec.job.use, spec.job.params), group, record, origin)
     except BaseException as error:
         signalled = isinstance(error, KeyboardInterrupt)
@@ -202,6 +206,8 @@ def _train_as(
             recorder.close()
         raise
     recorder.close()
+    if recorder.violation:
+        record.warn(recorder.violation)
     return result_of(
         summary,
         run_id=recorder.run_id(),

@@ -63,6 +63,7 @@ class RecorderActor:
         self._warnings: list[str] = []
         self._open = False
         self._stop = self._moving = False
+        self._signal: int | None = None
         self._files: tuple[Path, ...] = ()
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
@@ -129,7 +130,11 @@ class RecorderActor:
     def settle(self) -> None:
         """The attempt that ended is the run's last."""
         assert self._summary is not None
-        self._recorder.finished(self._summary, self._files)
+        self._recorder.finished({**self._summary, "signal": self._signal}, self._files)
+
+    @ray.method(concurrency_group="write")
+    def system(self, node: str, values: Mapping[str, float]) -> None:
+        self._recorder.system(node, values)
 
     @ray.method(concurrency_group="write")
     def broke(self, attempt: int, error: LockstepError, details: str) -> None:
@@ -167,6 +172,9 @@ class RecorderActor:
             self._recorder.close()
         except RecordError as error:
             return error
+        finally:
+            if self._recorder.violation:
+                self._warnings.append(self._recorder.violation)
         return None
 
     @ray.method(concurrency_group="ask")
@@ -201,9 +209,9 @@ class RecorderActor:
         )
 
     @ray.method(concurrency_group="news")
-    def stop(self, moving: bool = False) -> None:
+    def stop(self, moving: bool = False, signal_number: int | None = None) -> None:
         """Ask the workers to end the attempt after their next step: the run as well, unless it is `moving` to others."""
-        self._stop, self._moving = True, moving
+        self._stop, self._moving, self._signal = True, moving, signal_number
 
     @ray.method(concurrency_group="news")
     def stopping(self) -> bool:

@@ -54,7 +54,7 @@ def result_of(
     signal_number: int | None,
 ) -> Result:
     """The result of a run that came to its end, from the summary that its workers agreed on."""
-    rest = {key: value for key, value in summary.items() if key not in {"first_step_at", "stopped"}}
+    rest = {key: value for key, value in summary.items() if key not in {"first_step_at", "stopped", "signal"}}
     first = summary["first_step_at"]
     return Result(
         run_id=run_id,

@@ -72,6 +72,7 @@ class Supervisor:
             self._close(recorder)  # what ended the run is told; that it could not be recorded comes second
             raise
         failure = self._close(recorder)
+        self._look(ray.get(recorder.news.remote()))
         if failure is not None:
             raise failure
         run_id, url, folder = ray.get(recorder.names.remote())
@@ -137,7 +138,7 @@ class Supervisor:
         while not attempt.over.wait(POLL_S):
             if self.stop.asked and not told:
                 told = True
-                recorder.stop.remote()
+                recorder.stop.remote(signal_number=self.stop.number)
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
             news: News = ray.get(recorder.news.remote())
             if patience.is_over(news.alive, time.monotonic()):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,19 @@ from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
 from lockstep.orchestration.recorder_actor import RemoteRecord
 from lockstep.orchestration.watchdog import listening
+from lockstep.record.system import sampled
 from lockstep.spec import validate
 from lockstep.training.failure import told
 from lockstep.training.group import Group
 from lockstep.training.loop import RunRecord, fit
+
+
+def system_recorded(recorder: Any) -> AbstractContextManager[None]:
+    """Sample the node that this worker is on, where it is the first one there."""
+    place = ray.train.get_context()
+    if place.get_local_rank() > 0:
+        return nullcontext()
+    return sampled(partial(recorder.system.remote, f"node-{place.get_node_rank()}"))
 
 
 def worker_main(config: dict[str, Any]) -> None:
@@ -32,7 +43,8 @@ def worker_main(config: dict[str, Any]) -> None:
     record: RunRecord = RemoteRecord(recorder, Path(folder)) if group.rank == 0 else NoRecord()
     try:
         spec = validate(config["spec"])
-        fit(spec, load_job(spec.job.use, spec.job.params), group, record, config["origin"])
+        with system_recorded(recorder):
+            fit(spec, load_job(spec.job.use, spec.job.params), group, record, config["origin"])
     except Exception as error:
         known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
         ray.get(recorder.broke.remote(attempt, type(known)(str(known)), traceback.format_exc()))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -62,10 +64,15 @@ def reading(metric: tuple[str, Any]) -> str:
     return f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
 
 
-def note(verdict: str, details: Mapping[str, Any]) -> str:
-    """Markdown for the run's page: the verdict first, for the page folds after four lines, then a table."""
+def note(verdict: str, details: Mapping[str, Any], figures: Sequence[str] = (), run_id: str = "") -> str:
+    """Markdown for the run's page: the verdict first, for the page folds after four lines, then a table and figures."""
+    images = [
+        f"![{Path(path).stem}](get-artifact?path={quote(path, safe='')}&run_uuid={run_id})"
+        for path in figures
+    ]
     rows = [f"| {name} | {_cell(value)} |" for name, value in flat(details).items()]
-    return "\n".join([verdict, "", "| | |", "|---|---|", *rows, ""]) if rows else verdict + "\n"
+    table = ["", "| | |", "|---|---|", *rows] if rows else []
+    return "\n".join([verdict, *table, *([""] if images else []), *images, ""])
 
 
 def _cell(text: str) -> str:

@@ -18,6 +18,7 @@ from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
 from lockstep.record.points import Point
 from lockstep.record.run_store import Recorded, Status, recorded
+from lockstep.spec import Spec
 
 
 def recorded_in_folder(storage: Path, run_id: str) -> Recorded:
@@ -57,7 +58,6 @@ class FolderStore:
             }
         else:
             self._run = self._existing(run_id)
-        self.set_status("RUNNING")
         return known
 
     def _existing(self, run_id: str) -> dict[str, Any]:
@@ -97,6 +97,15 @@ class FolderStore:
             raise RecordError(
                 f"record: cannot copy {str(path)!r} to {str(kept)!r}: {error.strerror}"
             ) from error
+
+    def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
+        """Nothing: the weights are in the folder."""
+
+    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
+        """Nothing: checkpoints have a folder of their own."""
+
+    def delete_checkpoint(self, step: int) -> None:
+        """Nothing, likewise."""
 
     def set_status(self, status: Status) -> None:
         self._run["status"] = status

@@ -34,6 +34,8 @@ class Outbox:
         self._calls: deque[Callable[[], None]] = deque()
         self._outage: _Outage | None = None
         self._refused: RecordError | None = None
+        self.delivered = 0
+        """Calls that were made, for whoever waits to see that it goes on."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -55,6 +57,7 @@ class Outbox:
                 self.refuse(error)
             self._outage = None
             self._calls.popleft()
+            self.delivered += 1
 
     def refuse(self, error: Exception) -> None:
         """Note what cannot be recorded. The first is kept: it is the cause, and others mostly follow from it."""
@@ -65,6 +68,16 @@ class Outbox:
         """No more tries; `kept` says where what was recorded is all the same."""
         if self._outage and self._calls:
             self.refuse(RecordError(f"{self._outage.error}; calls not made: {len(self._calls)}; {kept}"))
+
+    @property
+    def away(self) -> str:
+        """What the store's absence looks like, while it does not answer."""
+        return str(self._outage.error) if self._outage else ""
+
+    @property
+    def away_since(self) -> float:
+        """When the store fell silent, in monotonic seconds; 0 where it answers."""
+        return self._outage.since if self._outage else 0.0
 
     def pause_s(self) -> float:
         """How long to wait before the next delivery; 0 where the last one met no outage."""

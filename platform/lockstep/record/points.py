@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, StepRow
 
@@ -54,6 +54,17 @@ def evaluation_points(row: EvaluationRow) -> Iterator[Point]:
     values = {**row.metrics, "perf/evaluation_s": row.seconds}
     timestamp_ms = int(row.wall_clock * 1000)
     return (Point(store_key(name), value, timestamp_ms, row.step) for name, value in values.items())
+
+
+def system_points(sample: Mapping[str, Any], started_at: float) -> Iterator[Point]:
+    """The points of a node's sample; their steps are seconds since the run began, in which MLflow counts nothing else."""
+    at = sample["at"]
+    return (
+        Point(
+            store_key(f"system/{sample['node']}/{name}"), value, int(at * 1000), max(0, int(at - started_at))
+        )
+        for name, value in sample["values"].items()
+    )
 
 
 def checkpoint_points(row: CheckpointRow) -> Iterator[Point]:

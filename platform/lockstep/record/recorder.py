@@ -80,6 +80,11 @@ class Recorder:
         return self._writer.failure()
 
     @property
+    def violation(self) -> str:
+        """The first step or evaluation that gave other bits when it was done again, or nothing. Never waits."""
+        return self._writer.violation
+
+    @property
     def opened(self) -> bool:
         """Whether the run exists in its store. Never waits."""
         return self._writer.run_id is not None
@@ -108,6 +113,10 @@ class Recorder:
         self._evaluation = row
         self._writer.tell(partial(self._writer.evaluation, row))
 
+    def system(self, node: str, values: Mapping[str, float]) -> None:
+        """What a node is busy with at this moment (see `system.sampled`)."""
+        self._writer.tell(partial(self._writer.system, node, dict(values), time.time()))
+
     def restored(self, history: History) -> None:
         """The rows up to the checkpoint that an attempt starts from. What is recorded already is passed over."""
         self.steps(history.steps)
@@ -129,7 +138,7 @@ class Recorder:
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path] = ()) -> None:
         """The run is done: keep the ledger, the summary, and `files` that lie in the run's folder.
 
-        Its status is FINISHED, or KILLED where the summary has `stopped`.
+        Its status is FINISHED, or KILLED where the summary has `stopped`, by the `signal` of that number if it has one.
 
         Single values of the summary become tags `lockstep.<name>`, all of it is summary.json.
         """
@@ -138,6 +147,10 @@ class Recorder:
     def failed(self, message: str, details: str = "", status: Literal["FAILED", "KILLED"] = "FAILED") -> None:
         """The run has ended early: `message` is the one line, `details` the traceback. The ledger is kept as well."""
         self._writer.tell(partial(self._writer.failed, message, details, status))
+
+    def replay(self) -> None:
+        """Say again what the journal of the run has, instead of going on with it."""
+        self._writer.tell(self._writer.replay)
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Write what is left, for up to `timeout_s`. RecordError where something given could not be written.

@@ -29,7 +29,7 @@ class RunStore(Protocol):
     """
 
     def open(self, run_id: str | None) -> str:
-        """Create a run, or reopen the one that is named, with status RUNNING; its id."""
+        """Create a run, or reopen the one that is named, as it is; its id."""
 
     def last_steps(self) -> Mapping[str, int]:
         """The highest step that the opened run already has of each metric key."""
@@ -45,6 +45,18 @@ class RunStore(Protocol):
 
     def log_file(self, path: Path, folder: str) -> None:
         """Keep a copy of a file under `folder`, or at the top where that is empty."""
+
+    def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
+        """Keep the model that the run ended with in a form that others can load, where the store has one.
+
+        Raises whatever the job's own code raises.
+        """
+
+    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
+        """Keep a checkpoint with a copy of its folder, or by the reference that its tags are where there is none."""
+
+    def delete_checkpoint(self, step: int) -> None:
+        """Delete a checkpoint and its files."""
 
     def set_status(self, status: Status) -> None:
         """End the run, or mark it RUNNING again."""

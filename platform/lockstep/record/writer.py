@@ -1,8 +1,9 @@
-"""The thread that writes a run's record: the only one that touches the store, the ledger and their files.
+"""The thread that writes a run's record: the only one that touches the journal, the store, the ledger and their files.
 
-* What happened arrives in the inbox, in order; the store calls made of it wait in the outbox, in order.
-* A step that the ledger has is not added again, and a point at or below the highest step recorded of its key is not
-  sent again: an attempt that replays steps leaves no trace in either.
+* What happened arrives in the inbox, in order, and is in the journal before a store hears of it.
+* The store calls made of it wait in the outbox, in order; metric points wait in the journal, not in memory.
+* A step that the journal has is not added again but compared with it: with `determinism: strict` and
+  `reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is told.
 * Nothing here stops training: a failure is kept, to be read by `failure` and raised by `Recorder.close`.
 """
 
@@ -12,29 +13,29 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError
-from lockstep.record import documents, ledger
-from lockstep.record.files import write_text
+from lockstep.record.account import Account
+from lockstep.record.comparison import evaluation_difference, step_difference
+from lockstep.record.delivery import Delivery
+from lockstep.record.journal import Journal
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, StepRow
+from lockstep.record.liveness import BEAT_S, process_tags
 from lockstep.record.outbox import Outbox
-from lockstep.record.points import Point, checkpoint_points, evaluation_points, step_points
-from lockstep.record.run_store import POINTS_PER_CALL, RunStore, Status, UnavailableError
+from lockstep.record.run_store import RunStore, Status, UnavailableError
 from lockstep.spec import Spec
 
 FLUSH_S = 1.0
 """How long points are gathered before they are sent."""
 OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may keep a run from starting."""
-_ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
-"""Facts of the environment that are worth searching runs by; all of them are in environment.json."""
 
 
 class Writer:
-    """One run's record in the making. `started` to `failed` run in the thread, told by `Recorder` through `tell`."""
+    """One run's record in the making. `started` to `replay` run in the thread, told by `Recorder` through `tell`."""
 
     def __init__(
         self, spec: Spec, make_store: Callable[[Spec], RunStore], run_id: str | None, patience_s: float
@@ -43,24 +44,26 @@ class Writer:
         self.opened = threading.Event()
         self.run_id: str | None = None
         self.url = ""
+        self.violation = ""
         self._resumed = run_id
         self._make_store = make_store
         self._patience_s = patience_s
         self._store: RunStore
+        self._journal: Journal
+        self._account: Account
+        self._delivery: Delivery
         self._folder: Path
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox = Outbox(patience_s)
-        self._points: list[Point] = []
-        self._last_steps: dict[str, int] = {}
-        self._steps: list[StepRow] = []
-        self._evaluations: list[EvaluationRow] = []
-        self._facts: dict[str, Any] = {}
+        self._sending = self._busy = False
         self._wake = (
             threading.Event()
         )  # not the inbox: a thread that wakes for each step slows every step by 10 %
+        self._beat_at = 0.0
         self._ended = False
         self._closing = False
-        self._deadline = float("inf")
+        self._closing_s = 0.0
+        self._closing_at = float("inf")
         self._thread = threading.Thread(target=self._run, name="lockstep-record", daemon=True)
 
     # --- called by other threads --------------------------------------------------------------------------
@@ -78,17 +81,22 @@ class Writer:
         return self._outbox.failure()
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left, for up to `timeout_s`, and end the thread."""
+        """Write what is left and end the thread. A store that is silent is waited for up to `timeout_s`; work is, till it is done."""
         if self._thread.ident is None:
             return  # never started: nothing was given that could be lost
-        self._deadline = time.monotonic() + timeout_s
+        self._closing_s = timeout_s
         self.tell(self._close)
         self._wake.set()
-        self._thread.join(timeout_s + 0.5)
-        if self._thread.is_alive():
-            self._outbox.refuse(
-                RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
-            )
+        seen, until = -1, 0.0
+        while self._thread.is_alive():
+            if self._outbox.delivered != seen or self._working:
+                seen, until = self._outbox.delivered, time.monotonic() + timeout_s + 0.5
+            elif time.monotonic() > until:
+                self._outbox.refuse(
+                    RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
+                )
+                return
+            self._thread.join(0.05)
 
     # --- the thread ---------------------------------------------------------------------------------------
 
@@ -101,12 +109,32 @@ class Writer:
         finally:
             self.opened.set()
         while True:
-            self._outbox.deliver()
-            if self._closing and (not self._outbox or time.monotonic() > self._deadline):
+            self._deliver()
+            if self._closing and (not self._outbox or time.monotonic() > self._deadline()):
                 break
             self._receive()
             self._flush()
-        self._outbox.give_up(f"what was recorded up to its end is in {str(self._folder)!r}")
+            self._beat()
+        self._end_journal()
+
+    def _deliver(self) -> None:
+        before = self._outbox.away
+        self._outbox.deliver()
+        after = self._outbox.away
+        if bool(before) != bool(after):
+            self._account.log(f"the store is away: {after}" if after else "the store is back")
+
+    def _end_journal(self) -> None:
+        self._account.close(self._deadline())
+        self._outbox.give_up(
+            f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
+        )
+        try:
+            if self._outbox.failure() is None:
+                self._journal.add_event("delivered", {})
+            self._journal.close()
+        except (OSError, RecordError) as error:
+            self._outbox.refuse(error)
 
     def _open(self) -> None:
         self._store = self._make_store(self.spec)
@@ -114,19 +142,30 @@ class Writer:
         try:
             self._begin(run_id)
         except Exception:
-            with contextlib.suppress(
-                RecordError
-            ):  # the cause is raised; that the run stays RUNNING comes second
-                self._store.set_status("FAILED")
+            if self._resumed is None:  # a run that another process records is not touched
+                with contextlib.suppress(
+                    RecordError
+                ):  # the cause is raised; that the run stays RUNNING comes second
+                    self._store.set_status("FAILED")
             raise
         self.run_id = run_id
 
     def _begin(self, run_id: str) -> None:
-        self._last_steps = dict(self._store.last_steps())
         self._folder = self.spec.folder / run_id
-        if self._resumed:
-            self._read_ledger()
-        self._describe()
+        self._journal = Journal(self._folder)
+        self._store.set_status("RUNNING")
+        self._journal.add_event("opened", {"at": time.time(), **process_tags(time.time())})
+        self._account = Account(self.spec, self._folder, self._journal, self._store, self._outbox.send)
+        self._delivery = Delivery(
+            self._journal,
+            self._store,
+            dict(self._store.last_steps()),
+            scaled=self.spec.precision == "fp16",
+        )
+        self._account.keep_spec()
+        self._outbox.deliver()  # before anyone learns of the run: from here on it can be resumed from its store
+        self._account.describe(resumed=self._resumed is not None)
+        self._tag_process()
         self.url = self._store.url()
 
     def _open_store(self) -> str:
@@ -142,7 +181,7 @@ class Writer:
     def _receive(self) -> None:
         """Wait while points gather or the store is away, then let all that was told happen."""
         if self._closing:  # nothing more will be told: an outage is all there is to wait for
-            time.sleep(max(0.0, min(self._outbox.pause_s(), self._deadline - time.monotonic())))
+            time.sleep(max(0.0, min(self._outbox.pause_s(), self._deadline() - time.monotonic())))
         else:
             self._wake.wait(self._outbox.pause_s() or FLUSH_S)
         while True:
@@ -150,18 +189,52 @@ class Writer:
                 happened = self._inbox.get_nowait()
             except queue.Empty:
                 return
+            self._busy = True
             try:
                 happened()
             except Exception as error:  # noqa: BLE001 - a fact that cannot be recorded must not cost the others
                 self._outbox.refuse(error)
+            finally:
+                self._busy = False
 
     def _flush(self) -> None:
-        for start in range(0, len(self._points), POINTS_PER_CALL):
-            self._outbox.send(self._store.log_metrics, self._points[start : start + POINTS_PER_CALL])
-        self._points = []
+        """Have the journal's points sent, once: the call that waits sends all there are when its turn comes."""
+        if self._delivery.due and not self._sending:
+            self._sending = True
+            self._outbox.send(self._send_points)
+
+    def _send_points(self) -> None:
+        try:
+            self._delivery.send()
+        except UnavailableError:
+            raise  # the call stays, and is made again
+        except BaseException:
+            self._sending = False
+            raise
+        self._sending = False
+
+    def _beat(self) -> None:
+        """Say that this process lives, now and then; with it goes the RUNNING that a hasty reader may have taken away."""
+        if self._ended or self._outbox or time.monotonic() - self._beat_at < BEAT_S:
+            return
+        self._outbox.send(self._store.set_status, "RUNNING")
+        self._tag_process()
+
+    def _tag_process(self) -> None:
+        self._beat_at = time.monotonic()
+        self._outbox.send(self._store.set_tags, process_tags(time.time()) | {"lockstep.vanished": ""})
+
+    def _deadline(self) -> float:
+        """Until when a silent store is waited for, in monotonic seconds."""
+        return max(self._closing_at, self._outbox.away_since) + self._closing_s
+
+    @property
+    def _working(self) -> bool:
+        """Whether this process itself takes its time: it draws, or traces the job's model."""
+        return self._busy or (self.run_id is not None and self._account.working)
 
     def _close(self) -> None:
-        self._closing = True
+        self._closing, self._closing_at = True, time.monotonic()
         if not self._ended:
             failure = self._outbox.failure()
             self.failed(f"the run ended without a result{f' ({failure})' if failure else ''}", "", "FAILED")
@@ -169,117 +242,93 @@ class Writer:
     # --- what happened ------------------------------------------------------------------------------------
 
     def started(self, facts: Mapping[str, Any]) -> None:
-        rest = dict(facts)
-        plan, git, environment = (rest.pop(name, None) or {} for name in ("plan", "git", "environment"))
-        self._outbox.send(self._store.log_params, documents.flat({"plan": plan}))
-        self._tag({f"git_{name}": value for name, value in git.items() if name != "diff"})
-        self._tag(
-            {f"environment.{name}": environment[name] for name in _ENVIRONMENT_TAGS if name in environment}
-        )
-        self._facts = documents.single_values(rest)
-        self._tag(self._facts)
-        if git.get("diff"):
-            self.document("git.diff", git["diff"])
-        for name, value in {"environment": environment, **rest}.items():
-            if value and name not in self._facts:
-                self.document(f"{name}.json", documents.as_json(value))
+        self._journal.add_event("started", facts)
+        self._account.started(facts)
 
     def steps(self, rows: Sequence[StepRow]) -> None:
+        new: list[StepRow] = []
+        last = self._journal.last_step
         for row in rows:
-            before = self._steps[-1] if self._steps else None
-            self._gather(step_points(row, before, scaled=self.spec.precision == "fp16"))
-            if before is None or row.step > before.step:
-                self._steps.append(row)
+            if row.step > last:
+                new.append(row)
+                last = row.step
+            else:
+                self._compare(row, new)
+        self._journal.add_steps(new)
+
+    def _compare(self, row: StepRow, new: Sequence[StepRow]) -> None:
+        before = self._journal.step(row.step) or next((r for r in new if r.step == row.step), None)
+        if before is not None:
+            self._judge(step_difference(before, row), row.step)
 
     def evaluation(self, row: EvaluationRow) -> None:
-        self._gather(evaluation_points(row))
-        if not self._evaluations or row.step > self._evaluations[-1].step:
-            self._evaluations.append(row)
+        before = self._journal.evaluation(row.step)
+        if before is None:
+            self._journal.add_evaluation(row)
+        else:
+            self._judge(evaluation_difference(before, row), row.step)
+
+    def _judge(self, difference: str, step: int) -> None:
+        exact = self.spec.determinism == "strict" and self.spec.reduction == "exact"
+        if not difference or not exact or self.violation:
+            return
+        self.violation = f"step {step} gave other bits when it was done again: {difference}"
+        self._account.violated(self.violation)
+
+    def system(self, node: str, values: Mapping[str, float], at: float) -> None:
+        self._journal.add_event("system", {"node": node, "at": at, "values": dict(values)})
 
     def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
-        self._tag({"attempts": len(attempts)})
-        self.document("attempts.json", documents.as_json(list(attempts)))
-
-    def checkpoint(self, row: CheckpointRow) -> None:
-        if row.uri is None:
-            self._tag({"checkpoint_error": f"step {row.step}: {row.error}"})
-            return
-        self._tag({"checkpoint": row.uri, "checkpoint_step": row.step, "checkpoint_error": ""})
-        self._gather(checkpoint_points(row))
-
-    def _gather(self, points: Iterable[Point]) -> None:
-        for point in points:
-            if point.step > self._last_steps.get(point.key, -1):
-                self._last_steps[point.key] = point.step
-                self._points.append(point)
-
-    def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        self._write_ledger()
-        for path in files:
-            self._keep(path)
-        self.document("summary.json", documents.as_json(summary))
-        values = documents.single_values(
-            {name: summary[name] for name in summary if name not in {"run_id", "status"}}
-        )
-        self._tag(values)
-        metrics = documents.single_values(summary.get("metrics") or {})
-        status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
-        verdict = [
-            f"**{status}** at step {summary.get('step', '?')}",
-            *map(documents.reading, metrics.items()),
-        ]
-        self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
-
-    def failed(self, message: str, details: str, status: Status) -> None:
-        self._tag({"error": message})
-        reached = f"after step {self._steps[-1].step}" if self._steps else "before the first step"
-        try:
-            self.document("error.txt", f"{message}\n\n{details}".rstrip() + "\n")
-            self._write_ledger()
-        finally:  # a run whose folder cannot be written has failed as well
-            self._end(status, f"**{status}** {reached}: {message}", self._facts)
-
-    def _end(self, status: Status, verdict: str, details: Mapping[str, Any]) -> None:
-        self._ended = True
-        self._tag({"note": documents.note(verdict, details)})
-        self._outbox.send(self._store.set_status, status)
-
-    # --- files and tags -----------------------------------------------------------------------------------
-
-    def _describe(self) -> None:
-        """What is known of a run before it does anything: its spec."""
-        document = documents.spec_document(self.spec)
-        self._outbox.send(self._store.log_params, documents.flat(document))
-        self._tag({"job": self.spec.job.use, "note": documents.note(f"**RUNNING** · {self.spec.name}", {})})
-        if self._resumed:
-            self._tag({"error": ""})  # that of the attempt before
-        self.document("spec.yaml", documents.as_yaml(document))
-
-    def _read_ledger(self) -> None:
-        steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
-        self._steps = ledger.read_parquet(steps) if steps.exists() else []
-        self._evaluations = ledger.read_evaluations(evaluations) if evaluations.exists() else []
-
-    def _write_ledger(self) -> None:
-        self._flush()
-        steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
-        if self._steps:
-            ledger.write_parquet(self._steps, steps)
-            self._keep(steps)
-        if self._evaluations:
-            ledger.write_evaluations(self._evaluations, evaluations)
-            self._keep(evaluations)
-
-    def _keep(self, path: Path) -> None:
-        """Send a file to the store, under the folder that it has within the run's folder."""
-        inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
-        self._outbox.send(self._store.log_file, path, "" if inside == Path() else inside.as_posix())
+        self._journal.add_event("attempts", list(attempts))
+        self._account.attempts(attempts)
 
     def document(self, name: str, text: str) -> None:
-        write_text(self._folder / name, text)
-        self._keep(self._folder / name)
+        self._journal.add_event("document", {"name": name, "text": text})
+        self._account.document(name, text)
 
-    def _tag(self, facts: Mapping[str, Any]) -> None:
-        tags = {f"lockstep.{name}": documents.as_value(value) for name, value in facts.items()}
-        if tags:
-            self._outbox.send(self._store.set_tags, tags)
+    def checkpoint(self, row: CheckpointRow) -> None:
+        self._journal.add_event("checkpoint", row._asdict())
+        self._account.checkpoint(row)
+
+    def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
+        self._journal.add_event(
+            "finished", {"summary": summary, "files": [self._inside(path) for path in files]}
+        )
+        self._end(self._account.finished, summary, files)
+
+    def failed(self, message: str, details: str, status: Status) -> None:
+        self._journal.add_event("failed", {"message": message, "details": details, "status": status})
+        self._end(self._account.failed, message, details, status)
+
+    def replay(self) -> None:
+        """Say again what the journal has of a run whose process has gone, and how that ended."""
+        rows = [value for kind, value, _ in self._journal.events if kind == "checkpoint"]
+        self._account.replay_checkpoints([CheckpointRow(**row) for row in rows])
+        ending = None
+        for kind, value, _ in self._journal.events:
+            if kind == "attempts":
+                self._account.attempts(value)
+            elif kind == "document":
+                self._account.document(**value)
+            elif kind == "started":
+                self._account.started(value)
+                ending = None
+            elif kind in {"finished", "failed"}:
+                ending = kind, value
+        if ending is None:
+            self.failed("the process that recorded the run has gone without a word", "", "FAILED")
+            return
+        kind, value = ending
+        if kind == "finished":
+            files = [self._folder / name for name in value["files"]]
+            self._end(self._account.finished, value["summary"], files)
+        else:
+            self._end(self._account.failed, value["message"], value["details"], value["status"])
+
+    def _end(self, tell: Callable[..., None], *arguments: Any) -> None:
+        self._ended = True
+        self._flush()
+        tell(*arguments)
+
+    def _inside(self, path: Path) -> str:
+        return str(path.relative_to(self._folder) if path.is_relative_to(self._folder) else path)

@@ -15,13 +15,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint.run_folder import Origin
+from lockstep.data.fingerprint import check_repeats, fingerprint
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
-from lockstep.errors import DriftError, JobError, SpecError, nearest
+from lockstep.errors import DriftError, JobError, LockstepError, SpecError, nearest
 from lockstep.identity import identity_digest, identity_fields
 from lockstep.job import Job, dataset_size
 from lockstep.plan import Plan, Position
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
 from lockstep.record.ledger import History
 from lockstep.spec import Spec
@@ -70,6 +71,7 @@ class Run:
             self.step.own,
             seed=self.spec.seed,
             shuffle=self.spec.data.shuffle,
+            window=self.spec.data.window,
             start=self.state.counters.step,
         )
         return Loader(self.batches, sampler, self.group.device, self.spec.data.loader_processes)
@@ -130,9 +132,8 @@ def prepare(
     elif spec.early_stop is not None or spec.checkpoint.keep_best is not None:
         name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
         raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
-    facts = _facts(
-        spec, group, plan, evaluate, weights_digest(model.state_dict()), fork=start and start.parent
-    )
+    digest = weights_digest(model.state_dict())
+    facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     history = History()
     if start is not None:
@@ -173,6 +174,8 @@ def _data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
         train_data = job.train_data()
         seed_all(seed, "eval data")
         return train_data, job.eval_data()
+    except LockstepError:
+        raise
     except Exception as error:
         raise told(error, "while its data were opened") from error
 
@@ -194,15 +197,22 @@ def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
 
 
 def _first(plan: Plan, batches: MicroBatches, spec: Spec, group: Group) -> Any:
-    """Micro-batch 0 of the first step, on the device."""
-    every = MicroBatchSampler(batches.samples, plan, range(1), seed=spec.seed, shuffle=spec.data.shuffle)
+    """Micro-batch 0 of the first step, on the device. Under strict it is fetched twice, and must be the same."""
+    data = spec.data
+    every = MicroBatchSampler(
+        batches.samples, plan, range(1), seed=spec.seed, shuffle=data.shuffle, window=data.window
+    )
     first: MicroBatch = next(iter(every))
-    return next(Loader(batches, [first], group.device))
+    once = next(Loader(batches, [first], group.device))
+    if spec.determinism == "strict":
+        check_repeats(once, next(Loader(batches, [first], group.device)))
+    return once
 
 
 def _facts(
     spec: Spec,
     group: Group,
+    batches: MicroBatches,
     plan: Plan,
     evaluate: Evaluation | None,
     initial_digest: str,
@@ -215,6 +225,7 @@ def _facts(
         {
             "data.train_samples": plan.samples,
             "data.eval_samples": evaluate.samples if evaluate else 0,
+            **_fingerprints(batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "numerics_probe": numerics_probe(device) if spec.determinism == "strict" else "not taken",
             "initial_weights_digest": initial_digest,
@@ -226,8 +237,19 @@ def _facts(
         "identity": identity_digest(fields),
         "fields": fields,
         "environment": environment(spec),
+        "seeds": seeds(spec.seed),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
+    }
+
+
+def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
+    """What the data are, by `data.train.…` and `data.eval.…`."""
+    every = {"train": batches} | ({"eval": evaluate.batches} if evaluate is not None else {})
+    return {
+        f"data.{name}.{field}": value
+        for name, data in every.items()
+        for field, value in fingerprint(data.samples, dataset_size(data.samples, name), data.seed).items()
     }
 
 
@@ -245,8 +267,8 @@ def _agree(group: Group, own: dict[str, Any], spec: Spec) -> None:
     """Refuse to train where ranks differ in anything that enters the identity."""
     every = group.gather(own)
     for rank, other in enumerate(every):
-        for field in own:
-            if other[field] == every[0][field]:
+        for field in sorted({*every[0], *other}):
+            if other.get(field) == every[0].get(field):
                 continue
             advice = {
                 "numerics_probe": "these machines give other bits for the same program (another processor, library or number of "
@@ -255,5 +277,5 @@ def _agree(group: Group, own: dict[str, Any], spec: Spec) -> None:
             }.get(field, "all workers must run the same code on the same data")
             if spec.determinism == "strict":
                 raise DriftError(
-                    f"{field}: rank 0 has {every[0][field]}, rank {rank} has {other[field]}; {advice}"
+                    f"{field}: rank 0 has {every[0].get(field)}, rank {rank} has {other.get(field)}; {advice}"
                 )

@@ -14,14 +14,23 @@ THIRD_PARTY = (
     "ignore::DeprecationWarning",  # mlflow, sqlalchemy, alembic and what they import
     "ignore::PendingDeprecationWarning",
     "ignore::FutureWarning",
+    "ignore::UserWarning",  # of mlflow.pytorch, about type hints of its own
     "ignore::ResourceWarning",  # mlflow keeps its SQLite connections until the process ends
 )
+
+MLFLOW = {
+    "test_mlflow_store.py",
+    "test_outage.py",
+    "test_stores.py",
+    "test_final_model.py",
+    "test_uploads.py",
+}
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Warnings are errors, but for those that come out of MLflow in the tests that open it."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.name == "test_mlflow_store.py":
+        if item.path.parent == Path(__file__).parent and item.path.name in MLFLOW:
             for text in THIRD_PARTY:
                 item.add_marker(pytest.mark.filterwarnings(text))
 

@@ -1,0 +1,57 @@
+"""How every command answers: one object or a text on standard output, an error as one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.errors import LockstepError
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+Uri = Annotated[
+    str | None, typer.Option(help="the MLflow tracking URI; before record.uri and MLFLOW_TRACKING_URI")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="tracebacks, and what Ray prints")]
+
+
+@contextmanager
+def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any], Callable[[], str]], None]]:
+    """Run a command: its answer goes to standard output, its errors become one line and an exit code.
+
+    Meanwhile standard output leads to standard error, for libraries and child processes as well.
+    """
+    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, Any], text: Callable[[], str]) -> None:
+        sys.stdout.flush()
+        line = json.dumps(value, default=str) if as_json else text()
+        with os.fdopen(os.dup(out), "w") as stream:
+            print(line, file=stream)
+
+    def failed(code: int, status: str, message: str) -> typer.Exit:
+        print(f"lockstep: {message}", file=sys.stderr)
+        if as_json:
+            answer({"status": status, "error": message, "exit_code": code}, str)
+        return typer.Exit(code)
+
+    try:
+        yield answer
+    except LockstepError as error:
+        if verbose:
+            traceback.print_exc()
+        raise failed(error.exit_code, "FAILED", str(error)) from None
+    except KeyboardInterrupt:
+        failed(130, "KILLED", "ended at once by a signal")
+        os._exit(130)  # whatever still runs here is not waited for
+    finally:
+        os.dup2(out, 1)
+        os.close(out)

@@ -1,0 +1,164 @@
+"""Commands on what is recorded: `runs`, `show`, `record sync`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.cli.answers import Json, Uri, Verbose, answered
+
+if TYPE_CHECKING:
+    from lockstep.record.catalogue import RunInfo
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
+Storage = Annotated[Path, typer.Option(help="the folder that holds the folders of runs")]
+RUNS = Path("runs")
+
+record = typer.Typer(help="Look after what is recorded.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command()(runs)
+    app.command()(show)
+    app.add_typer(record, name="record")
+
+
+def runs(
+    uri: Uri = None,
+    experiment: Annotated[str | None, typer.Option(help="those of one experiment")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="how many at most")] = 20,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """List the newest runs of a store."""
+    with answered(json_, verbose) as answer:
+        from lockstep.record.catalogue import reader
+        from lockstep.spec import tracking_uri
+
+        found = reader(tracking_uri(uri), storage).runs(experiment, limit)
+        answer({"runs": [_row(run) for run in found]}, lambda: _table(found))
+
+
+def show(
+    run: RunId,
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what is recorded of one run."""
+    with answered(json_, verbose) as answer:
+        from lockstep.record.catalogue import reader
+        from lockstep.spec import tracking_uri
+
+        store = reader(tracking_uri(uri), storage)
+        found, artifacts = store.run(run), store.artifacts(run)
+        answer(
+            {**found._asdict(), "artifacts": artifacts},
+            lambda: _page(found, artifacts),
+        )
+
+
+@record.command()
+def sync(
+    run: RunId,
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Send the store what a run could not send before its process ended."""
+    with answered(json_, verbose) as answer:
+        from lockstep.record.sync import sync as sync_run
+
+        done = sync_run(_folder(run, uri, storage), uri)
+        text = f"run {done.run_id}: " + (
+            f"all of it is recorded, up to step {done.step}" if done.sent else "nothing was left to send"
+        )
+        answer(done._asdict(), lambda: text)
+
+
+def _folder(run: str, uri: str | None, storage: Path) -> Path:
+    """The run's folder: below `storage`, or where the store says that it is."""
+    if (storage / run).is_dir():
+        return storage / run
+    from lockstep.record.catalogue import reader
+    from lockstep.spec import tracking_uri
+
+    told = reader(tracking_uri(uri), storage).run(run).tags.get("lockstep.folder")
+    return Path(told) if told else storage / run
+
+
+def _row(run: RunInfo) -> dict[str, Any]:
+    """A run without its parameters and tags."""
+    values = run._asdict()
+    return {name: values[name] for name in values if name not in {"params", "tags"}} | {
+        "job": run.tags.get("mlflow.source.name") or run.tags.get("lockstep.job", ""),
+        "error": run.tags.get("lockstep.error", ""),
+    }
+
+
+def _table(found: list[RunInfo]) -> str:
+    rows = [["RUN", "NAME", "STATUS", "STARTED", "TOOK", "STEP", "LOSS", "EXPERIMENT"]]
+    rows += [
+        [
+            run.run_id,
+            run.name,
+            run.status,
+            _when(run.started),
+            _took(run),
+            str(run.step),
+            _loss(run),
+            run.experiment,
+        ]
+        for run in found
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _page(run: RunInfo, artifacts: list[str]) -> str:
+    shown = {
+        "run": run.run_id,
+        "name": run.name,
+        "experiment": run.experiment,
+        "status": run.status,
+        "error": run.tags.get("lockstep.error", ""),
+        "not exact": run.tags.get("lockstep.violation", ""),
+        "started": f"{_when(run.started)}, took {_took(run)}",
+        "recorded": f"up to step {run.step}",
+        "metrics": "  ".join(
+            f"{name} {value:.6g}"
+            for name, value in sorted(run.metrics.items())
+            if name.startswith(("train/", "eval/"))
+        ),
+        "identity": run.tags.get("lockstep.identity", ""),
+        "weights_digest": run.tags.get("lockstep.weights_digest", ""),
+        "commit": run.tags.get("mlflow.source.git.commit") or run.tags.get("lockstep.git_commit", ""),
+        "folder": run.tags.get("lockstep.folder", ""),
+        "artifacts": "  ".join(artifacts),
+        "look at it": run.url,
+    }
+    width = max(map(len, shown)) + 2
+    return "\n".join(f"{name.ljust(width)}{text}" for name, text in shown.items() if text)
+
+
+def _loss(run: RunInfo) -> str:
+    loss = run.metrics.get("eval/loss", run.metrics.get("train/loss"))
+    return "" if loss is None else f"{loss:.4g}"
+
+
+def _when(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+
+
+def _took(run: RunInfo) -> str:
+    seconds = round((run.ended or time.time()) - run.started)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,0 +1,83 @@
+"""Rows of the evaluation data that are in the training data as well, for they flatter every metric."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.tables import Table
+
+ROWS = 1 << 16
+"""Rows that are compared at once."""
+
+
+class Leakage(NamedTuple):
+    """How many evaluation rows are training rows too; the first of them, and where it is in the training data."""
+
+    rows: int
+    eval_row: int | None
+    train_row: int | None
+
+
+def leaked_rows(train: Table, evaluation: Table) -> Leakage:
+    """The evaluation rows that are equal to a training row in every entry that both tables have.
+
+    Rows are compared by 64-bit hashes: of 10^6 × 10^6 rows a wrong match has a chance of 10^-7. Reads both tables once.
+    """
+    names = [d.name for d in train.decoders if d.name in {e.name for e in evaluation.decoders}]
+    if not names:
+        return Leakage(0, None, None)
+    own = np.concatenate(list(_hashes(evaluation, names)))
+    found, first = np.zeros(len(own), bool), dict[int, int]()
+    wanted = np.unique(own)
+    for start, hashes in zip(range(0, len(train), ROWS), _hashes(train, names), strict=True):
+        hits = np.flatnonzero(np.isin(hashes, wanted))
+        for hit in hits.tolist():
+            first.setdefault(int(hashes[hit]), start + hit)
+        found |= np.isin(own, hashes[hits])
+    if not found.any():
+        return Leakage(0, None, None)
+    row = int(np.flatnonzero(found)[0])
+    return Leakage(int(found.sum()), row, first[int(own[row])])
+
+
+def _hashes(table: Table, names: list[str]) -> Iterator[NDArray[np.uint64]]:
+    """A hash of every row, ROWS at a time."""
+    for start in range(0, len(table), ROWS):
+        ids = np.arange(start, min(start + ROWS, len(table)))
+        batch = table.__getitems__(ids)
+        total = np.zeros(len(ids), np.uint64)
+        for i, name in enumerate(names):
+            decoder = next(d for d in table.decoders if d.name == name)
+            if decoder.kind == "dense":
+                own = _dense(batch[name].numpy().reshape(len(ids), -1), i)
+            elif decoder.kind == "bytes":
+                own = _each([v.encode() if isinstance(v, str) else v for v in batch[name]], i)
+            else:
+                lengths = batch[f"{name}_lengths"].tolist()
+                rows = zip(batch[name].numpy(), lengths, strict=True)
+                own = _each([row[:length].tobytes() for row, length in rows], i)
+            total += own
+        yield total
+
+
+def _dense(values: NDArray[np.generic], salt: int) -> NDArray[np.uint64]:
+    """The sum of a row's words times random odd numbers, modulo 2^64 (Carter & Wegman 1979): one pass, no loop."""
+    bits = values.view(f"u{values.dtype.itemsize}").astype(np.uint64)
+    factors = np.random.default_rng(salt + 1).integers(0, 2**63, bits.shape[1], dtype=np.uint64) * np.uint64(
+        2
+    )
+    hashes: NDArray[np.uint64] = (bits * (factors + np.uint64(1))).sum(axis=1, dtype=np.uint64)
+    return hashes
+
+
+def _each(rows: list[bytes], salt: int) -> NDArray[np.uint64]:
+    key = salt.to_bytes(8, "little")
+    return np.array(
+        [int.from_bytes(hashlib.blake2b(row, digest_size=8, key=key).digest(), "little") for row in rows],
+        np.uint64,
+    )

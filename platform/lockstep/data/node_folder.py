@@ -1,0 +1,193 @@
+"""Memory that the processes of one node share: files in a folder that goes away with the last process that uses it.
+
+A process that uses a folder holds a shared lock on the folder's lock file; the kernel lets go of it however the
+process ends. Whoever finds that nobody holds one deletes the folder: the last user when it is done, or, where that
+one was killed, the next process that opens any folder here. A file that is deleted lives on in those who mapped it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from lockstep.errors import StorageError
+
+MEMORY = Path("/dev/shm")
+"""Where shared memory lies, if there is room; else the folder for temporary files, whose pages the kernel may write out."""
+
+ROOM = 1.1
+"""Free space that is asked for, as a multiple of what will be written."""
+
+
+class NodeFolder:
+    """One shared folder, known to all processes of a user on this node by its `key`; `size` bytes are planned for it."""
+
+    def __init__(self, key: str, size: int) -> None:
+        name = hashlib.sha256(key.encode()).hexdigest()[:32]
+        root = _root(name, size)
+        _sweep(root)
+        self.path = root / name
+        lock = root / f"{name}.lock"
+        self._held = _held_lock(lock)
+        self.path.mkdir(exist_ok=True)
+        self._let_go = weakref.finalize(self, _let_go, self._held, self.path, lock, os.getpid())
+
+    def file(self, name: str, make: Callable[[Path], None], *, wait: bool = True) -> Path | None:
+        """The file of that name, which `make` writes where it is missing: one process makes it, the others wait.
+
+        None where another process is at it and `wait` is off. Raises StorageError where there is no room.
+        """
+        path = self.path / name
+        if path.exists():
+            return path
+        with _locked(self.path / f"{name}.making", wait=wait) as mine:
+            if not mine:
+                return None
+            if not path.exists():
+                aside = self.path / f"{name}.aside"
+                try:
+                    make(aside)
+                except OSError as error:
+                    raise StorageError(
+                        f"data: cannot write shared memory in {str(self.path)!r}: {error.strerror or error}; "
+                        "give the node more (docker: --shm-size), or lower the table's memory_mb"
+                    ) from error
+                aside.replace(path)
+        return path
+
+    def delete(self, name: str) -> None:
+        """Delete a file or folder in one moment; those who mapped it keep it."""
+        gone = self.path / f"{name}.{os.getpid()}.gone"
+        try:
+            (self.path / name).rename(gone)
+        except FileNotFoundError:
+            return  # another process was quicker
+        shutil.rmtree(gone, ignore_errors=True) if gone.is_dir() else gone.unlink()
+
+    def close(self) -> None:
+        """Let go of the folder; the last process deletes it. What is mapped stays."""
+        self._let_go()
+
+
+def mapped_array(
+    key: str, length: int, dtype: DTypeLike, fill: Callable[[NDArray[Any]], None]
+) -> NDArray[Any]:
+    """A read-only array that the processes of this node share under `key`; the first one fills it."""
+    folder = NodeFolder(key, length * np.dtype(dtype).itemsize)
+
+    def make(path: Path) -> None:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, length * np.dtype(dtype).itemsize)  # else a full disk kills
+        fill(np.memmap(path, dtype, "r+", shape=(length,)))
+
+    array = np.memmap(_there(folder.file("array", make)), dtype, "r", shape=(length,)).view(np.ndarray)
+    weakref.finalize(array, folder.close)  # holds the folder for as long as the array is used
+    return array
+
+
+def map_file(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+    """A read-only view of a file; an empty one, which cannot be mapped, gives an empty array."""
+    if not np.prod(shape):
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r", shape=shape).view(np.ndarray)
+
+
+def _there(path: Path | None) -> Path:
+    assert path is not None, "only a call that does not wait comes back without a file"
+    return path
+
+
+def _root(name: str, size: int) -> Path:
+    """The user's folder in memory where there is room for `size` bytes or the folder `name` is already, else on disk."""
+    candidates = [Path(base, f"lockstep-{os.getuid()}") for base in (MEMORY, tempfile.gettempdir())]
+    for root in candidates:
+        if (root / f"{name}.lock").exists():
+            return _private(root)
+    for root in candidates:
+        if root.parent.is_dir() and shutil.disk_usage(root.parent).free >= ROOM * size:
+            return _private(root)
+    wanted = f"{ROOM * size / 2**20:.0f} MiB"
+    raise StorageError(
+        f"data: neither {MEMORY} nor {tempfile.gettempdir()} has {wanted} free for what the processes of a node share; "
+        "make room, or set TMPDIR to a larger folder"
+    )
+
+
+def _private(root: Path) -> Path:
+    """The folder, made for this user alone. StorageError where someone else made it."""
+    root.mkdir(mode=0o700, exist_ok=True)
+    found = root.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or root.is_symlink():
+        raise StorageError(f"data: {str(root)!r} belongs to others or is open to them; delete it")
+    return root
+
+
+def _held_lock(path: Path) -> int:
+    """A descriptor that holds a shared lock on a file that is still the one at `path`."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # it was deleted between the two calls
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _let_go(descriptor: int, folder: Path, lock: Path, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked process has its parent's lock, and nothing of its own to give back
+    _delete_if_unused(descriptor, folder, lock)
+    os.close(descriptor)
+
+
+def _delete_if_unused(descriptor: int, folder: Path, lock: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return  # in use by another process
+    if _is_at(descriptor, lock):
+        shutil.rmtree(folder, ignore_errors=True)  # a reader of the folder does not stop its end
+        lock.unlink()
+
+
+def _sweep(root: Path) -> None:
+    """Delete what killed processes left."""
+    for lock in root.glob("*.lock"):
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another process was quicker
+        try:
+            _delete_if_unused(descriptor, lock.with_suffix(""), lock)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold an exclusive lock on a file; gives False where another process holds it and `wait` is off."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

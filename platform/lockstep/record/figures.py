@@ -1,0 +1,139 @@
+"""Figures of a run as PNG, drawn from its ledger when it ends: loss and learning rate, gradient norm, time, loss scale.
+
+A long run is drawn in buckets: a line through their means in a band from their least to their greatest value, so that
+a single spike stays visible. A point that is not finite is left out and told in the title.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.record.files import replacing
+from lockstep.record.ledger import EvaluationRow, StepRow
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FOLDER = "figures"
+_BUCKETS = 1500
+_BLUE, _ORANGE, _GREEN, _GREY = "#1f6fb4", "#d9680c", "#2a8a4a", "#888888"
+
+
+def draw(
+    steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow], folder: Path, *, scaled: bool
+) -> list[Path]:
+    """Draw the figures of at least two steps into `<folder>/figures`. Returns the files."""
+    if len(steps) < 2:
+        return []
+    x = _column(steps, lambda row: row.step)
+    drawn = {
+        "loss": _loss(x, steps, evaluations),
+        "gradient_norm": _gradient_norm(x, steps),
+        "time": _time(x, steps),
+        **({"scale": _scale(x, steps)} if scaled else {}),
+    }
+    return [_save(figure, folder / FOLDER / f"{name}.png") for name, figure in drawn.items()]
+
+
+def _loss(x: Any, steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow]) -> Any:
+    figure, (above, below) = _panels("Loss and learning rate", ("loss", "learning rate"))
+    _line(above, x, _column(steps, lambda row: row.loss), _BLUE, "train/loss")
+    told = [row for row in evaluations if "eval/loss" in row.metrics]
+    if told:
+        losses = [row.metrics["eval/loss"] for row in told]
+        above.plot([row.step for row in told], losses, "o-", color=_ORANGE, markersize=3, label="eval/loss")
+    above.legend(frameon=False)
+    _line(below, x, _column(steps, lambda row: row.lr), _GREY, "train/lr")
+    below.set_ylim(bottom=0)
+    return figure
+
+
+def _gradient_norm(x: Any, steps: Sequence[StepRow]) -> Any:
+    figure, (above,) = _panels("Gradient norm", ("global norm",))
+    before, after = (
+        _column(steps, norm) for norm in (lambda row: row.grad_norm, lambda row: row.clipped_norm)
+    )
+    _line(above, x, before, _ORANGE, "before clipping")
+    _line(above, x, after, _BLUE, "after")
+    if (before > 0).any():
+        above.set_yscale("log")
+    above.legend(frameon=False)
+    return figure
+
+
+def _time(x: Any, steps: Sequence[StepRow]) -> Any:
+    figure, (above, below) = _panels("Throughput and where the time goes", ("samples a second", "ms a step"))
+    whole = 1e3 * _column(steps, lambda row: row.step_s)
+    waiting = 1e3 * _column(steps, lambda row: row.data_wait_s)
+    samples = _column(steps, lambda row: row.samples)
+    _line(
+        above, x[1:], (samples[1:] - samples[:-1]) / (whole[1:] / 1e3).clip(1e-9), _GREEN, "samples a second"
+    )
+    above.set_ylim(bottom=0)
+    _line(below, x[1:], whole[1:], _BLUE, "whole step")  # the first one pays for warming up
+    _line(below, x[1:], waiting[1:], _ORANGE, "waiting for data")
+    below.set_ylim(bottom=0)
+    below.legend(frameon=False)
+    return figure
+
+
+def _scale(x: Any, steps: Sequence[StepRow]) -> Any:
+    figure, (above, below) = _panels("Loss scale and skipped steps", ("scale", "skipped so far"))
+    _line(above, x, _column(steps, lambda row: row.scale), _BLUE, "train/scale")
+    above.set_yscale("log", base=2)
+    _line(below, x, _column(steps, lambda row: row.skipped).cumsum(), _ORANGE, "skipped")
+    return figure
+
+
+def _panels(title: str, labels: Sequence[str]) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot: no state, no window, any thread
+
+    figure = Figure(figsize=(8, 2.0 + 2.2 * len(labels)), layout="constrained")
+    axes = figure.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0]
+    figure.suptitle(title)
+    for ax, label in zip(axes, labels, strict=True):
+        ax.set_ylabel(label)
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("step")
+    return figure, axes
+
+
+def _column(steps: Sequence[StepRow], value: Callable[[StepRow], float]) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    return np.array([value(row) for row in steps], dtype=np.float64)
+
+
+def _line(ax: Any, x: Any, y: Any, color: str, label: str) -> None:
+    import numpy as np
+
+    finite = np.isfinite(y)
+    if not finite.all():
+        label = f"{label} ({len(y) - finite.sum()} not finite)"
+        ax.set_title(label, fontsize="small", loc="right")
+        x, y = x[finite], y[finite]
+    if len(y) <= 2 * _BUCKETS:
+        ax.plot(x, y, color=color, linewidth=1, label=label)
+        return
+    starts = np.arange(0, len(y), math.ceil(len(y) / _BUCKETS))
+    counts = np.diff(np.append(starts, len(y)))
+    middle = x[np.minimum(starts + counts // 2, len(x) - 1)]
+    ax.fill_between(
+        middle,
+        np.minimum.reduceat(y, starts),
+        np.maximum.reduceat(y, starts),
+        color=color,
+        alpha=0.25,
+        linewidth=0,
+    )
+    ax.plot(middle, np.add.reduceat(y, starts) / counts, color=color, linewidth=1, label=label)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=110)
+    return path

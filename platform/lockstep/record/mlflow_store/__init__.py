@@ -1,0 +1,6 @@
+"""Runs kept in MLflow: the only package that imports it, and only when a store is opened."""
+
+from lockstep.record.mlflow_store.reading import recorded_in_mlflow
+from lockstep.record.mlflow_store.run import MlflowStore
+
+__all__ = ["MlflowStore", "recorded_in_mlflow"]

@@ -1,0 +1,157 @@
+"""Models and checkpoints in MLflow: a two-phase commit, so that what is READY there is whole.
+
+A model is announced (PENDING), its files are sent, and only then is it READY and linked to the run at its step. One
+that is PENDING was cut short: it is sent again under the same name, and the torn one deleted with its files.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.spec import Spec
+
+if TYPE_CHECKING:
+    from lockstep.job import Job  # imports torch
+
+STEP, RUN = "lockstep.step", "lockstep.run"
+
+
+class Models:
+    """The models of one run. `client` raises MLflow's own errors."""
+
+    def __init__(self, client: Any, experiment_id: str, run_id: str) -> None:
+        self._client = client
+        self._experiment_id = experiment_id
+        self._run_id = run_id
+
+    def publish(
+        self, name: str, step: int, tags: Mapping[str, str], files: Callable[[str, Path], None] | Path | None
+    ) -> str:
+        """Publish a model of the run; its id. One of that name that is READY already is left as it is.
+
+        `files` is their folder, or what puts them into an empty one for a model of the given id, or None for a model
+        whose tags say where it lies.
+        """
+        ready, torn = self._known(name)
+        for model in torn:
+            self._delete(model)
+        if ready:
+            return str(ready[0].model_id)
+        model_id = self._announce(name, step, tags)
+        if isinstance(files, Path):
+            self._client.log_model_artifacts(model_id, str(files))
+        elif files is not None:
+            with tempfile.TemporaryDirectory(prefix="lockstep-model-") as folder:
+                try:
+                    files(model_id, Path(folder))
+                except Exception:
+                    self._client.delete_logged_model(model_id)  # nothing was sent
+                    raise
+                self._client.log_model_artifacts(model_id, folder)
+        self._commit(model_id, step)
+        return model_id
+
+    def delete(self, name: str) -> int:
+        """Delete the models of that name, files first. How many there were."""
+        ready, torn = self._known(name)
+        for model in (*ready, *torn):
+            self._delete(model)
+        return len(ready) + len(torn)
+
+    def ready(self) -> dict[str, str]:
+        """Name and id of every model of the run that is READY."""
+        return {model.name: model.model_id for model in self._all() if model.status == "READY"}
+
+    # --- the two phases -----------------------------------------------------------------------------------
+
+    def _announce(self, name: str, step: int, tags: Mapping[str, str]) -> str:
+        model = self._client.create_logged_model(
+            experiment_id=self._experiment_id,
+            name=name,
+            source_run_id=self._run_id,
+            tags={**tags, STEP: str(step), RUN: self._run_id},
+            model_type="lockstep",
+        )
+        return str(model.model_id)
+
+    def _commit(self, model_id: str, step: int) -> None:
+        from mlflow.entities import LoggedModelOutput
+
+        self._client.log_outputs(self._run_id, [LoggedModelOutput(model_id, step)])
+        self._client.finalize_logged_model(model_id, "READY")
+
+    def _known(self, name: str) -> tuple[list[Any], list[Any]]:
+        named = [model for model in self._all() if model.name == name]
+        return [m for m in named if m.status == "READY"], [m for m in named if m.status != "READY"]
+
+    def _all(self) -> list[Any]:
+        found: list[Any] = []
+        token = None
+        while True:
+            page = self._client.search_logged_models(
+                [self._experiment_id],
+                filter_string=f"source_run_id = '{self._run_id}'",
+                page_token=token,
+            )
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    def _delete(self, model: Any) -> None:
+        """Files first: MLflow itself only hides a model that is deleted."""
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        get_artifact_repository(
+            model.artifact_location, tracking_uri=self._client.tracking_uri
+        ).delete_artifacts()
+        self._client.delete_logged_model(model.model_id)
+
+
+def fill_final(spec: Spec, weights: Path) -> Callable[[str, Path], None] | None:
+    """What writes the run's final model in MLflow's own format, or None where the job gives no example input.
+
+    It is a traced graph with its weights (torch.export's pt2), free of pickles and of the job's code: whoever loads
+    it runs neither.
+    """
+    from lockstep.job import load_job
+
+    job = load_job(spec.job.use, spec.job.params)
+    example = job.example_input()
+    if example is None:
+        return None
+    arguments = example if isinstance(example, tuple) else (example,)
+    return lambda model_id, folder: _write(job, weights, arguments, model_id, folder)
+
+
+def _write(job: Job, weights: Path, arguments: tuple[Any, ...], model_id: str, folder: Path) -> None:
+    import mlflow.pytorch
+    import numpy
+    import torch
+    from mlflow.models import Model, ModelSignature
+    from safetensors.torch import load_file
+
+    model = job.model()
+    model.load_state_dict(load_file(weights))
+    model.eval()
+    with torch.no_grad():
+        output = model(*arguments)
+    mlflow.pytorch.save_model(
+        model,
+        folder,
+        mlflow_model=Model(model_id=model_id),
+        input_example=arguments[0].numpy(),
+        signature=ModelSignature(_schema(arguments[0]), _schema(output)),
+        serialization_format="pt2",
+        pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", f"numpy=={numpy.__version__}"],
+    )
+
+
+def _schema(tensor: Any) -> Any:
+    from mlflow.types import Schema, TensorSpec
+
+    array = tensor.numpy()
+    return Schema([TensorSpec(array.dtype, (-1, *array.shape[1:]))])

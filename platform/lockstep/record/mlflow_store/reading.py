@@ -1,0 +1,113 @@
+"""What an MLflow store has of runs, for a person at a terminal; and the truth about those whose process has gone."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lockstep.errors import RecordError
+from lockstep.record.catalogue import RunInfo
+from lockstep.record.documents import without_password
+from lockstep.record.liveness import vanished
+from lockstep.record.mlflow_store.client import connecting, page_url, translated
+from lockstep.record.run_store import Recorded, recorded
+
+
+def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
+    """The run of this id in an MLflow store. RecordError where there is none, or the store does not answer."""
+    shown = without_password(uri)
+    database = urlsplit(uri).path[1:] if uri.startswith("sqlite:") else ""
+    if database and not Path(database).exists():
+        raise RecordError(f"run {run_id}: there is no record at {shown!r}; name its store with --uri")
+    with connecting(uri) as (client, _):
+        run = client.get_run(run_id)
+        names = {item.path for item in client.list_artifacts(run_id)}
+        with tempfile.TemporaryDirectory() as folder:
+            spec, summary = (
+                Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+                if name in names
+                else None
+                for name in ("spec.yaml", "summary.json")
+            )
+    url = page_url(uri, run.info.experiment_id, run_id)
+    return recorded(run_id, run.info.status, spec, summary, url, repr(shown))
+
+
+_OURS = "tags.`lockstep.folder` != ''"
+
+
+class MlflowReader:
+    """The RunReader of an MLflow tracking server or database."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        with connecting(uri) as (self._client, _):
+            self._experiments = {e.experiment_id: e.name for e in self._client.search_experiments()}
+
+    def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
+        chosen = [key for key, name in self._experiments.items() if experiment in (None, name)]
+        if not chosen:
+            known = ", ".join(sorted(self._experiments.values()))
+            raise RecordError(f"experiment: there is no {experiment!r}; known here: {known}")
+        with translated(self._uri):
+            found = self._client.search_runs(
+                chosen, filter_string=_OURS, max_results=limit, order_by=["attributes.start_time DESC"]
+            )
+        return [self._info(run) for run in found]
+
+    def run(self, run_id: str) -> RunInfo:
+        with translated(self._uri):
+            return self._info(self._client.get_run(run_id))
+
+    def artifacts(self, run_id: str) -> list[str]:
+        with translated(self._uri):
+            return list(self._below(run_id, None))
+
+    def _below(self, run_id: str, folder: str | None) -> Iterator[str]:
+        for file in self._client.list_artifacts(run_id, folder):
+            if file.is_dir:
+                yield from self._below(run_id, file.path)
+            else:
+                yield file.path
+
+    def _info(self, run: Any) -> RunInfo:
+        reason = vanished(run.data.tags, time.time()) if run.info.status == "RUNNING" else ""
+        if reason:
+            run = self._mark(run, reason)
+        steps = {metric.key: metric.step for metric in run.data._metric_objs}
+        return RunInfo(
+            run_id=run.info.run_id,
+            name=run.info.run_name or "",
+            experiment=self._experiments.get(run.info.experiment_id, run.info.experiment_id),
+            status=run.info.status,
+            started=run.info.start_time / 1000,
+            ended=run.info.end_time / 1000 if run.info.end_time and run.info.status != "RUNNING" else None,
+            step=steps.get("train/loss", 0),
+            metrics=dict(run.data.metrics),
+            params=dict(run.data.params),
+            tags=dict(run.data.tags),
+            url=page_url(self._uri, run.info.experiment_id, run.info.run_id),
+        )
+
+    def _mark(self, run: Any, reason: str) -> Any:
+        """Say of a run that its process has gone."""
+        run_id, tags = run.info.run_id, _epitaph(reason)
+        with translated(self._uri):
+            for name, text in tags.items():
+                self._client.set_tag(run_id, name, text)
+            self._client.set_terminated(
+                run_id, "FAILED", int(float(run.data.tags["lockstep.heartbeat"]) * 1000)
+            )
+            return self._client.get_run(run_id)
+
+
+def _epitaph(reason: str) -> Mapping[str, str]:
+    return {
+        "lockstep.vanished": reason,
+        "lockstep.error": reason,
+        "mlflow.note.content": f"**FAILED**: {reason}\n",
+    }

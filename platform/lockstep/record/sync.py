@@ -1,0 +1,56 @@
+"""Send a store what a process could not: the journal of a run whose store was away, or that was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import RecordError, SpecError
+from lockstep.record.journal import NAME, Journal
+from lockstep.record.recorder import Recorder
+from lockstep.spec import Spec, load_spec
+
+
+class Synced(NamedTuple):
+    """What a sync came to. `sent` is False where nothing was left to send."""
+
+    run_id: str
+    sent: bool
+    step: int
+    folder: str
+    url: str
+
+
+def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0) -> Synced:
+    """Bring the store up to what the run's folder has, and give the run the status that it ended with.
+
+    RecordError where another process records the run, or where the store does not answer.
+    """
+    if not (folder / NAME).is_file():
+        raise SpecError(
+            f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
+        )
+    journal = Journal(folder)
+    step, events = journal.last_step, journal.events
+    delivered = bool(events) and events[-1].kind == "delivered" and events[-1].end == journal.size
+    journal.close()
+    if delivered:
+        return Synced(folder.name, False, step, str(folder), "")
+    recorder = Recorder(_spec(folder, uri), run_id=folder.name)
+    recorder.start()
+    recorder.replay()
+    recorder.close(timeout_s)
+    return Synced(folder.name, True, step, str(folder), recorder.url())
+
+
+def _spec(folder: Path, uri: str | None) -> Spec:
+    try:
+        spec = load_spec(folder / "spec.yaml", uri=uri)
+    except SpecError as error:
+        raise RecordError(f"run {folder.name}: its spec cannot be read: {error}") from error
+    if spec.record.uri is not None and "***@" in spec.record.uri:
+        raise SpecError(
+            f"run {folder.name}: the password of {spec.record.uri!r} is not recorded; give the whole --uri"
+        )
+    record = spec.record.model_copy(update={"folder": str(folder.absolute().parent)})
+    return spec.model_copy(update={"record": record})

@@ -1,0 +1,251 @@
+"""What the data are: the same for the same data wherever they lie, and another as soon as a byte is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import lockstep
+from jobs.tabular.sample import write_sample
+from lockstep.checks.dry_run import as_text, dry_run
+from lockstep.data import Column, Table
+from lockstep.data import fingerprint as fingerprint_module
+from lockstep.data.fingerprint import check_repeats, fingerprint, leaves
+from lockstep.data.leakage import leaked_rows
+from lockstep.errors import JobError
+from lockstep.randomness import seed_all
+from lockstep.spec import load_spec
+
+
+def write(folder: Path, values: Any = range(100), file: str = "a.parquet", **more: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"a": list(values), "b": [float(v) for v in values]}), folder / file, **more)
+    return folder
+
+
+def of(folder: Path, columns: Any = None, **more: Any) -> dict[str, Any]:
+    table = Table(folder, columns, **more)
+    return fingerprint(table, len(table), seed=1)
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
+
+
+def test_the_same_data_elsewhere_have_the_same_fingerprint(tmp_path: Path) -> None:
+    assert of(write(tmp_path / "one")) == of(write(tmp_path / "two"))
+
+
+def test_what_changed_is_told_by_file(tmp_path: Path) -> None:
+    write(tmp_path / "t", file="b.parquet")
+    before = of(write(tmp_path / "t"))
+    assert before["file.a.parquet"].startswith("100 rows in 1 blocks, ")
+    write(tmp_path / "t", [*range(99), 7])
+    assert changed(before, of(tmp_path / "t")) == ["file.a.parquet"]
+    write(tmp_path / "t")
+    assert of(tmp_path / "t") == before
+    write(tmp_path / "t", file="c.parquet")
+    assert changed(before, of(tmp_path / "t")) == ["file.c.parquet"]
+    (tmp_path / "t" / "c.parquet").unlink()
+    assert changed(before, of(tmp_path / "t", {"a": "a"})) == ["columns"]
+    assert changed(before, of(tmp_path / "t", {"a": "a", "b": Column("b", dtype="float32")})) == ["columns"]
+
+
+def test_row_groups_count_since_an_order_depends_on_them(tmp_path: Path) -> None:
+    assert changed(of(write(tmp_path / "one")), of(write(tmp_path / "two", row_group_size=10))) == [
+        "file.a.parquet"
+    ]
+
+
+def test_one_changed_byte_is_seen_though_size_and_time_are_the_same(tmp_path: Path) -> None:
+    """By a full hash anywhere in a large file; by samples at its ends."""
+    large = np.random.default_rng(1).integers(0, 1 << 60, 400_000).tolist()
+    folder = write(tmp_path / "t", large)
+    file = folder / "a.parquet"
+    before = {content: of(folder, content=content) for content in ("full", "sampled")}
+    stat = file.stat()
+    spans = fingerprint_module._spans(stat.st_size, "sampled")
+    assert sum(length for _, length in spans) < stat.st_size / 3
+    gap = spans[3][0] + spans[3][1] + 1000
+    for place, seen_by in ((gap, ["full"]), (4, ["full", "sampled"])):
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        with file.open("r+b") as out:
+            out.write(content)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        now = {name: fingerprint(Unread(folder, content=name), 400_000, 1) for name in ("full", "sampled")}
+        assert [name for name in now if now[name] != before[name]] == seen_by
+
+
+class Unread(Table):
+    """A table that is not decoded, for its pages are damaged."""
+
+    def _kept(self) -> Any:
+        return None
+
+
+def test_a_file_is_hashed_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "t")
+    before = of(folder)
+    assert len(list(cache.rglob("fingerprints/*"))) == 1
+    monkeypatch.setattr("lockstep.data.table_files.TableFiles.pieces", lambda *_: pytest.fail("read again"))
+    assert of(folder) == before
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = write(tmp_path / "t")
+    before = of(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert of(folder) == before
+
+
+def test_many_files_are_one_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.data.tables.FILES", 2)
+    for name in "abc":
+        write(tmp_path / "t", range(5), file=f"{name}.parquet")
+    before = of(tmp_path / "t")
+    assert before.keys() == {"columns", "files"}
+    write(tmp_path / "t", range(1, 6), file="c.parquet")
+    assert changed(before, of(tmp_path / "t")) == ["files"]
+
+
+def test_other_datasets_are_known_by_samples() -> None:
+    x = torch.arange(1000.0)
+    before = fingerprint(TensorDataset(x), 1000, 1)
+    assert fingerprint(TensorDataset(x.clone()), 1000, 1) == before
+    assert fingerprint(TensorDataset(x + 1), 1000, 1) != before
+    assert fingerprint(TensorDataset(x.double()), 1000, 1) != before
+    assert fingerprint([], 0, 1) == fingerprint([], 0, 1)
+
+
+def test_a_dataset_may_say_what_it_is() -> None:
+    class Own(list[int]):
+        def fingerprint(self) -> Any:
+            return {"version": 3} if self else "three"
+
+    assert fingerprint(Own([1]), 1, 1) == {"version": "3"}
+    with pytest.raises(JobError, match=r"fingerprint\(\) of Own gave str, wanted a mapping"):
+        fingerprint(Own(), 0, 1)
+
+
+# --- a micro-batch, twice ---------------------------------------------------------------------------------
+
+
+def twice(fetch: Any) -> None:
+    fetched = []
+    for _ in range(2):
+        seed_all(3, "data", 0, 0)
+        fetched.append(fetch())
+    check_repeats(*fetched)
+
+
+def test_what_draws_under_its_seed_repeats() -> None:
+    twice(
+        lambda: {
+            "x": torch.randn(3),
+            "y": [np.random.rand(), lockstep.rng().random(), float("nan"), b"a", None],
+        }
+    )
+
+
+def test_what_does_not_repeat_is_refused_with_its_place() -> None:
+    own, count = np.random.default_rng(1), iter(range(9))
+    with pytest.raises(
+        JobError, match=r"fetched twice under one seed, differs in batch\['x'\]\[1\]; the dataset keeps"
+    ):
+        twice(lambda: {"x": (torch.zeros(2), own.random())})
+    with pytest.raises(JobError, match="differs; the dataset"):
+        twice(lambda: torch.full((2,), float(next(count))))
+    with pytest.raises(JobError, match="differs in batch"):
+        twice(lambda: [0] * next(count) and [torch.zeros(next(count))])
+
+
+def test_leaves_tell_zero_from_minus_zero_and_shapes_apart() -> None:
+    values = [
+        torch.zeros(2),
+        -torch.zeros(2),
+        torch.zeros(2, 1),
+        torch.zeros(2).double(),
+        torch.zeros(()),
+        0.0,
+        -0.0,
+        0,
+    ]
+    assert len({tuple(leaves(value)) for value in values}) == len(values)
+    assert list(leaves(torch.arange(6).view(2, 3).t())) == list(
+        leaves(torch.arange(6).view(2, 3).t().contiguous())
+    )
+
+
+# --- leakage ----------------------------------------------------------------------------------------------
+
+
+def rows(folder: Path, numbers: Any, *, shift: float = 0.0) -> Table:
+    folder.mkdir()
+    x = np.random.default_rng(1).standard_normal((3000, 5))[list(numbers)].astype(np.float32) + np.float32(
+        shift
+    )
+    table = pa.table(
+        {
+            "x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 5),
+            "l": [list(range(i % 4)) for i in numbers],
+            "t": [f"t{i}" for i in numbers],
+            "label": [i % 2 == 0 for i in numbers],
+        }
+    )
+    pq.write_table(table, folder / "a.parquet", row_group_size=500)
+    return Table(folder)
+
+
+def test_rows_in_both_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.data.leakage.ROWS", 700)
+    train = rows(tmp_path / "train", range(2000))
+    clean = rows(tmp_path / "clean", range(2000, 3000))
+    leaky = rows(tmp_path / "leaky", [*range(2500, 2600), 1234, *range(2600, 2700), 77])
+    assert leaked_rows(train, clean) == (0, None, None)
+    assert leaked_rows(train, leaky) == (2, 100, 1234)
+    assert leaked_rows(train, train) == (2000, 0, 0)
+
+
+def test_rows_that_differ_in_one_bit_are_no_duplicates(tmp_path: Path) -> None:
+    train, other = rows(tmp_path / "train", range(500)), rows(tmp_path / "other", range(500), shift=1e-3)
+    assert leaked_rows(train, other).rows == 0
+
+
+def test_a_dry_run_tells_of_rows_in_both(tmp_path: Path) -> None:
+    write_sample(tmp_path / "train", 300, 4)
+    write_sample(tmp_path / "eval", 40, 4, start=9)
+    document = {
+        "job": {
+            "use": "jobs.tabular.job:Tabular",
+            "params": {"train": f"{tmp_path}/train", "evaluation": f"{tmp_path}/eval", "inputs": 4},
+        }
+    }
+    report = dry_run(load_spec(document))
+    assert report["plan"]["leakage"] == {"rows": 0}
+    assert "leakage" not in as_text(report)
+    both = [pq.read_table(tmp_path / "eval"), pq.read_table(tmp_path / "train").slice(123, 2)]
+    pq.write_table(pa.concat_tables(both), tmp_path / "eval" / "part-00009.parquet")
+    report = dry_run(load_spec(document))
+    assert report["plan"]["leakage"] == {"rows": 2, "eval_row": 40, "train_row": 123}
+    assert (
+        "leakage           2 evaluation rows are training rows too: the first is row 40, training row 123"
+        in as_text(report)
+    )
+
+
+def test_the_plan_of_other_data_says_nothing_of_leakage() -> None:
+    report = dry_run(load_spec({"job": {"use": "tests.distributed.small_jobs:Plain"}}))
+    assert report["plan"]["leakage"] is None
+    assert "leakage" not in as_text(report)

@@ -1,0 +1,461 @@
+"""Tables: the rows that were written, the same bits wherever they are kept, errors that name file and column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyarrow.fs import FileSystem
+from torch import Tensor
+
+import lockstep
+from lockstep.data import Column, Table, table_files
+from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches
+from lockstep.data.sampler import MicroBatch
+from lockstep.errors import DataError, LockstepError, SpecError
+from tests.unit.data.conftest import Faults, past
+
+ROWS, BLOCK, WIDTH = 1000, 64, 8
+DRAWN = np.random.default_rng(5)
+X = DRAWN.standard_normal((ROWS, WIDTH), dtype=np.float32)
+LENGTHS = DRAWN.integers(0, 6, ROWS)
+TOKENS = [list(range(i, i + n)) for i, n in enumerate(LENGTHS.tolist())]
+NAMES = [f"image {i} ".encode() * (i % 3) for i in range(ROWS)]
+IDS = DRAWN.permutation(ROWS)[:333]
+
+
+def written(rows: slice = slice(0, ROWS)) -> pa.Table:
+    return pa.table(
+        {
+            "x": pa.FixedSizeListArray.from_arrays(pa.array(X[rows].ravel()), WIDTH),
+            "vector": pa.array(X[rows].tolist(), pa.list_(pa.float32())),
+            "y": pa.array(np.arange(ROWS)[rows] % 10),
+            "price": pa.array(X[rows, 0].astype(np.float64)),
+            "area": pa.array(X[rows, 1].astype(np.float64)),
+            "flag": pa.array((np.arange(ROWS)[rows] % 3 == 0).tolist()),
+            "tokens": pa.array(TOKENS[rows], pa.list_(pa.int64())),
+            "image": pa.array(NAMES[rows], pa.binary()),
+            "title": pa.array([f"ü{i}" for i in range(ROWS)[rows]]),
+        }
+    )
+
+
+COLUMNS = {
+    "x": "x",
+    "vector": Column("vector", length=WIDTH),
+    "y": "y",
+    "pair": Column(("price", "area"), dtype="float32"),
+    "flag": "flag",
+    "tokens": Column("tokens", pad=-1),
+    "image": "image",
+    "title": "title",
+}
+
+
+def parquet(folder: Path) -> str:
+    """Three files of unlike length, with row groups that end short."""
+    for i, rows in enumerate((slice(0, 150), slice(150, 151), slice(151, ROWS))):
+        pq.write_table(written(rows), folder / f"part-{i}.parquet", row_group_size=BLOCK)
+    return str(folder)
+
+
+def arrow(folder: Path) -> str:
+    table = written()
+    with pa.ipc.new_file(folder / "table.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=BLOCK)
+    return str(folder)
+
+
+def bits(batch: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: (value.dtype, tuple(value.shape), value.numpy().tobytes())
+        if isinstance(value, Tensor)
+        else value
+        for name, value in batch.items()
+    }
+
+
+def wanted(ids: Any) -> dict[str, Any]:
+    longest = int(LENGTHS[ids].max())
+    return bits(
+        {
+            "x": torch.from_numpy(X[ids]),
+            "vector": torch.from_numpy(X[ids]),
+            "y": torch.from_numpy(ids % 10),
+            "pair": torch.from_numpy(X[ids, :2].copy()),
+            "flag": torch.from_numpy(ids % 3 == 0),
+            "tokens": torch.tensor(
+                [TOKENS[i] + [-1] * (longest - len(TOKENS[i])) for i in ids], dtype=torch.int64
+            ),
+            "tokens_lengths": torch.from_numpy(LENGTHS[ids]),
+            "image": [NAMES[i] for i in ids],
+            "title": [f"ü{i}" for i in ids],
+        }
+    )
+
+
+@pytest.mark.parametrize("write", [parquet, arrow])
+@pytest.mark.parametrize("memory_mb", [None, 0.03])
+def test_a_batch_has_the_rows_that_were_written(
+    write: Callable[[Path], str], memory_mb: float | None, tmp_path: Path
+) -> None:
+    """Every kind of column, in memory and by blocks, from Parquet and from Arrow."""
+    table = Table(write(tmp_path), COLUMNS, memory_mb=memory_mb)
+    assert table.residence == ("memory" if memory_mb is None else "blocks")
+    assert len(table) == ROWS
+    assert bits(table.__getitems__(IDS)) == wanted(IDS)
+    assert bits(table.__getitems__(IDS.tolist())) == wanted(IDS)
+    assert bits(table.__getitems__(IDS[:1])) == wanted(IDS[:1])
+
+
+def test_a_wrong_row_is_seen() -> None:
+    """What the tests here compare tells one row from another."""
+    other = IDS.copy()
+    other[[0, 1]] = other[[1, 0]]
+    assert all(wanted(other)[name] != wanted(IDS)[name] for name in ("x", "tokens", "image"))
+
+
+def test_arrow_on_disk_is_mapped_and_not_copied(tmp_path: Path) -> None:
+    columns = {name: COLUMNS[name] for name in ("x", "y", "tokens")}
+    table = Table(arrow(tmp_path), columns, memory_mb=0.01)
+    before = pa.total_allocated_bytes()
+    assert table.residence == "mapped"
+    batch = bits(table.__getitems__(IDS))
+    assert batch == {name: value for name, value in wanted(IDS).items() if name in batch}
+    assert pa.total_allocated_bytes() == before
+
+
+def test_compressed_arrow_is_read_by_blocks(tmp_path: Path) -> None:
+    table = written().select(["x", "y"])
+    with pa.ipc.new_file(
+        tmp_path / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+    ) as f:
+        f.write_table(table, max_chunksize=BLOCK)
+    found = Table(tmp_path, memory_mb=0.02)
+    assert found.residence == "blocks"
+    assert bits(found.__getitems__(IDS))["x"] == wanted(IDS)["x"]
+
+
+def test_batches_are_aligned_memory_of_their_own(tmp_path: Path) -> None:
+    """A job may write to a batch; the table's own rows, and another batch, stay as they are."""
+    table = Table(parquet(tmp_path), {"x": "x", "tokens": "tokens"})
+    for ids in ([3, 4, 5], [7]):
+        batch = table.__getitems__(ids)
+        assert batch["x"].data_ptr() % ALIGNMENT == 0
+        batch["x"].zero_()
+        assert bits(table.__getitems__(ids))["x"] == wanted(np.array(ids))["x"]
+
+
+def test_one_row_is_a_sample(tmp_path: Path) -> None:
+    table = Table(parquet(tmp_path), COLUMNS)
+    row = table[7]
+    assert torch.equal(row["x"], torch.from_numpy(X[7]))
+    assert row["tokens"].tolist() == TOKENS[7]
+    assert row["image"] == NAMES[7]
+    with pytest.raises(IndexError, match="table of 1000 rows"):
+        table[ROWS]
+    with pytest.raises(IndexError, match="-1"):
+        table[-1]
+
+
+def test_without_columns_all_of_them_are_read(tmp_path: Path) -> None:
+    assert list(Table(parquet(tmp_path))[0]) == [
+        "x", "vector", "vector_lengths", "y", "price", "area", "flag", "tokens", "tokens_lengths", "image", "title",
+    ]  # fmt: skip
+
+
+def test_blocks_are_row_groups_and_record_batches(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert Table(parquet(tmp_path / "a"), {"y": "y"}).block_sizes == [64, 64, 22, 1, *[64] * 13, 17]
+    assert Table(arrow(tmp_path / "b"), {"y": "y"}).block_sizes == [*[64] * 15, 40]
+
+
+def test_the_bound_on_memory_is_held(tmp_path: Path) -> None:
+    """What is held of blocks stays under the bound, while all of the table passes through it."""
+    table = Table(parquet(tmp_path), {"x": "x", "y": "y"}, memory_mb=0.02)
+    keeper: Any = table._keeper
+    most, seen = 0, set()
+    for start in range(0, ROWS, 20):
+        table.__getitems__(np.arange(start, start + 20))
+        most = max(most, sum(size for _, size in keeper._held.values()))
+        seen |= set(keeper._held)
+        on_disk = sum(f.stat().st_size for f in keeper._folder.path.rglob("*.values"))
+        assert on_disk <= table.bound
+    assert len(seen) == len(table.block_sizes)
+    assert table.bound / 2 < most <= table.bound
+
+
+# --- where files are --------------------------------------------------------------------------------------
+
+
+def test_sources_are_a_file_a_folder_a_glob_or_a_list(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    (tmp_path / "_metadata").write_bytes(b"no data")
+    files = [tmp_path / f"part-{i}.parquet" for i in range(3)]
+    for source in (tmp_path, str(tmp_path), f"{tmp_path}/part-*.parquet", files, f"file://{tmp_path}"):
+        assert bits(Table(source, COLUMNS).__getitems__(IDS)) == wanted(IDS)
+    assert len(Table(files[0], {"y": "y"})) == 150
+    assert len(Table(f"{tmp_path}/part-[01].parquet", {"y": "y"})) == 151
+
+
+def test_hive_partitions_are_columns(tmp_path: Path) -> None:
+    for year, country, rows in ((2023, "at", slice(0, 10)), (2024, "de", slice(10, 30))):
+        folder = tmp_path / f"year={year}" / f"country={country}"
+        folder.mkdir(parents=True)
+        pq.write_table(written(rows).select(["y"]), folder / "a.parquet")
+    table = Table(tmp_path)
+    batch = table.__getitems__([0, 9, 10, 29])
+    assert batch["year"].tolist() == [2023, 2023, 2024, 2024]
+    assert batch["country"] == ["at", "at", "de", "de"]
+    assert batch["y"].tolist() == [0, 9, 0, 9]
+
+
+def uploaded(folder: Path, query: str, name: str, faults: Faults) -> str:
+    files, root = FileSystem.from_uri(f"s3://key:secret@tables/{name}?{past(query, faults)}")
+    for path in folder.glob("*"):
+        with files.open_output_stream(f"{root}/{path.name}") as out:
+            out.write(path.read_bytes())
+    return f"s3://key:secret@tables/{name}?{query}"
+
+
+@pytest.mark.parametrize("memory_mb", [None, 0.03])
+def test_tables_are_read_from_an_object_store(
+    tmp_path: Path, s3_query: str, faults: Faults, memory_mb: float | None
+) -> None:
+    """With the same bits and the same fingerprint as from the disk, by a glob too, in loader processes too."""
+    local = Table(parquet(tmp_path), COLUMNS)
+    uri = uploaded(tmp_path, s3_query, f"read-{memory_mb}", faults)
+    for source in (uri, uri.replace("?", "/part-*.parquet?", 1)):
+        table = Table(source, COLUMNS, memory_mb=memory_mb)
+        assert bits(table.__getitems__(IDS)) == wanted(IDS)
+        assert table.fingerprint() == local.fingerprint()
+    keys = [MicroBatch(0, m, IDS[100 * m : 100 * m + 100]) for m in range(3)]
+    for processes in (0, 2):
+        assert [bits(batch) for batch in loaded(table, keys, processes)] == [wanted(key.ids) for key in keys]
+
+
+def test_a_read_that_fails_is_tried_again(
+    tmp_path: Path, s3_query: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_files, "PAUSES_S", (0.01, 0.01, 0.01))
+    parquet(tmp_path)
+    table = Table(uploaded(tmp_path, s3_query, "flaky", faults), COLUMNS, memory_mb=0.03)
+    faults.fail("part-2.parquet", 5)  # more than the client itself tries again
+    assert bits(table.__getitems__(IDS)) == wanted(IDS)
+    assert faults.failed == 5
+
+
+def test_a_read_that_keeps_failing_names_file_and_row_group(
+    tmp_path: Path, s3_query: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_files, "PAUSES_S", (0.01, 0.01))
+    parquet(tmp_path)
+    table = Table(uploaded(tmp_path, s3_query, "broken", faults), COLUMNS, memory_mb=0.03)
+    faults.fail("part-2.parquet", 10_000)
+    try:
+        with pytest.raises(DataError) as info:
+            table.__getitems__([160])
+    finally:
+        faults.fail("", 0)
+    text = one_line(info.value)
+    assert text.startswith(
+        "data: cannot read 's3://tables/broken/part-2.parquet', row group 0, tried 3 times: "
+    )
+    assert "secret" not in text
+
+
+# --- bad input --------------------------------------------------------------------------------------------
+
+
+def one_line(error: LockstepError) -> str:
+    assert "\n" not in str(error)
+    return str(error)
+
+
+def refused(source: Any, columns: Any = None, **more: Any) -> str:
+    with pytest.raises(DataError) as info:
+        Table(source, columns, **more)
+    return one_line(info.value)
+
+
+def test_a_missing_column_is_told_with_its_file_and_the_nearest_name(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    text = refused(tmp_path, {"p": "prise"})
+    assert text == "data: 'part-0.parquet' has no column 'prise'; did you mean 'price'?"
+    pq.write_table(written().drop(["price"]), tmp_path / "part-3.parquet")
+    assert refused(tmp_path, {"p": "price"}).startswith("data: 'part-3.parquet' has no column 'price'; ")
+
+
+def test_nulls_are_told_before_training_from_the_statistics(tmp_path: Path) -> None:
+    good = pa.table({"a": pa.array([1.0, 2.0])})
+    pq.write_table(good, tmp_path / "a.parquet")
+    pq.write_table(pa.table({"a": pa.array([1.0, None, None])}), tmp_path / "b.parquet", row_group_size=2)
+    text = refused(tmp_path, memory_mb=0.00001)
+    assert text.startswith(
+        "data: column 'a' has 1 null in 'b.parquet', row group 0, and a tensor holds none; "
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([[1.0], None], pa.list_(pa.float64())),
+        pa.array([[1.0], [None]], pa.list_(pa.float64())),
+        pa.array([[1.0], [None]], pa.list_(pa.float64(), 1)),
+        pa.array([b"a", None]),
+    ],
+)
+def test_nulls_in_lists_and_bytes_are_told_when_they_are_read(tmp_path: Path, values: pa.Array) -> None:
+    pq.write_table(pa.table({"a": values}), tmp_path / "a.parquet")
+    assert "column 'a' has 1 null in 'a.parquet', row group 0" in refused(tmp_path)
+
+
+def test_files_of_unlike_schemas_are_told(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": pa.array([1.0])}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"a": pa.array([1])}), tmp_path / "b.parquet")
+    assert refused(tmp_path).startswith(
+        "data: column 'a' is int64 in 'b.parquet' and double in 'a.parquet'; "
+    )
+
+
+@pytest.mark.parametrize("kept", [0, 3, 4000])
+def test_a_truncated_file_is_told(tmp_path: Path, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_files, "PAUSES_S", ())
+    parquet(tmp_path)
+    cut = tmp_path / "part-2.parquet"
+    cut.write_bytes(cut.read_bytes()[:kept])
+    text = refused(tmp_path)
+    assert text.startswith(f"data: cannot read '{cut}'")
+
+
+def test_a_file_damaged_inside_is_told_with_its_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_files, "PAUSES_S", (0.0,))
+    parquet(tmp_path)
+    file = tmp_path / "part-1.parquet"
+    content = bytearray(file.read_bytes())
+    content[4:60] = b"\xff" * 56  # the first page's header
+    file.write_bytes(content)
+    assert f"data: cannot read '{file}', row group 0" in refused(tmp_path)
+
+
+def test_an_empty_folder_and_a_missing_one_are_told(tmp_path: Path) -> None:
+    assert refused(tmp_path).startswith(f"data: there is no file for '{tmp_path}'; wanted .parquet, ")
+    assert refused(tmp_path / "no") == f"data: there is no file or folder '{tmp_path / 'no'}'"
+    assert refused(f"{tmp_path}/*.parquet").startswith("data: there is no file for ")
+
+
+def test_an_empty_prefix_of_an_object_store_is_told(s3_query: str) -> None:
+    text = refused(f"s3://key:secret@tables/nothing?{s3_query}")
+    assert text.startswith("data: there is no file for 's3://tables/nothing'; ")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"t": "day"}, "column 'day' is date32[day]; wanted numbers"),
+        ({"m": ["price", "title"]}, "column 'price + title' is string; wanted numbers"),
+        (
+            {"p": Column("price", dtype="int64")},
+            "column 'p' is float64 and does not become int64 without loss",
+        ),
+        (
+            {"p": Column("price", dtype="floaty")},
+            "column 'p': data type 'floaty' not understood; wanted one such as",
+        ),
+        ({"t": Column("tokens", length=3)}, "column 'tokens' has a list of "),
+    ],
+)
+def test_a_declaration_that_does_not_fit_is_told(tmp_path: Path, columns: Any, message: str) -> None:
+    table = written().append_column("day", pa.array([0] * ROWS, pa.date32()))
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert message in refused(tmp_path, columns)
+
+
+@pytest.mark.parametrize("shuffle", ["full", "hashed"])
+def test_an_order_that_would_read_everything_for_each_batch_is_refused(tmp_path: Path, shuffle: str) -> None:
+    table = Table(parquet(tmp_path), {"x": "x"}, memory_mb=0.02)
+    with pytest.raises(
+        SpecError, match=rf"data.shuffle: got {shuffle}, but train_data is a table of .*=blocks"
+    ):
+        table.check_order(shuffle, 4)
+    with pytest.raises(SpecError, match=r"data.window: 8 blocks and the 8 after them take "):
+        table.check_order("blocks", 8)
+    table.check_order("blocks", 4)
+    table.check_order("none", 8)
+    Table(parquet(tmp_path), {"x": "x"}).check_order(shuffle, 8)
+
+
+# --- the way to the step ----------------------------------------------------------------------------------
+
+
+def loaded(
+    table: Any, keys: list[MicroBatch], processes: int, collate: Callable[[Any], Any] | None = None
+) -> list[Any]:
+    whole = MicroBatches(table, collate or lockstep.Job(None).collate, seed=3, purpose="data")
+    loader = Loader(whole, keys, torch.device("cpu"), processes)
+    try:
+        return list(loader)
+    finally:
+        loader.close()
+
+
+class Unthreaded(Table):
+    """A table whose batches the training thread fetches."""
+
+    draws_nothing = False
+
+
+def test_a_thread_or_processes_change_no_bit(tmp_path: Path) -> None:
+    """G1: with a collation that draws, too: it stays in the training thread, under the micro-batch's seed."""
+
+    def noisy(batch: Any) -> Any:
+        return {**batch, "noise": torch.randn(len(batch["x"])), "more": lockstep.rng().random()}
+
+    source = parquet(tmp_path)
+    keys = [MicroBatch(step, m, IDS[20 * step + 10 * m :][:10]) for step in range(8) for m in range(2)]
+    plain = loaded(Unthreaded(source, COLUMNS), keys, 0, noisy)
+    assert len({batch["noise"].sum().item() for batch in plain}) == len(keys)
+    for processes in (0, 1, 2):
+        for memory_mb in (None, 0.03):
+            ahead = loaded(Table(source, COLUMNS, memory_mb=memory_mb), keys, processes, noisy)
+            assert [bits(batch) for batch in ahead] == [bits(batch) for batch in plain]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_error_ahead_of_time_comes_at_its_own_micro_batch(tmp_path: Path, processes: int) -> None:
+    table = Table(parquet(tmp_path), {"y": "y"})
+    keys = [
+        MicroBatch(0, 0, np.array([1])),
+        MicroBatch(1, 0, np.array([5, 4000])),
+        MicroBatch(2, 0, np.array([2])),
+    ]
+    whole = MicroBatches(table, lockstep.Job(None).collate, seed=3, purpose="data")
+    loader = Loader(whole, keys, torch.device("cpu"), processes)
+    assert next(loader)["y"].tolist() == [1]
+    with pytest.raises(LockstepError) as info:
+        next(loader)
+    loader.close()
+    assert one_line(info.value).startswith(
+        "data: samples 5, 4000 failed (step 2, micro-batch 0): IndexError: an id of 5 … 4000"
+    )
+
+
+def test_close_ends_the_thread(tmp_path: Path) -> None:
+    import threading
+
+    before = set(threading.enumerate())
+    whole = MicroBatches(Table(parquet(tmp_path), {"y": "y"}), dict, seed=3, purpose="data")
+    loader = Loader(whole, [MicroBatch(i, 0, IDS[:5]) for i in range(50)], torch.device("cpu"))
+    next(loader)
+    assert set(threading.enumerate()) - before
+    loader.close()
+    assert set(threading.enumerate()) == before

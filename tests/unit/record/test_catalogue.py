@@ -1,0 +1,77 @@
+"""What `lockstep runs` and `lockstep show` say of runs that are recorded in folders alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import RecordError, SpecError
+from lockstep.record.catalogue import reader
+from lockstep.record.recorder import Recorder
+from lockstep.spec import Spec
+from tests.unit.record.rows import step_row
+
+Specs = Callable[..., Spec]
+ROOT = Path(__file__).parents[3]
+
+
+def recorded(spec: Spec, steps: int) -> Path:
+    recorder = Recorder(spec)
+    recorder.start()
+    recorder.steps([step_row(i) for i in range(1, steps + 1)])
+    recorder.finished({"step": steps})
+    recorder.close()
+    return recorder.run_folder()
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *words], cwd=folder, env=variables, capture_output=True, text=True
+    )
+
+
+def test_runs_are_listed_newest_first_and_shown(spec: Specs, tmp_path: Path) -> None:
+    first, second = recorded(spec(), 3), recorded(spec(), 5)
+    found = reader("off", tmp_path / "runs").runs(None, 10)
+    assert [(run.run_id, run.status, run.step) for run in found] == [
+        (second.name, "FINISHED", 5),
+        (first.name, "FINISHED", 3),
+    ]
+    assert len(reader("off", tmp_path / "runs").runs(None, 1)) == 1
+    table = command(tmp_path, "runs", "--uri", "off").stdout.splitlines()
+    assert [line.split()[0] for line in table] == ["RUN", second.name, first.name]
+    page = command(tmp_path, "show", first.name, "--uri", "off")
+    assert "FINISHED" in page.stdout and "ledger.parquet" in page.stdout
+    told = json.loads(command(tmp_path, "show", first.name, "--uri", "off", "--json").stdout)
+    assert (told["status"], told["step"], told["params"]["optimizer.lr"]) == ("FINISHED", 3, "0.001")
+
+
+def test_a_run_whose_process_has_gone_is_marked_where_it_is_seen(spec: Specs, tmp_path: Path) -> None:
+    folder = recorded(spec(), 3)
+    run = json.loads((folder / "run.json").read_text())
+    run["status"] = "RUNNING"
+    run["tags"]["lockstep.process"] = run["tags"]["lockstep.process"] + "1"  # started at another time
+    (folder / "run.json").write_text(json.dumps(run))
+    assert reader("off", tmp_path / "runs").run(folder.name).status == "FAILED"
+    kept = json.loads((folder / "run.json").read_text())
+    assert kept["status"] == "FAILED"
+    assert kept["tags"]["lockstep.error"].startswith("the process that recorded it is gone")
+
+
+def test_what_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no record of it"):
+        reader("off", tmp_path).run("0" * 32)
+    with pytest.raises(SpecError, match="experiment: runs that are recorded in folders"):
+        reader("off", tmp_path).runs("digits", 1)
+    refused = command(tmp_path, "runs", "--uri", "off", "--limit", "0")
+    assert refused.returncode == 2
+    unknown = command(tmp_path, "show", "0" * 32, "--uri", "off", "--json")
+    assert unknown.returncode == 1
+    assert json.loads(unknown.stdout)["status"] == "FAILED"

@@ -1,0 +1,145 @@
+"""The journal keeps what it is told: bit for bit, once, under one writer, whatever end its process had."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import RecordError
+from lockstep.record.comparison import evaluation_difference, step_difference
+from lockstep.record.journal import NAME, Journal, newest_step, read_steps
+from tests.unit.record.rows import evaluation_row, step_row
+
+ODD_NAN = struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0]
+
+
+def bits(value: float) -> bytes:
+    return struct.pack(">d", value)
+
+
+def test_rows_come_back_bit_for_bit(tmp_path: Path) -> None:
+    row = step_row(
+        1, loss=ODD_NAN, lr=-0.0, grad_norm=math.inf, clipped_norm=5e-324, parts={"a@b": -math.inf}
+    )
+    journal = Journal(tmp_path)
+    journal.add_steps([row, step_row(2)])
+    journal.add_evaluation(evaluation_row(2, loss=ODD_NAN))
+    journal.add_event("started", {"plan": {"m": 8}})
+    journal.close()
+    again = Journal(tmp_path)
+    assert again.last_step == 2
+    first, second = again.steps()
+    assert [bits(v) for v in first if isinstance(v, float)] == [bits(v) for v in row if isinstance(v, float)]
+    assert first.parts == row.parts
+    assert second == step_row(2)
+    assert bits(again.evaluations()[0].metrics["eval/loss"]) == bits(ODD_NAN)
+    assert [(kind, value) for kind, value, _ in again.events] == [("started", {"plan": {"m": 8}})]
+    again.close()
+
+
+def test_every_step_can_be_found_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.add_steps([step_row(i) for i in range(5, 3000)])
+    journal.close()
+    again = Journal(tmp_path)
+    again.add_steps([step_row(3000)])
+    for number in (5, 6, 1777, 2999, 3000):
+        assert again.step(number) == step_row(number)
+    assert newest_step(tmp_path) == step_row(3000)
+    assert newest_step(tmp_path / "elsewhere") is None
+    assert again.step(4) is again.step(3001) is None
+    assert read_steps(tmp_path) == [step_row(i) for i in range(5, 3001)]
+    again.close()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 40, -1])
+def test_a_torn_last_line_is_cut_off_and_written_over(tmp_path: Path, kept: int) -> None:
+    journal = Journal(tmp_path)
+    journal.add_steps([step_row(1)])
+    whole = journal.size
+    journal.add_steps([step_row(2)])
+    end = journal.size + kept if kept < 0 else whole + kept
+    journal.close()
+    os.truncate(tmp_path / NAME, end)
+    again = Journal(tmp_path)
+    assert (again.last_step, again.size) == (1, whole)
+    again.add_steps([step_row(2, loss=9.0)])
+    assert [row.loss for row in again.steps()] == [step_row(1).loss, 9.0]
+    again.close()
+
+
+def test_damage_before_the_end_is_told(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.add_steps([step_row(1), step_row(2)])
+    journal.close()
+    data = bytearray((tmp_path / NAME).read_bytes())
+    data[3] ^= 0xFF
+    (tmp_path / NAME).write_bytes(data)
+    with pytest.raises(RecordError, match="is damaged before byte") as told:
+        Journal(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """The lock ends with its process, SIGKILL included."""
+    script = f"from pathlib import Path; from lockstep.record.journal import Journal; j = Journal(Path({str(tmp_path)!r})); print('held', flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdin is not None
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(RecordError, match="another process records it now"):
+        Journal(tmp_path)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    holder.stdin.close()
+    holder.stdout.close()
+    Journal(tmp_path).close()
+
+
+def test_a_full_disk_is_told_and_leaves_no_half_line(tmp_path: Path) -> None:
+    script = f"""
+import resource, signal
+from pathlib import Path
+from lockstep.errors import RecordError
+from lockstep.record.journal import Journal
+from tests.unit.record.rows import step_row
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+journal = Journal(Path({str(tmp_path)!r}))
+journal.add_steps([step_row(1)])
+resource.setrlimit(resource.RLIMIT_FSIZE, (journal.size + 100, resource.RLIM_INFINITY))
+try:
+    journal.add_steps([step_row(2)])
+except RecordError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+journal.add_steps([step_row(2)])
+journal.close()
+"""
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "cannot write" in done.stdout and "File too large" in done.stdout
+    assert read_steps(tmp_path) == [step_row(1), step_row(2)]
+
+
+def test_a_difference_of_one_bit_is_found_and_timing_is_not_compared() -> None:
+    row = step_row(7)
+    assert step_difference(row, row._replace(wall_clock=0.0, step_s=9.0, data_wait_s=1.0, attempt=2)) == ""
+    assert step_difference(row._replace(loss=ODD_NAN), row._replace(loss=ODD_NAN)) == ""
+    assert step_difference(row, row._replace(loss=math.nextafter(row.loss, 1))).startswith(
+        "loss 0.1111111111111111 → "
+    )
+    assert step_difference(row._replace(lr=0.0), row._replace(lr=-0.0)) == "lr 0.0 → -0.0"
+    assert step_difference(row, row._replace(parts={"entropy": 0.5})) == "entropy 1.0 → 0.5"
+    assert step_difference(row, row._replace(parts={})) == "entropy 1.0 → None"
+    assert (
+        evaluation_difference(evaluation_row(3, loss=1.0), evaluation_row(3, loss=2.0))
+        == "eval/loss 1.0 → 2.0"
+    )
+    assert evaluation_difference(evaluation_row(3), evaluation_row(3)._replace(seconds=7.0)) == ""

@@ -1,0 +1,196 @@
+"""The same record in every store that is promised: SQLite opened by eight at once, a server, PostgreSQL, with a password."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import RecordError
+from lockstep.record.catalogue import reader
+from lockstep.record.ledger import read_parquet
+from lockstep.record.mlflow_store import MlflowStore
+from lockstep.record.recorder import Recorder
+from lockstep.spec import Spec, load_spec
+from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.server import Server
+
+Specs = Callable[..., Spec]
+ROOT = Path(__file__).parents[3]
+
+
+def client(uri: str) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def run_once(spec: Spec, steps: int = 30) -> str:
+    """A run of a few odd steps, whole and checked: every point once, and the artifacts there."""
+    recorder = Recorder(spec)
+    recorder.start()
+    recorder.started({"identity": "abc", "workers": 1})
+    rows = [step_row(i) for i in range(1, steps + 1)]
+    rows[3] = step_row(4, grad_norm=math.inf)
+    recorder.steps(rows)
+    recorder.evaluation(evaluation_row(steps))
+    recorder.finished({"step": steps, "metrics": {"eval/loss": 0.5}})
+    recorder.close()
+    run_id = recorder.run_id()
+    assert spec.record.uri is not None
+    found = client(spec.record.uri)
+    told = [(m.step, m.timestamp, m.value) for m in found.get_metric_history(run_id, "train/loss")]
+    assert told == [(row.step, int(row.wall_clock * 1000), row.loss) for row in rows]
+    assert [m.value for m in found.get_metric_history(run_id, "train/grad_norm")][3] == sys.float_info.max
+    assert found.get_run(run_id).info.status == "FINISHED"
+    run = reader(spec.record.uri, Path()).run(run_id)
+    assert (run.status, run.step) == ("FINISHED", steps)
+    kept = reader(spec.record.uri, Path()).artifacts(run_id)
+    assert {"ledger.parquet", "spec.yaml", "figures/loss.png", "log.txt", "source/jobs/digits/job.py"} <= set(
+        kept
+    )
+    fetched = Path(found.download_artifacts(run_id, "ledger.parquet"))
+    assert read_parquet(fetched) == rows
+    return run_id
+
+
+def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
+    """Each whole: no run lost to a migration that another one was making."""
+    script = (
+        "import sys, warnings\n"
+        "from lockstep.spec import load_spec\n"
+        "from tests.unit.record.test_stores import run_once\n"
+        "document = {'name': 'eight', 'job': {'use': 'jobs.digits.job:Digits'},\n"
+        f"            'record': {{'uri': 'sqlite:///{tmp_path}/mlflow.db'}}, 'checkpoint': {{'storage': '{tmp_path}/runs'}}}}\n"
+        "run_once(load_spec(document))\n"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]  # fmt: skip
+    ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    assert [code for _, _, code in ended] == [0] * 8, ended
+    runs = reader(f"sqlite:///{tmp_path}/mlflow.db", Path()).runs("eight", 100)
+    assert [(run.status, run.step) for run in runs] == [("FINISHED", 30)] * 8
+
+
+def test_a_server(tmp_path: Path, spec: Specs) -> None:
+    with Server(tmp_path) as server:
+        run_id = run_once(spec(server.uri))
+        assert reader(server.uri, Path()).run(run_id).url.startswith(f"{server.uri}/#/experiments/")
+        with pytest.raises(RecordError, match="not found"):
+            reader(server.uri, Path()).run("0" * 32)
+        with pytest.raises(RecordError, match=r"experiment: there is no 'digit'; known here: .*digits"):
+            reader(server.uri, Path()).runs("digit", 1)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("flask_wtf") is None, reason="the app with passwords needs Flask-WTF"
+)
+def test_a_server_with_a_password(tmp_path: Path, spec: Specs, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "auth.ini"
+    config.write_text(
+        "[mlflow]\ndefault_permission = READ\nauthorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+        f"database_uri = sqlite:///{tmp_path}/auth.db\nadmin_username = admin\nadmin_password = a-long-password\n"
+    )
+    environment = {"MLFLOW_AUTH_CONFIG_PATH": str(config), "MLFLOW_FLASK_SERVER_SECRET_KEY": "s"}
+    with Server(tmp_path, app="basic-auth", environment=environment) as server:
+        refused = Recorder(spec(server.uri))
+        refused.start()
+        with pytest.raises(RecordError, match=r"refuses|does not answer") as told:
+            refused.run_id()
+        assert "\n" not in str(told.value)
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a-long-password")
+        run_once(spec(server.uri))
+
+
+# --- PostgreSQL -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def postgresql() -> Iterator[str]:
+    """URI of a fresh PostgreSQL on loopback, run by an unprivileged user; it refuses root."""
+    if importlib.util.find_spec("psycopg") is None or shutil.which("initdb") is None:
+        pytest.skip("needs PostgreSQL's server and psycopg")
+    user = "postgres" if os.getuid() == 0 else pwd.getpwuid(os.getuid()).pw_name
+    if user not in {entry.pw_name for entry in pwd.getpwall()}:
+        pytest.skip("PostgreSQL refuses root, and there is no user for it")
+    as_user = (
+        ["setpriv", f"--reuid={user}", f"--regid={pwd.getpwnam(user).pw_gid}", "--clear-groups"]
+        if os.getuid() == 0
+        else []
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
+        if os.getuid() == 0:
+            shutil.chown(folder, user)
+        data = f"{folder}/data"
+        initdb = Path(shutil.which("initdb") or "").resolve()
+        subprocess.run(
+            [*as_user, str(initdb), "-D", data, "-U", "lockstep", "-A", "trust"],
+            check=True,
+            capture_output=True,
+            cwd=folder,
+        )
+        process = subprocess.Popen(
+            [*as_user, str(initdb.with_name("postgres")), "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
+        )  # fmt: skip
+        try:
+            import psycopg
+
+            for _ in range(300):
+                try:
+                    psycopg.connect(
+                        f"host=127.0.0.1 port={port} user=lockstep dbname=postgres", connect_timeout=1
+                    ).close()
+                    break
+                except psycopg.OperationalError:
+                    assert process.poll() is None
+            yield f"postgresql+psycopg://lockstep@127.0.0.1:{port}/postgres"
+        finally:
+            process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow, which keeps its connections
+            process.wait()
+
+
+def test_postgresql_and_a_server_before_it(postgresql: str, tmp_path: Path, spec: Specs) -> None:
+    run_once(spec(postgresql))
+    with Server(tmp_path, backend=postgresql) as server:
+        run_once(spec(server.uri, record={"uri": server.uri, "experiment": "through the server"}))
+
+
+# --- odd values -------------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_parameters_are_all_there(tmp_path: Path, database: str) -> None:
+    """Nothing is cut and nothing left out; long ones are whole in artifacts."""
+    params = {f"p{i:05}": ("x" * 7000 + str(i) if i % 2500 == 0 else i) for i in range(10_000)}
+    document = {"job": {"use": "jobs.digits.job:Digits", "params": {"nested": {"deep": params}}}}
+    store = MlflowStore(database, "params", "r")
+    run_id = store.open(None)
+    spec = load_spec({**document, "record": {"uri": database}, "checkpoint": {"storage": str(tmp_path)}})
+    from lockstep.record.documents import flat, spec_document
+
+    store.log_params(flat(spec_document(spec)))
+    kept = client(database).get_run(run_id).data.params
+    for name, value in params.items():
+        text = kept[f"job.params.nested.deep.{name}"]
+        if len(str(value)) > 6000:
+            file = text.partition("artifact ")[2].partition(",")[0]
+            text = Path(client(database).download_artifacts(run_id, file)).read_text()
+        assert text == str(value)
