@@ -29,7 +29,12 @@ from lockstep.training.loop import fit
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "jobs" / "README.md"]
+PAGES = [
+    *sorted(DOCS.rglob("*.md")),
+    ROOT / "README.md",
+    ROOT / "jobs" / "README.md",
+    *sorted((ROOT / "cluster").rglob("*.md")),
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

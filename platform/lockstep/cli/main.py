@@ -38,6 +38,12 @@ Local = Annotated[
     bool, typer.Option("--local", help="train in this one process, without Ray; works under torchrun")
 ]
 Address = Annotated[str | None, typer.Option(help="the Ray cluster: an address, auto or local")]
+RunName = Annotated[
+    str | None,
+    typer.Option(
+        "--run", help="a name: the same command begins the run of this name, and later goes on with it"
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
 ]
@@ -65,6 +71,7 @@ def train(
     json_: Json = False,
     local: Local = False,
     address: Address = None,
+    run_name: RunName = None,
     uri: Uri = None,
     dry_run: DryRun = False,
     verbose: Verbose = False,
@@ -82,11 +89,12 @@ def train(
             report = checks.dry_run(loaded)
             answer(report, lambda: _yaml(report["spec"]) + "\n" + checks.as_text(report))
             return
-        from lockstep.orchestration.runs import train as train_run
+        from lockstep.orchestration.named_runs import train_named
 
         with shown(json_) as progress:
-            result = train_run(
+            result = train_named(
                 loaded,
+                run_name,
                 local=local,
                 address=address,
                 progress=progress,
@@ -200,3 +208,8 @@ def _uri_option(tracking_uri: str) -> str:
     from lockstep.spec import tracking_uri as default_uri
 
     return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"
+
+
+from lockstep.cli import cluster as _cluster  # noqa: E402 - it shares what stands above
+
+_cluster.register(app)

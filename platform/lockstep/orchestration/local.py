@@ -69,6 +69,7 @@ class DirectRecord:
         *,
         forks: bool,
         warn: Callable[[str], None] = lambda text: None,
+        on_run_id: Callable[[str], None] | None = None,
     ) -> None:
         self.recorder = recorder
         self.warnings: list[str] = []
@@ -76,6 +77,7 @@ class DirectRecord:
         self.total_steps: int | None = None
         self._stop = stop
         self._forks = forks
+        self._on_run_id = on_run_id
 
     def started(self, facts: Mapping[str, Any]) -> None:
         self.total_steps = facts["plan"]["total_steps"]
@@ -83,6 +85,8 @@ class DirectRecord:
             self._forks
         ):  # a process forked while the recorder's thread imports MLflow could wait for that import for ever
             self.recorder.run_id()
+        if self._on_run_id is not None:
+            self._on_run_id(self.recorder.run_id())
         self.recorder.started({**facts, "git": git_state(Path.cwd())})
 
     def restored(self, history: History) -> None:
@@ -129,16 +133,31 @@ def train_here(
     *,
     began_at: float,
     warnings: list[str],
+    on_run_id: Callable[[str], None] | None = None,
 ) -> Result | None:
     """Train in this process. Under torchrun every rank calls it, and all but rank 0 get None."""
     device = _device(spec)
     if not under_torchrun():
         return _train_as(
-            spec, Group.join(device), progress, stop, origin, began_at=began_at, warnings=warnings
+            spec,
+            Group.join(device),
+            progress,
+            stop,
+            origin,
+            began_at=began_at,
+            warnings=warnings,
+            on_run_id=on_run_id,
         )
     with distributed("nccl" if device.type == "cuda" else "gloo"):
         return _train_as(
-            spec, Group.join(device), progress, stop, origin, began_at=began_at, warnings=warnings
+            spec,
+            Group.join(device),
+            progress,
+            stop,
+            origin,
+            began_at=began_at,
+            warnings=warnings,
+            on_run_id=on_run_id,
         )
 
 
@@ -159,12 +178,17 @@ def _train_as(
     *,
     began_at: float,
     warnings: list[str],
+    on_run_id: Callable[[str], None] | None,
 ) -> Result | None:
     if group.rank > 0:
         fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop), origin)
         return None
     record = DirectRecord(
-        Recorder(spec, run_id=origin.run_id), stop, forks=spec.data.loader_processes > 0, warn=progress.say
+        Recorder(spec, run_id=origin.run_id),
+        stop,
+        forks=spec.data.loader_processes > 0,
+        warn=progress.say,
+        on_run_id=on_run_id,
     )
     recorder = record.recorder
     recorder.start()

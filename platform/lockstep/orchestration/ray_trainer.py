@@ -9,15 +9,22 @@ import re
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.orchestration.authentication import (
+    LOOPBACK_ONLY,
+    guard_rays_token,
+    show_token,
+    starts_own_cluster,
+)
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result
+from lockstep.orchestration.shared_files import check_shared
 from lockstep.orchestration.signals import StopSignal
 from lockstep.spec import Spec
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
@@ -40,6 +47,7 @@ def train_on_ray(
     verbose: bool,
     began_at: float,
     warnings: list[str],
+    on_run_id: Callable[[str], None] | None = None,
 ) -> Result:
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
     with connected(address, verbose=verbose) as own_cluster:
@@ -47,7 +55,17 @@ def train_on_ray(
 
         stop.listen()  # Ray takes SIGTERM for itself when it connects
         environment = {} if own_cluster else WORKER_ENVIRONMENT
-        return Supervisor(spec, progress, stop, origin, environment, began_at, warnings).run()
+        for text in (found := check_shared(spec)):
+            progress.say(f"warning: {text}")
+
+        def tell(run_id: str) -> None:
+            progress.say(f"run {run_id}")
+            if on_run_id is not None:
+                on_run_id(run_id)
+
+        return Supervisor(
+            spec, progress, stop, origin, environment, began_at, [*warnings, *found], tell
+        ).run()
 
 
 @contextmanager
@@ -55,6 +73,10 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     """A connection to Ray; gives whether the cluster was started here and ends with the run."""
     for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
+    if starts_own_cluster(address):
+        os.environ.update(LOOPBACK_ONLY)
+        guard_rays_token()
+    show_token(address or os.environ.get("RAY_ADDRESS"))
     import ray
 
     threading.Thread(

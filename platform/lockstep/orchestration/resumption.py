@@ -13,7 +13,7 @@ from lockstep.orchestration.attempts import adopt, claim, has_checkpoint, newest
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.runs import run_attempt, train
-from lockstep.record.run_store import find_copies, find_run
+from lockstep.record.run_store import Recorded, find_copies, find_run
 from lockstep.spec import Fork, Spec, load_spec, tracking_uri
 
 
@@ -56,7 +56,32 @@ def resume(
             verbose=verbose,
             began_at=began_at,
         )
-    refuse_changes(run_id, recorded_spec, spec)
+    return continue_run(
+        found,
+        spec,
+        step=step,
+        local=local,
+        address=address,
+        progress=progress,
+        verbose=verbose,
+        began_at=began_at,
+    )
+
+
+def continue_run(
+    found: Recorded,
+    spec: Spec,
+    *,
+    step: int | None,
+    local: bool,
+    address: str | None,
+    progress: Progress,
+    verbose: bool,
+    began_at: float,
+) -> Result:
+    """Continue a recorded run as `spec` places it. SpecError where `spec` is another run."""
+    run_id, store = found.run_id, spec.record.uri or ""
+    refuse_changes(run_id, load_spec(found.spec), spec)
     if found.status == "FINISHED":
         progress.say(
             f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ def train(
     progress: Progress | None = None,
     verbose: bool = False,
     began_at: float | None = None,
+    on_run_id: Callable[[str], None] | None = None,
 ) -> Result:
     """Train one run to its end.
 
     `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `local` trains in this one
     process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. A SIGTERM or SIGINT
-    stops the run after the next step, and its result says KILLED. Raises LockstepError.
+    stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. Raises
+    LockstepError.
     """
     progress = progress or Silent()
     loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
@@ -49,6 +51,7 @@ def train(
         address=address,
         verbose=verbose,
         began_at=began_at or time.time(),
+        on_run_id=on_run_id,
     )
 
 
@@ -61,6 +64,7 @@ def run_attempt(
     address: str | None,
     verbose: bool,
     began_at: float,
+    on_run_id: Callable[[str], None] | None = None,
 ) -> Result:
     """Train one attempt of a run, to its end or to a signal."""
     if str(Path.cwd()) not in sys.path:
@@ -75,7 +79,9 @@ def run_attempt(
         from lockstep.orchestration.local import train_here
 
         with StopSignal() as stop:
-            result = train_here(spec, progress, stop, origin, began_at=began_at, warnings=warnings)
+            result = train_here(
+                spec, progress, stop, origin, began_at=began_at, warnings=warnings, on_run_id=on_run_id
+            )
         if result is None:
             raise SystemExit(0)  # a rank of torchrun that has nothing to tell
         return result
@@ -91,6 +97,7 @@ def run_attempt(
             verbose=verbose,
             began_at=began_at,
             warnings=warnings,
+            on_run_id=on_run_id,
         )
 
 

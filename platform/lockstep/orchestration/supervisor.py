@@ -7,7 +7,7 @@ the cluster has then. The steps since that checkpoint are taken again, with the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -41,6 +41,7 @@ class Supervisor:
         environment: Mapping[str, str],
         began_at: float,
         warnings: list[str],
+        on_run_id: Callable[[str], None] = lambda run_id: None,
     ) -> None:
         self.spec = spec
         self.progress = progress
@@ -54,6 +55,8 @@ class Supervisor:
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
         self._last_step_at = 0.0
+        self._on_run_id = on_run_id
+        self._named = False
 
     def run(self) -> Result:
         """Train until the run ends, in whichever way."""
@@ -97,6 +100,7 @@ class Supervisor:
             self._watch(attempt, recorder, workers, resources)
             ending: Ending = ray.get(recorder.ending.remote())
             self._look(ray.get(recorder.news.remote()))
+            self._name(recorder)
             account.ended = time.time()
             if ending.summary is not None:
                 stopped = ending.summary["stopped"]
@@ -145,10 +149,18 @@ class Supervisor:
                 attempt.over.wait()
                 raise news.failure
             self._look(news)
+            self._name(recorder)
             if self._moving is None and not told and self.accounts[-1].last_step:
                 self._moving = surroundings.reason_to_move(ray.get(recorder.members.remote()))
                 if self._moving is not None:
                     recorder.stop.remote(moving=True)
+
+    def _name(self, recorder: Any) -> None:
+        """Tell once which run this is, as soon as it exists: what is lost later can be resumed."""
+        run_id = None if self._named else ray.get(recorder.known_run_id.remote())
+        if run_id is not None:
+            self._named = True
+            self._on_run_id(run_id)
 
     def _end_hung(self, attempt: Attempt, recorder: Any, bound_s: float) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""

@@ -1,0 +1,156 @@
+"""The commands for clusters: `lockstep cluster up | status | down` and `lockstep submit`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.cli.answers import Json, Verbose, answered
+from lockstep.cli.main import Overrides
+from lockstep.errors import SpecError
+
+cluster = typer.Typer(no_args_is_help=True, help="Several real Ray nodes on this machine, for testing.")
+
+
+@cluster.command()
+def up(
+    nodes: Annotated[int, typer.Option(min=1, help="how many Ray nodes")] = 3,
+    cpus: Annotated[float, typer.Option(min=0, help="CPUs of each, in name")] = 2,
+    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, help="the dashboard's port; 0 for any that is free")] = 8265,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="let in whoever asks; on loopback only")
+    ] = False,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Start the nodes, and say how to reach them."""
+    with answered(json_, verbose) as answer:
+        from lockstep.orchestration import local_cluster
+
+        started = local_cluster.up(nodes, cpus, host=host, port=port, token=not no_token)
+        told = local_cluster.described(started)
+        answer(told, lambda: _reached(told))
+
+
+@cluster.command()
+def status(json_: Json = False, verbose: Verbose = False) -> None:
+    """Nodes, resources and jobs of the cluster that was started here."""
+    with answered(json_, verbose) as answer:
+        from lockstep.orchestration import local_cluster
+        from lockstep.orchestration.submission import status_of
+
+        found = local_cluster.recorded_cluster()
+        if found is None or not found.running():
+            answer({"running": False}, lambda: "no cluster runs here; start one with lockstep cluster up")
+            return
+        told = {**local_cluster.described(found), **status_of(found.dashboard)}
+        answer(told, lambda: _status(told))
+
+
+@cluster.command()
+def down(json_: Json = False, verbose: Verbose = False) -> None:
+    """End the cluster that was started here, and nothing else."""
+    with answered(json_, verbose) as answer:
+        from lockstep.orchestration import local_cluster
+
+        ended = local_cluster.down()
+        answer(
+            {"ended": ended is not None},
+            lambda: "ended" if ended else "no cluster was started here",
+        )
+
+
+def submit(
+    spec: Annotated[
+        str | None, typer.Argument(metavar="SPEC", help="a YAML file, or the id of a run to resume")
+    ] = None,
+    overrides: Overrides = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray's job API, such as http://127.0.0.1:8265; before RAY_API_SERVER_ADDRESS"),
+    ] = None,
+    run_name: Annotated[
+        str | None,
+        typer.Option("--run", help="a name: submitted again, the run of this name is resumed"),
+    ] = None,
+    installed: Annotated[
+        bool, typer.Option("--installed", help="use the cluster's Lockstep; else this one is sent along")
+    ] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="submit, and leave")] = False,
+    attach: Annotated[
+        str | None, typer.Option(metavar="JOB", help="follow this job rather than submit one")
+    ] = None,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run on a cluster as a job, show its output here, and end with its exit code."""
+    with answered(json_, verbose) as answer:
+        from lockstep.orchestration import submission
+
+        if (spec is None) == (attach is None):
+            raise SpecError("submit: wanted either a SPEC or --attach JOB")
+        where = submission.find_address(address)
+        job = attach or submission.submit(
+            spec or "", overrides or [], address=where, name=run_name, installed=installed, say=_say
+        )
+        _say(f"job {job}")
+        if no_wait:
+            ended = submission.look(submission.connect(where), job, where)
+        else:
+            try:
+                ended = submission.follow(job, address=where, write=_show)
+            except KeyboardInterrupt:
+                _say(f"\nthe job goes on; follow it with lockstep submit --attach {job} --address {where}")
+                _say(f"stop it with ray job stop {job} --address {where}")
+                raise
+        answer(ended.as_dict(), lambda: _ended(ended.as_dict()))
+    if ended.exit_code:
+        raise typer.Exit(ended.exit_code)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _show(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _ended(told: dict[str, Any]) -> str:
+    lines = [f"job               {told['job']}: {told['status'].lower()}"]
+    if told["exit_code"] is None:
+        lines.append(f"follow it         lockstep submit --attach {told['job']} --address {told['address']}")
+    elif told["exit_code"] and told["message"]:
+        lines.append(f"said              {' '.join(told['message'].split())[:300]}")
+    if told["run_id"]:
+        lines.append(f"run               {told['run_id']}")
+        if told["exit_code"]:
+            lines.append(f"go on with it     {told['resume']}")
+    return "\n".join(lines)
+
+
+def _reached(told: dict[str, Any]) -> str:
+    lines = [f"{told['nodes']} nodes of {told['cpus']:g} CPUs; dashboard {told['dashboard']}"]
+    lines += [f"export {name}={value}" for name, value in told["environment"].items()]
+    lines.append(f"lockstep submit SPEC --address {told['dashboard']}")
+    return "\n".join(lines)
+
+
+def _status(told: dict[str, Any]) -> str:
+    lines = [f"{told['dashboard']}: {sum(node['alive'] for node in told['alive'])} nodes alive"]
+    for node in told["alive"]:
+        cpus = f"{node['resources'].get('CPU', 0):g} CPUs"
+        lines.append(f"  {node['id'][:12]}  {node['address']}  {cpus}{'' if node['alive'] else '  dead'}")
+    lines.append(f"{len(told['jobs'])} jobs")
+    lines += [f"  {job['id']}  {job['status'].lower()}  {job['entrypoint']}" for job in told["jobs"]]
+    return "\n".join(lines)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `lockstep`."""
+    app.add_typer(cluster, name="cluster")
+    app.command()(submit)

@@ -1,0 +1,100 @@
+"""Who may speak to a Ray cluster: the token's file, the environment that shows it, and where nothing may listen without one.
+
+Ray's job API runs any code that it is sent, so whatever listens beyond this machine asks for the token. The token goes
+from its file (mode 0600) into Ray by the file's name in the environment; it is on no command line and in no record.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import MutableMapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lockstep.errors import SpecError, StorageError
+
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Without it Ray takes 127.0.0.1 for the machine's outer address, and its servers listen on every interface."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address leads to this machine's loopback and nowhere else."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
+
+
+def refuse_open(host: str, *, token: bool) -> None:
+    """SpecError for a server that would listen beyond loopback without a token."""
+    if not token and not is_loopback(host):
+        raise SpecError(
+            f"host: {host!r} can be reached from other machines, and Ray runs any code that it is sent; "
+            "leave out --no-token, or stay on 127.0.0.1"
+        )
+
+
+def write_token(path: Path) -> None:
+    """A new random token in a file that only its owner can read. StorageError where that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise StorageError(
+            f"token: cannot write {str(path)!r}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+        ) from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def rays_token() -> Path:
+    """Where Ray keeps the token of this user."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def guard_rays_token() -> None:
+    """Make Ray's token file before Ray does, or take other users' right to read it: Ray leaves it readable to all."""
+    path = rays_token()
+    if not path.exists():
+        write_token(path)
+    elif path.stat().st_mode & 0o077:
+        path.chmod(0o600)
+
+
+def starts_own_cluster(address: str | None) -> bool:
+    """Whether Ray would start a cluster for this address, as far as that can be told before Ray is imported."""
+    known = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    return address == "local" or (address is None and "RAY_ADDRESS" not in os.environ and not known.exists())
+
+
+def show_token(address: str | None, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what Ray needs to speak to the cluster at `address`, unless the environment says it already.
+
+    Before Ray is imported: it reads this once. The token is that of the cluster that `lockstep cluster up` started, where
+    the address is its; else Ray's own file, which Ray by itself would not show to a cluster that it has not started.
+    """
+    from lockstep.orchestration.local_cluster import running_cluster
+
+    if address is not None and is_loopback(host_of(address)):
+        environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    if {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys():
+        return
+    cluster = running_cluster()
+    if cluster is not None and address is not None and _port(address) in cluster.ports:
+        environment.update(cluster.access())
+    elif address is not None and rays_token().exists():
+        environment["RAY_AUTH_MODE"] = "token"
+
+
+def host_of(address: str) -> str:
+    """The host of `host:port` or of a URL."""
+    return urlsplit(address if "://" in address else f"ray://{address}").hostname or ""
+
+
+def _port(address: str) -> int | None:
+    return urlsplit(address if "://" in address else f"ray://{address}").port

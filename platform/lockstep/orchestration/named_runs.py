@@ -1,0 +1,59 @@
+"""Runs that whoever starts them gives a name: the same command begins the run, and later goes on with it.
+
+What retries a command, Kubernetes or a queue, can't know the run id that the first try was given. So the name is kept
+beside the checkpoints, `<storage>/named-<name>/run_id`, as soon as the run exists.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lockstep.checkpoint.errors import LostFileError, TakenError
+from lockstep.checkpoint.storage import Storage, open_storage
+from lockstep.errors import SpecError
+from lockstep.orchestration.result import Result
+from lockstep.orchestration.resumption import continue_run
+from lockstep.orchestration.runs import train
+from lockstep.record.run_store import find_run
+from lockstep.spec import Spec
+
+
+def train_named(spec: Spec, name: str | None, **options: Any) -> Result:
+    """Go on with the run of this name in `spec`'s storage, or begin it; without a name begin one. `options` are those of `train`.
+
+    A run that is finished is left as it is. SpecError where the run that has the name is another one than `spec` says.
+    """
+    if name is None:
+        return train(spec, **options)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise SpecError(f"run: got {name!r}, wanted a name of letters, digits, dots, dashes and underscores")
+    storage = open_storage(spec.checkpoint.storage)
+    run_id = run_of_name(storage, name)
+    if run_id is None:
+        return train(spec, on_run_id=lambda found: give_name(storage, name, found), **options)
+    found = find_run(spec.record.uri or "", run_id, spec.folder)
+    return continue_run(found, spec, step=None, **options)
+
+
+def run_of_name(storage: Storage, name: str) -> str | None:
+    """The id of the run that has this name."""
+    try:
+        return storage.read(_file(name)).decode()
+    except LostFileError:
+        return None
+
+
+def give_name(storage: Storage, name: str, run_id: str) -> None:
+    """Keep the name of a run. SpecError where another run was given it meanwhile."""
+    try:
+        storage.create(_file(name), run_id.encode())
+    except TakenError as error:
+        owner = run_of_name(storage, name)
+        raise SpecError(
+            f"run: {name!r} is the name of run {owner} by now, which another command began; start one of them"
+        ) from error
+
+
+def _file(name: str) -> str:
+    return f"named-{name}/run_id"

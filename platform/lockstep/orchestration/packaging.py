@@ -1,0 +1,89 @@
+"""What a job takes along to the cluster: the working directory less what is ignored, and Lockstep itself.
+
+Ray packs the directory, and refuses a large package with an HTTP 413 that names nothing. The same functions of Ray's tell
+beforehand what would be packed, so that the large files can be named.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import SpecError
+
+MIB = 1024 * 1024
+NOTED = 10 * MIB
+"""A package of this size is worth a line."""
+
+HOPELESS = 4096 * MIB
+"""Files of this size together are not even packed to see what becomes of them."""
+
+EXCLUDES = (".git", ".venv", "venv", "__pycache__")
+
+
+class Package(NamedTuple):
+    """A directory as Ray would send it."""
+
+    files: int
+    size: int
+    """Bytes of the packed files."""
+    largest: tuple[tuple[str, int], ...]
+    """The largest files with their sizes before packing."""
+
+    def told(self) -> str:
+        """Its size and what makes it, in words."""
+        parts = ", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in self.largest if size > MIB // 10)
+        return f"{self.files} files, {self.size / MIB:.1f} MiB packed" + (
+            f"; largest: {parts}" if parts else ""
+        )
+
+
+def upload_limit() -> int:
+    """The most bytes that Ray's dashboard takes in one request."""
+    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
+    from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE
+
+    return int(min(DASHBOARD_CLIENT_MAX_SIZE, GCS_STORAGE_MAX_SIZE))
+
+
+def pack(folder: Path, *, limit: int | None = None, excludes: Sequence[str] = EXCLUDES) -> Package:
+    """Try out what a directory would come to, honouring .gitignore and .rayignore. SpecError where it is too large."""
+    from ray._private.runtime_env.packaging import create_package
+
+    limit = upload_limit() if limit is None else limit
+    sizes = _files(folder, excludes)
+    largest = tuple(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:5])
+    if sum(sizes.values()) > HOPELESS:
+        raise _too_large(folder, Package(len(sizes), sum(sizes.values()), largest), limit)
+    with tempfile.TemporaryDirectory(prefix="lockstep-package-") as aside:
+        target = Path(aside, "package.zip")
+        create_package(
+            str(folder), target, include_gitignore=True, include_parent_dir=False, excludes=list(excludes)
+        )
+        package = Package(len(sizes), target.stat().st_size, largest)
+    if package.size >= limit:
+        raise _too_large(folder, package, limit)
+    return package
+
+
+def _files(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
+    """Size by name of what Ray would pack."""
+    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+    found: dict[str, int] = {}
+
+    def take(path: Path) -> None:
+        if path.is_file():
+            found[str(path.relative_to(folder))] = path.stat().st_size
+
+    _dir_travel(folder, [_get_excludes(folder, list(excludes))], take, include_gitignore=True)
+    return found
+
+
+def _too_large(folder: Path, package: Package, limit: int) -> SpecError:
+    return SpecError(
+        f"submit: {str(folder)!r} is too large for the job API, which takes {limit / MIB:.0f} MiB: {package.told()}; "
+        "name what the job does not need in .gitignore or .rayignore, and put data where all nodes see them"
+    )

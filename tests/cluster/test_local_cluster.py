@@ -1,0 +1,266 @@
+"""Jobs on three real Ray nodes with token authentication: the same bits, honest exit codes, nothing open, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep import train
+from lockstep.orchestration.local_cluster import LocalCluster, marked
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+SPEC = "jobs/digits/train.yaml"
+SHORT = ["length.steps=20", "job.params.width=8", "record.uri=off", "workers.min=2", "workers.max=2"]
+LONG = [
+    "length.steps=5000",
+    "evaluate.every.steps=5000",
+    "job.params.width=8",
+    "record.uri=off",
+    "workers.min=2",
+    "workers.max=2",
+]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+]
+
+
+class Nodes:
+    """The cluster under test, and the two commands that speak to it."""
+
+    def __init__(self, state: Path) -> None:
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "LOCKSTEP_"))
+        }
+        self.environment = {**kept, "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT / "platform")}
+        self.state = state / "lockstep"
+
+    @property
+    def cluster(self) -> LocalCluster:
+        return LocalCluster(**json.loads((self.state / "cluster.json").read_text()))
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return self._start([sys.executable, "-m", "lockstep", *words], self.environment)
+
+    def call(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        return finished(self.start(*words), timeout)
+
+    def ray(self, *words: str) -> subprocess.Popen[str]:
+        """Ray's own command, told of the token as `cluster up` says."""
+        access = {
+            **self.environment,
+            **self.cluster.access(),
+            "RAY_API_SERVER_ADDRESS": self.cluster.dashboard,
+        }
+        return self._start([str(BIN / "ray"), *words], access)
+
+    def _start(self, words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+
+def finished(process: subprocess.Popen[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    found = Nodes(tmp_path_factory.mktemp("state"))
+    started = found.call("cluster", "up", "--nodes", "3", "--cpus", "2", "--port", "0", "--json")
+    assert started.returncode == 0, started.stderr
+    yield found
+    found.call("cluster", "down")
+
+
+def digest(text: str) -> str:
+    (found,) = re.findall(r"weights_digest\s+([0-9a-f]{64})", text)
+    return found
+
+
+def alone(folder: Path, overrides: list[str]) -> str:
+    """The same spec in one plain process."""
+    result = train(ROOT / SPEC, [*overrides, f"checkpoint.storage={folder}/alone"], local=True)
+    assert result.status == "FINISHED"  # a signal to the test session would cut it short
+    return result.weights_digest
+
+
+def listeners(nodes: Nodes) -> list[tuple[str, Any]]:
+    """Process name and address of every port that the cluster listens on."""
+    return [
+        (process.name(), connection.laddr)
+        for process in marked(nodes.cluster.mark)
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
+def test_the_nodes_are_there_and_listen_on_loopback_alone(nodes: Nodes) -> None:
+    told = json.loads(nodes.call("cluster", "status", "--json").stdout)
+    assert [node["resources"]["CPU"] for node in told["alive"] if node["alive"]] == [2, 2, 2]
+    until, listening = time.monotonic() + 60, listeners(nodes)
+    while len(listening) < 12 and time.monotonic() < until:  # the nodes' agents come later
+        time.sleep(0.5)
+        listening = listeners(nodes)
+    assert len(listening) >= 12
+    open_ = [entry for entry in listening if not entry[1].ip.removeprefix("::ffff:").startswith("127.")]
+    assert open_ == []
+
+
+def test_the_token_is_for_its_owner_alone_and_in_no_process_list(nodes: Nodes) -> None:
+    file = Path(nodes.cluster.token or "")
+    token = file.read_text()
+    assert len(token) == 64
+    for path in (file, nodes.state / "cluster.json"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(nodes.state.stat().st_mode) == 0o700
+    for process in marked(nodes.cluster.mark):
+        assert token not in " ".join(process.cmdline())
+        assert token not in " ".join(process.environ().values())
+    for path in Path(nodes.cluster.folder).rglob("*.log"):
+        assert token not in path.read_text(errors="replace"), path
+
+
+def asked(url: str, token: str | None) -> int:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/jobs/", "/nodes?view=summary", "/api/cluster_status", "/api/v0/actors", "/logical/actors"]
+)
+def test_every_endpoint_refuses_who_has_no_token(nodes: Nodes, path: str) -> None:
+    url = nodes.cluster.dashboard + path
+    assert asked(url, None) == 401
+    assert asked(url, "0" * 64) == 403
+    assert asked(url, Path(nodes.cluster.token or "").read_text()) == 200
+
+
+def test_a_driver_and_a_job_without_the_token_are_refused(nodes: Nodes) -> None:
+    """The negative control of every job below."""
+    kept = {**nodes.environment, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    driver = subprocess.run(
+        [sys.executable, "-c", f"import ray; ray.init({nodes.cluster.address!r}); print('let in')"],
+        env=kept, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert driver.returncode != 0
+    assert "let in" not in driver.stdout
+    job = subprocess.run(
+        [sys.executable, "-m", "lockstep", "submit", SPEC, "--address", nodes.cluster.dashboard],
+        cwd=ROOT, env=kept, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert job.returncode == 1
+    assert "RAY_AUTH_TOKEN_PATH" in job.stderr.splitlines()[-1]
+
+
+def test_two_jobs_at_once_one_of_them_raw_have_the_bits_of_the_run_alone(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """G1 on the cluster: `lockstep submit` and `ray job submit -- lockstep train` beside each other; the seed is the control."""
+    ours = nodes.start("submit", SPEC, *SHORT, f"checkpoint.storage={tmp_path}/ours")
+    raw = nodes.ray(
+        "job", "submit", "--working-dir", ".", "--",
+        "lockstep", "train", SPEC, *SHORT, "seed=18", f"checkpoint.storage={tmp_path}/raw",
+    )  # fmt: skip
+    submitted, plain = finished(ours), finished(raw)
+    assert submitted.returncode == 0, submitted.stderr
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    assert digest(submitted.stderr) == alone(tmp_path, SHORT)
+    assert digest(plain.stdout + plain.stderr) == alone(tmp_path, [*SHORT, "seed=18"])
+    assert digest(submitted.stderr) != digest(plain.stdout + plain.stderr)
+    assert re.search(r"^run\s+[0-9a-f]{32}$", submitted.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "cause"),
+    [
+        (["job.use=tests.cluster.broken_jobs:LabelsOutOfRange"], 1, "a label is out of range"),
+        (["seeed=1"], 2, "did you mean 'seed'?"),
+    ],
+)
+def test_a_job_that_fails_ends_the_command_with_its_own_code_and_cause(
+    nodes: Nodes, tmp_path: Path, overrides: list[str], code: int, cause: str
+) -> None:
+    failed = nodes.call(
+        "submit", SPEC, "record.uri=off", f"checkpoint.storage={tmp_path}", *overrides, "--json"
+    )
+    assert failed.returncode == code, failed.stderr
+    assert cause in failed.stderr
+    (line,) = failed.stdout.splitlines()
+    assert json.loads(line)["exit_code"] == code
+
+
+def test_a_stopped_job_leaves_a_checkpoint_and_goes_on_when_it_is_submitted_again(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """`ray job stop` is a signal like any other; the name finds the run, and its end has the bits of the run alone."""
+    words = ["submit", SPEC, "--run", "kept", *LONG, f"checkpoint.storage={tmp_path}"]
+    sent = json.loads(nodes.call(*words, "--no-wait", "--json").stdout)
+    assert sent["exit_code"] is None
+    following = nodes.start("submit", "--attach", sent["job"], "--json")
+    until = time.monotonic() + 360  # a busy machine
+    while not list(tmp_path.glob("*/environment.json")):
+        assert time.monotonic() < until, "the run did not start"
+        time.sleep(0.3)
+    stop = finished(nodes.ray("job", "stop", sent["job"]))
+    assert stop.returncode == 0, stop.stderr
+    followed = finished(following)
+    assert followed.returncode == 143, stop.stdout + followed.stderr
+    told = json.loads(followed.stdout)
+    assert (told["status"], told["exit_code"]) == ("STOPPED", 143)
+    (run,) = tmp_path.glob("*/run.json")
+    assert json.loads(run.read_text())["status"] == "KILLED"
+    assert run.parent.name == told["run_id"]
+    assert list(run.parent.glob("step-*/manifest.json"))
+    again = nodes.call(*words)
+    assert again.returncode == 0, again.stderr
+    assert told["run_id"] in again.stdout
+    first = int(re.findall(r"step (\d+)/", again.stderr)[0])
+    assert first > 1, "it began anew"
+    assert digest(again.stderr) == alone(tmp_path, LONG)
+
+
+def test_down_ends_what_up_started_and_nothing_else(nodes: Nodes) -> None:
+    """Last in this file: the cluster is gone after it. A process that looks like one of Ray's lives on."""
+    bystander = subprocess.Popen(["bash", "-c", "exec -a ray::raylet sleep 600"])
+    cluster = nodes.cluster
+    try:
+        assert marked(cluster.mark)
+        before = {process.pid for process in psutil.process_iter()}
+        ours = {process.pid for process in marked(cluster.mark)}
+        down = nodes.call("cluster", "down")
+        assert (down.returncode, down.stdout) == (0, "ended\n")
+        assert marked(cluster.mark) == []
+        assert not Path(cluster.folder).exists()
+        assert not Path(cluster.token or "").exists()
+        assert not (nodes.state / "cluster.json").exists()
+        assert bystander.poll() is None
+        assert not ours & {process.pid for process in psutil.process_iter()}
+        assert bystander.pid in before
+    finally:
+        bystander.send_signal(signal.SIGKILL)
+        bystander.wait()
+    assert "no cluster" in nodes.call("cluster", "down").stdout
+    assert "no cluster runs here" in nodes.call("cluster", "status").stdout
