@@ -212,6 +212,7 @@ def test_a_job_that_fails_ends_the_command_with_its_own_code_and_cause(
     assert json.loads(line)["exit_code"] == code
 
 
+@pytest.mark.exact  # minutes
 def test_a_stopped_job_leaves_a_checkpoint_and_goes_on_when_it_is_submitted_again(
     nodes: Nodes, tmp_path: Path
 ) -> None:

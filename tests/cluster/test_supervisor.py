@@ -167,6 +167,7 @@ def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
     assert "training/loop.py" in stacks
 
 
+@pytest.mark.exact  # minutes
 def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
     """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
     done = subprocess.run(

@@ -67,7 +67,7 @@ class Hosts:
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(self.folder),
-            "GLOO_SOCKET_IFNAME": "link",
+            "GLOO_SOCKET_IFNAME": "wire",
         }
 
     def build(self) -> None:
@@ -79,18 +79,18 @@ class Hosts:
             self.names[0],
             "link",
             "add",
-            "link",
+            "wire",
             "type",
             "veth",
             "peer",
             "name",
-            "link",
+            "wire",
             "netns",
             self.names[1],
         )
         for name, address in zip(self.names, self.addresses, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "link")
-            ip("-n", name, "link", "set", "link", "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "wire")
+            ip("-n", name, "link", "set", "wire", "up")
 
     def start(self) -> None:
         common = ["--num-cpus=1", "--object-store-memory=134217728", "--block"]
@@ -136,7 +136,7 @@ class Hosts:
         return ["ip", "netns", "exec", self.names[host], *words]
 
     def link(self, state: str) -> None:
-        ip("-n", self.names[0], "link", "set", "link", state)
+        ip("-n", self.names[0], "link", "set", "wire", state)
 
     def train(self, storage: Path) -> subprocess.Popen[str]:
         words = ["train", *SPEC, f"checkpoint.storage={storage}", "--address", f"{self.addresses[0]}:{PORT}"]
@@ -180,6 +180,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         found.end()
 
 
+@pytest.mark.exact  # minutes
 def test_a_link_that_is_cut_and_restored_in_mid_run_changes_no_bit(hosts: Hosts, tmp_path: Path) -> None:
     """G1 across two hosts, one worker on each: the link is down for six seconds, and the run ends as if alone."""
     run = hosts.train(tmp_path / "there")
