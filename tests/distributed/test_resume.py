@@ -484,3 +484,15 @@ def test_a_run_is_saved_in_and_taken_up_from_an_object_store(
     assert resumed.weights_digest == whole.weights_digest
     assert resumed.summary["checkpoint"] is not None
     assert "secret" not in resumed.summary["checkpoint"]
+
+
+def test_a_step_schedule_goes_on_inside_its_warm_up_and_after(pool: Pool, tmp_path: Path) -> None:
+    """The rate is a function of the updates done: taken up in the warm-up, at its end, and amid the falls."""
+    schedule = {"name": "step", "warmup_steps": 3, "every": 2, "gamma": 0.5}
+    kept = {"storage": str(tmp_path), "every": {"steps": 1}, "keep_every": 1}
+    whole = train_attempt(document("digits", schedule=schedule, checkpoint=kept), RUN, Origin())
+    assert len({row.lr for row in whole.steps}) > 4
+    rest = document("digits", schedule=schedule, checkpoint={**kept, "every": None})
+    for workers, step in ((2, 1), (3, 3), (1, 6)):
+        resumed = pool.run(workers, train_attempt, rest, RUN, taken_up(str(tmp_path), step))[0]
+        assert (resumed.rows, resumed.weights_digest) == (whole.rows, whole.weights_digest)
