@@ -115,6 +115,7 @@ def test_killed_workers_are_replaced_and_the_bits_stay(tmp_path: Path) -> None:
     assert {row.attempt for row in read_parquet(Path(result.folder, "ledger.parquet"))} <= {1, 2, 3}
 
 
+@pytest.mark.exact  # a minute
 def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """Without a checkpoint between the deaths the budget runs out; the message says after how many."""
     with pytest.raises(

@@ -93,9 +93,13 @@ class Supervisor:
         """One attempt after another, until one comes to an end or no other is worth it."""
         budget = Budget(self.spec.faults)
         while True:
-            ray.get(recorder.begin.remote(self.origin.attempt))
+            begun = recorder.begin.remote(self.origin.attempt)
+            if self.accounts:  # else the recorder itself still starts: the workers need not wait for it
+                ray.get(begun)
             attempt = Attempt(self.spec, self.origin, recorder, workers, resources, self.environment)
-            account = Account(self.origin.attempt, workers, time.time(), self._saved_step(recorder))
+            first = not self.accounts and self.origin.run_id is None
+            from_step = 0 if first else self._saved_step(recorder)
+            account = Account(self.origin.attempt, workers, time.time(), from_step)
             self.accounts.append(account)
             self._watch(attempt, recorder, workers, resources)
             ending: Ending = ray.get(recorder.ending.remote())

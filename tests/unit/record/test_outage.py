@@ -140,6 +140,7 @@ def test_a_server_that_is_killed_and_comes_back_gets_every_step_once(
     assert "the store is back" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.exact  # a minute
 def test_killed_drivers_and_servers_leave_no_trace_in_a_run_that_is_resumed(
     server: Server, undisturbed: Path, tmp_path: Path
 ) -> None:
