@@ -465,6 +465,16 @@ def test_a_job_keeps_state_of_its_own(saved: SavedRuns, tmp_path: Path) -> None:
     )
     assert (resumed.rows, resumed.weights_digest) == (whole.rows, whole.weights_digest)
     assert Checkpoint.of(folder(str(tmp_path)), 2).manifest().facts.counters["step"] == 2
+    whole_restore = TrainState.restore
+
+    def without_job(self: TrainState, sections: dict[str, Any], *, fork: bool = False) -> None:
+        whole_restore(self, {**sections, "job": {}}, fork=fork)
+
+    with mock.patch.object(TrainState, "restore", without_job):
+        other = train_attempt(
+            {**spec, "checkpoint": {**spec["checkpoint"], "every": None}}, RUN, taken_up(str(tmp_path), 2)
+        )
+    assert other.weights_digest != whole.weights_digest
 
 
 def test_a_run_is_saved_in_and_taken_up_from_an_object_store(
