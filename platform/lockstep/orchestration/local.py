@@ -6,7 +6,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,8 @@ def train_here(
 ) -> Result | None:
     """Train in this process. Under torchrun every rank calls it, and all but rank 0 get None."""
     device = _device(spec)
-    if not under_torchrun():
-        return _train_as(
-            spec,
-            Group.join(device),
-            progress,
-            stop,
-            origin,
-            began_at=began_at,
-            warnings=warnings,
-            on_run_id=on_run_id,
-        )
-    with distributed("nccl" if device.type == "cuda" else "gloo"):
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with distributed(backend) if under_torchrun() else nullcontext():
         return _train_as(
             spec,
             Group.join(device),
