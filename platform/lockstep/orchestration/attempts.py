@@ -40,13 +40,7 @@ class Account:
 
 def claim(spec: Spec, run_id: str, step: int | None, at_least: int = 1) -> Origin:
     """Begin the next attempt of a run, with a number of `at_least` so much: whatever still runs of it can publish nothing from here on."""
-    storage = open_storage(spec.checkpoint.storage)
-    try:
-        folder = RunFolder.open(storage, run_id)
-    except LostFileError:
-        if step is not None:
-            raise
-        folder = RunFolder.create(storage, run_id)  # it ended before its first checkpoint
+    folder = opened(spec, run_id)
     if step is not None and step not in saved_steps(folder):
         kept = ", ".join(map(str, saved_steps(folder))) or "none"
         raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
@@ -64,31 +58,26 @@ def saved_steps(folder: RunFolder) -> list[int]:
     ]
 
 
-def newest_step(spec: Spec, run_id: str) -> int:
-    """The step of a run's newest checkpoint, unverified; 0 where it has none."""
+def steps_of(spec: Spec, run_id: str) -> list[int]:
+    """The same for a run by its id; none where its folder is not there."""
     try:
-        return next(iter(saved_steps(RunFolder.open(open_storage(spec.checkpoint.storage), run_id))), 0)
+        return saved_steps(RunFolder.open(open_storage(spec.checkpoint.storage), run_id))
     except LostFileError:
-        return 0
+        return []
 
 
-def has_checkpoint(spec: Spec, run_id: str, step: int) -> bool:
-    """Whether a run has a checkpoint of this step, unverified."""
+def opened(spec: Spec, run_id: str) -> RunFolder:
+    """The run's folder, made where there is none: it ended before its first checkpoint, or on another machine."""
+    storage = open_storage(spec.checkpoint.storage)
     try:
-        return step in saved_steps(RunFolder.open(open_storage(spec.checkpoint.storage), run_id))
+        return RunFolder.open(storage, run_id)
     except LostFileError:
-        return False
+        return RunFolder.create(storage, run_id)
 
 
 def adopt(spec: Spec, run_id: str, step: int, files: Path) -> None:
-    """Make a verified folder of files the run's checkpoint of `step`, in one rename; the run's folder is made where it is missing."""
-    storage = open_storage(spec.checkpoint.storage)
-    try:
-        folder = RunFolder.open(storage, run_id)
-    except LostFileError:
-        folder = RunFolder.create(storage, run_id)
-    place = Path(spec.checkpoint.storage, folder.path(step_folder(step)))
+    """Make a verified folder of files the run's checkpoint of `step`, in one rename; it lies on the storage's own disk."""
+    place = Path(spec.checkpoint.storage, opened(spec, run_id).path(step_folder(step)))
     if place.exists():  # what is there is no checkpoint
         shutil.rmtree(place)
-    shutil.copytree(files, place.with_name(f".{place.name}"), dirs_exist_ok=True)
-    place.with_name(f".{place.name}").rename(place)
+    files.rename(place)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.errors import SpecError, StorageError
 from lockstep.identity import changed_fields
-from lockstep.orchestration.attempts import adopt, claim, has_checkpoint, newest_step
+from lockstep.orchestration.attempts import adopt, claim, steps_of
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.runs import run_attempt, train
@@ -123,9 +123,8 @@ def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: 
     """Where the storage has no checkpoint of the run, or not that of `step`: download the newest good copy that its record has."""
     from lockstep.checkpoint.reader import checkpoint_at, verify
 
-    if step is not None and has_checkpoint(spec, run_id, step):
-        return
-    if step is None and newest_step(spec, run_id):
+    there = steps_of(spec, run_id)
+    if step in there or (step is None and there):
         return
     for copy in find_copies(store, run_id):
         if step is not None and copy.step != step:

@@ -14,7 +14,7 @@ import ray
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
-from lockstep.orchestration.attempts import Account, claim, newest_step
+from lockstep.orchestration.attempts import Account, claim, steps_of
 from lockstep.orchestration.policy import Budget, outcome_of
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.ray_trainer import Attempt, place
@@ -221,7 +221,7 @@ class Supervisor:
 
     def _saved_step(self, recorder: Any) -> int:
         run_id = self.origin.run_id or ray.get(recorder.known_run_id.remote())
-        return newest_step(self.spec, run_id) if run_id else 0
+        return max(steps_of(self.spec, run_id), default=0) if run_id else 0
 
     def _next(self, recorder: Any) -> Origin:
         """The next attempt; whatever still runs of the one before can publish nothing from here on."""
