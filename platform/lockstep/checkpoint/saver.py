@@ -29,6 +29,8 @@ from lockstep.errors import LockstepError, StorageError
 
 T = TypeVar("T")
 
+_ALIVE_S = 1.0
+
 
 class Pause(NamedTuple):
     """What a save cost the training loop, in seconds: waiting for the save before, and the copy."""
@@ -43,6 +45,7 @@ class Saved(NamedTuple):
     step: int
     nbytes: int
     written_s: float
+    pause: Pause
     tries: int
     checkpoint: Checkpoint | None
     deleted: tuple[int, ...] = ()
@@ -54,6 +57,7 @@ class Failed(NamedTuple):
     """A save that was given up. `error` is its last failure."""
 
     step: int
+    pause: Pause
     tries: int
     error: LockstepError
 
@@ -77,6 +81,7 @@ class AsyncSaver:
         parts_timeout_s: float = 300.0,
         on_saved: Callable[[Saved], None] | None = None,
         on_failure: Callable[[Failed], None] | None = None,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         self.attempt = attempt
         self.rank, self.ranks = rank, ranks
@@ -86,7 +91,7 @@ class AsyncSaver:
         """The newest save that is done."""
         self.failure: Failed | None = None
         """The failure of the newest save, or None where it went well."""
-        self._on_saved, self._on_failure = on_saved, on_failure
+        self._on_saved, self._on_failure, self._alive = on_saved, on_failure, alive
         self._copied: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -104,7 +109,7 @@ class AsyncSaver:
         is reported instead.
         """
         began = time.perf_counter()
-        self.wait()
+        self.settle()
         waited_s = time.perf_counter() - began
         if self._closed:
             raise RuntimeError("the saver is closed")
@@ -116,10 +121,15 @@ class AsyncSaver:
         except StorageError as error:
             self._copied = None
             work = _Save(self, step, error, Facts())
-        copied_s = time.perf_counter() - began - waited_s
+        work.pause = Pause(waited_s, time.perf_counter() - began - waited_s)
         self._thread = threading.Thread(target=work.run, name=f"lockstep-save-{step}")
         self._thread.start()
-        return Pause(waited_s, copied_s)
+        return work.pause
+
+    def settle(self) -> None:
+        """Wait for the save in flight, and call `alive` each second meanwhile."""
+        while not self.wait(_ALIVE_S):
+            self._alive()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the save in flight, if any. False where it is still being written after `timeout_s`."""
@@ -159,6 +169,7 @@ class _Save:
 
     def __init__(self, saver: AsyncSaver, step: int, copied: Snapshot | StorageError, facts: Facts) -> None:
         self.saver, self.step, self.copied, self.facts = saver, step, copied, facts
+        self.pause = Pause(0.0, 0.0)
         self.used = 0  # tries
 
     def run(self) -> None:
@@ -172,7 +183,9 @@ class _Save:
         written_s = time.perf_counter() - began
         deleted, warning = self._prune(after_failure) if checkpoint is not None else ((), None)
         nbytes = self.copied.nbytes if isinstance(self.copied, Snapshot) else 0
-        self.saver._done(Saved(self.step, nbytes, written_s, self.used, checkpoint, deleted, warning))
+        self.saver._done(
+            Saved(self.step, nbytes, written_s, self.pause, self.used, checkpoint, deleted, warning)
+        )
 
     def _write(self) -> Checkpoint | None:
         """Write this rank's part; publish, as rank 0, when the other parts are there."""
@@ -225,4 +238,4 @@ class _Save:
         if saver.rank > 0 and not isinstance(error, StaleAttemptError):
             with suppress(StorageError):  # rank 0 then finds out by waiting
                 post_failure(saver.attempt, self.step, saver.rank, str(error))
-        saver._failed(Failed(self.step, self.used, error))
+        saver._failed(Failed(self.step, self.pause, self.used, error))

@@ -30,9 +30,6 @@ from lockstep.training.group import Group
 from lockstep.training.schedule import rate_factor
 from lockstep.training.state import TrainState
 
-ALIVE_S = 1.0
-"""How often the record hears that the loop is waiting for a save."""
-
 GRACE_S = 30.0
 """How long an attempt that broke waits for the save in flight."""
 
@@ -190,7 +187,6 @@ class Checkpoints:
         self._own: RunFolder | None = None
         self._saver: AsyncSaver | None = None
         self._saved_at = time.monotonic()
-        self._pauses: dict[int, Pause] = {}
 
     def wanted(self) -> bool:
         """The vote of this rank to save after the step at hand: that of rank 0's clock, where the cadence is one of time."""
@@ -230,25 +226,16 @@ class Checkpoints:
             sections["counters"],
             self._evaluated_now(),
         )
-        began = time.perf_counter()
-        self._wait(saver)
-        waited_s = time.perf_counter() - began
         blocks = self.history.blocks() if self.group.rank == 0 else {}
-        pause = saver.save(step, {**sections, **blocks}, facts)
-        self._pauses[step] = Pause(waited_s + pause.waited_s, pause.copied_s)
+        saver.save(step, {**sections, **blocks}, facts)
         self._end_if_stale(saver)
 
     def finish(self) -> None:
         """Save the state that the run ends with, and wait until it is written."""
         self.save()
         if self._saver is not None:
-            self._wait(self._saver)
+            self._saver.settle()
             self._end_if_stale(self._saver)
-
-    def _wait(self, saver: AsyncSaver) -> None:
-        """Wait for the save in flight."""
-        while not saver.wait(ALIVE_S):
-            self.record.alive()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -275,7 +262,7 @@ class Checkpoints:
         error = next((failed for failed in self.group.gather(error) if failed), None)
         if attempt is None or error is not None:
             self._saved_step = -1
-            self._failed(Failed(self.state.counters.step, 1, StorageError(error or "")))
+            self._failed(Failed(self.state.counters.step, Pause(0.0, 0.0), 1, StorageError(error or "")))
             return None
         rule = self.spec.checkpoint
         best = rule.keep_best
@@ -291,6 +278,7 @@ class Checkpoints:
             ),
             on_saved=self._saved,
             on_failure=self._failed,
+            alive=self.record.alive,
         )
 
     def _joined(self, action: Callable[[], Attempt]) -> tuple[Attempt | None, str | None]:
@@ -326,28 +314,28 @@ class Checkpoints:
         if saved.checkpoint is None:
             return  # rank 0 publishes, and tells
         self.newest = saved.checkpoint.shown
-        self._tell(saved.step, self.newest, None, saved.nbytes, saved.written_s, saved.deleted)
+        self.record.checkpoint(
+            CheckpointRow(
+                saved.step,
+                self.newest,
+                None,
+                saved.nbytes,
+                *saved.pause,
+                saved.written_s,
+                time.time(),
+                saved.deleted,
+            )
+        )
         if saved.warning is not None:
             self.record.warn(saved.warning)
 
     def _failed(self, failed: Failed) -> None:
         """Told by the thread that writes."""
-        if self.group.rank == 0:
-            self._tell(failed.step, None, str(failed.error), 0, 0.0, ())
-            self.record.warn(
-                f"the checkpoint of step {failed.step} could not be saved: {failed.error}; training goes on"
-            )
-
-    def _tell(
-        self,
-        step: int,
-        uri: str | None,
-        error: str | None,
-        nbytes: int,
-        written_s: float,
-        deleted: tuple[int, ...],
-    ) -> None:
-        waited_s, copied_s = self._pauses.pop(step, Pause(0.0, 0.0))
+        if self.group.rank > 0:
+            return
         self.record.checkpoint(
-            CheckpointRow(step, uri, error, nbytes, waited_s, copied_s, written_s, time.time(), deleted)
+            CheckpointRow(failed.step, None, str(failed.error), 0, *failed.pause, 0.0, time.time())
+        )
+        self.record.warn(
+            f"the checkpoint of step {failed.step} could not be saved: {failed.error}; training goes on"
         )
