@@ -119,6 +119,11 @@ class Contest:
             taken[i] = steps(self.loops[i], self.block)
         self.times.append((own / self.block, taken[0] / self.block, taken[1] / self.block))
 
+    def loaded(self) -> None: ...
+
+    def saving(self) -> bool:
+        return False
+
     def stopping(self) -> bool:
         return False
 

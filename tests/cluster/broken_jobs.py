@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -49,3 +50,23 @@ class Dying(Digits):
         if self.seen > self.params.at_sample:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
+
+
+class Fading(torch.optim.SGD):
+    """Learns less with each step that it remembers, and keeps that in no state_dict."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(1.0 / (1.0 + 0.1 * self.taken))
+        return super().step(closure)
+
+
+class Forgetful(SlowDigits):
+    """Exact for as long as nothing happens: what its optimizer remembers is lost with a worker."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Fading(model.parameters(), lr=0.05)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class Account:
     """Steps at its beginning that an earlier attempt had done already."""
     lost_s: float | None = None
     """From the last step of the attempt before to its own first one."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """`lost_s` by stage, in the order of `stages.STAGES`."""
+    standbys: int = 0
+    """How many of its workers were processes that stood by."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""

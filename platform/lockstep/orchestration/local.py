@@ -36,6 +36,11 @@ class NoRecord:
     def __init__(self, stop: StopSignal | None = None) -> None:
         self._stop = stop
 
+    def loaded(self) -> None: ...
+
+    def saving(self) -> bool:
+        return False
+
     def started(self, facts: Mapping[str, Any]) -> None: ...
 
     def restored(self, history: History) -> None: ...
@@ -88,6 +93,11 @@ class DirectRecord:
         if self._on_run_id is not None:
             self._on_run_id(self.recorder.run_id())
         self.recorder.started({**facts, "git": git_state(Path.cwd())})
+
+    def loaded(self) -> None: ...
+
+    def saving(self) -> bool:
+        return False
 
     def restored(self, history: History) -> None:
         self.recorder.restored(history)

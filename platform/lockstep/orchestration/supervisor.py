@@ -17,11 +17,13 @@ from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
 from lockstep.orchestration.attempts import Account, claim, steps_of
 from lockstep.orchestration.policy import Budget, outcome_of
 from lockstep.orchestration.progress import Progress
-from lockstep.orchestration.ray_trainer import Attempt, place
+from lockstep.orchestration.ray_trainer import Attempt
 from lockstep.orchestration.recorder_actor import Ending, News, start_recorder
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
-from lockstep.orchestration.surroundings import Surroundings, live_resources
+from lockstep.orchestration.stages import breakdown
+from lockstep.orchestration.standby import AFTER_S, Standbys
+from lockstep.orchestration.surroundings import Placement, Surroundings, find_place
 from lockstep.orchestration.watchdog import Patience, end
 from lockstep.spec import Spec
 
@@ -51,31 +53,36 @@ class Supervisor:
         self.began_at = began_at
         self.warnings = list(warnings)
         self.accounts: list[Account] = []
+        self.recorder: Any = None
         self._warned = 0
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
         self._last_step_at = 0.0
+        self._before: Mapping[str, float] = {}
+        """When the attempt before came to the end of its stages."""
+        self._standbys = Standbys(self._warn)
         self._on_run_id = on_run_id
+        self._run_id = origin.run_id
         self._named = False
 
     def run(self) -> Result:
         """Train until the run ends, in whichever way."""
-        workers, resources = place(self.spec, live_resources())
-        recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
+        place = find_place(self.spec)
+        self.recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
         try:
-            ending = self._attempts(recorder, workers, resources)
+            ending = self._attempts(place)
         except KeyboardInterrupt:
-            ray.get(recorder.ended.remote("ended at once by a second signal", "", "KILLED"))
-            self._close(recorder)
+            ray.get(self.recorder.ended.remote("ended at once by a second signal", "", "KILLED"))
+            self._close()
             raise
         except LockstepError:
-            self._close(recorder)  # what ended the run is told; that it could not be recorded comes second
+            self._close()  # what ended the run is told; that it could not be recorded comes second
             raise
-        failure = self._close(recorder)
-        self._look(ray.get(recorder.news.remote()))
+        failure = self._close()
+        self._look(ray.get(self.recorder.news.remote()))
         if failure is not None:
             raise failure
-        run_id, url, folder = ray.get(recorder.names.remote())
+        run_id, url, folder = ray.get(self.recorder.names.remote())
         assert ending.summary is not None
         return result_of(
             ending.summary,
@@ -89,126 +96,170 @@ class Supervisor:
             signal_number=self.stop.number,
         )
 
-    def _attempts(self, recorder: Any, workers: int, resources: dict[str, float]) -> Ending:
+    def _attempts(self, place: Placement) -> Ending:
         """One attempt after another, until one comes to an end or no other is worth it."""
         budget = Budget(self.spec.faults)
         while True:
-            begun = recorder.begin.remote(self.origin.attempt)
-            if self.accounts:  # else the recorder itself still starts: the workers need not wait for it
-                ray.get(begun)
-            attempt = Attempt(self.spec, self.origin, recorder, workers, resources, self.environment)
-            first = not self.accounts and self.origin.run_id is None
-            from_step = 0 if first else self._saved_step(recorder)
-            account = Account(self.origin.attempt, workers, time.time(), from_step)
-            self.accounts.append(account)
-            self._watch(attempt, recorder, workers, resources)
-            ending: Ending = ray.get(recorder.ending.remote())
-            self._look(ray.get(recorder.news.remote()))
-            self._name(recorder)
-            account.ended = time.time()
+            ending = self._attempt(place)
+            account = self.accounts[-1]
             if ending.summary is not None:
                 stopped = ending.summary["stopped"]
                 account.why = self._moving or "stopped" if stopped else "finished"
-                self._tell_account(recorder)
-                if stopped and self._moving and not self.stop.asked:
-                    self.progress.say(
-                        f"attempt {self.origin.attempt} ended after a checkpoint: {self._moving}"
-                    )
-                    workers, resources = self._placed()
-                    self.origin = self._next(recorder)
-                    continue
-                if stopped and self._moving:
-                    ray.get(recorder.settle.remote())
-                return ending
-            error = ending.error or attempt.error or ClusterError("the workers ended without a result")
-            account.why = str(error)
-            self._tell_account(recorder)
-            decision = budget.decide(outcome_of(error), self._saved_step(recorder))
-            if not decision.again or self.stop.asked:
-                more = "" if len(self.accounts) == 1 else f" (attempt {self.origin.attempt}; {decision.why})"
-                ray.get(recorder.ended.remote(f"{error}{more}", ending.details, "FAILED"))
-                raise error if not more else type(error)(f"{error}{more}")
-            self.progress.say(f"attempt {self.origin.attempt} ended: {error}; {decision.why}")
-            self.stop.wait(decision.pause_s)
-            workers, resources = self._placed()
-            self.origin = self._next(recorder)
+                self._tell_account()
+                if not (stopped and self._moving):
+                    return ending
+                if self.stop.asked:
+                    ray.get(self.recorder.settle.remote())
+                    return ending
+                self.progress.say(f"attempt {account.attempt} ended after a checkpoint: {self._moving}")
+            else:
+                error = ending.error or ClusterError("the workers ended without a result")
+                account.why = str(error)
+                self._tell_account()
+                decision = budget.decide(outcome_of(error), self._saved_step())
+                if not decision.again or self.stop.asked:
+                    more = "" if len(self.accounts) == 1 else f" (attempt {account.attempt}; {decision.why})"
+                    ray.get(self.recorder.ended.remote(f"{error}{more}", ending.details, "FAILED"))
+                    raise error if not more else type(error)(f"{error}{more}")
+                self.progress.say(f"attempt {account.attempt} ended: {error}; {decision.why}")
+                self.stop.wait(decision.pause_s)
+            place = self._placed()
+            self.origin = self._next()
 
-    def _watch(self, attempt: Attempt, recorder: Any, workers: int, resources: dict[str, float]) -> None:
+    def _attempt(self, place: Placement) -> Ending:
+        """One attempt, from its start to what it came to. A recorder that was lost is replaced after it."""
+        begun = self.recorder.begin.remote(self.origin.attempt)
+        if self.accounts:  # else the recorder itself still starts: the workers need not wait for it
+            ray.get(begun)
+        attempt = Attempt(self.spec, self.origin, self.recorder, place, self.environment)
+        first = not self.accounts and self.origin.run_id is None
+        account = Account(self.origin.attempt, place.workers, time.time(), 0 if first else self._saved_step())
+        self.accounts.append(account)
+        try:
+            self._watch(attempt, place)
+            ending: Ending = ray.get(self.recorder.ending.remote())
+            self._look(ray.get(self.recorder.news.remote()), attempt)
+            self._name()
+        except ray.exceptions.RayActorError as error:
+            ending = self._without_recorder(attempt, error)
+        self._before = attempt.moments.at
+        account.ended = time.time()
+        return ending if ending.summary or ending.error else ending._replace(error=attempt.error)
+
+    def _without_recorder(self, attempt: Attempt, error: Exception) -> Ending:
+        """The recorder's process was lost: the attempt ends with it, and another recorder goes on with the run's journal."""
+        attempt.end()
+        lost = ClusterError(f"the recorder was lost: {str(error).strip().splitlines()[0]}")
+        if self._run_id is None:
+            raise lost from error
+        self.recorder, self._warned = start_recorder(self.spec, self.environment, self._run_id), 0
+        return Ending(None, lost, "")
+
+    def _watch(self, attempt: Attempt, place: Placement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         self._moving = None
-        surroundings = Surroundings(self.spec, workers, resources)
+        surroundings = Surroundings(self.spec, place)
         attempt.start()
         told, patience = False, Patience(self.spec.faults.longest_silence_s)
         while not attempt.over.wait(POLL_S):
             if self.stop.asked and not told:
                 told = True
-                recorder.stop.remote(signal_number=self.stop.number)
+                self.recorder.stop.remote(signal_number=self.stop.number)
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
-            news: News = ray.get(recorder.news.remote())
+            news: News = ray.get(self.recorder.news.remote())
             if patience.is_over(news.alive, time.monotonic()):
-                self._end_hung(attempt, recorder, patience.bound_s)
+                self._end_hung(attempt, patience.bound_s)
                 return
             if news.failure is not None and not news.recording:
-                recorder.stop.remote()
+                self.recorder.stop.remote()
                 attempt.over.wait()
                 raise news.failure
-            self._look(news)
-            self._name(recorder)
+            self._look(news, attempt)
+            self._name()
             if self._moving is None and not told and self.accounts[-1].last_step:
-                self._moving = surroundings.reason_to_move(ray.get(recorder.members.remote()))
-                if self._moving is not None:
-                    recorder.stop.remote(moving=True)
+                self._tend(attempt, surroundings)
 
-    def _name(self, recorder: Any) -> None:
+    def _tend(self, attempt: Attempt, surroundings: Surroundings) -> None:
+        """While it trains: keep standbys for it, and have it save or move as the cluster around it changes."""
+        members = ray.get(self.recorder.members.remote())
+        if time.time() - attempt.moments.at["first_step"] > AFTER_S:
+            self._standbys.fill(attempt.origin.attempt, members)
+        advice = surroundings.advice(members)
+        if advice.save is not None:
+            self.progress.say(f"saving, and going on: {advice.save}")
+            self.recorder.save.remote()
+        if advice.move is not None:
+            self._moving = advice.move
+            self.recorder.stop.remote(moving=True)
+
+    def _name(self) -> None:
         """Tell once which run this is, as soon as it exists: what is lost later can be resumed."""
-        run_id = None if self._named else ray.get(recorder.known_run_id.remote())
-        if run_id is not None:
+        if self._named:
+            return
+        self._run_id = ray.get(self.recorder.known_run_id.remote())
+        if self._run_id is not None:
             self._named = True
-            self._on_run_id(run_id)
+            self._on_run_id(self._run_id)
 
-    def _end_hung(self, attempt: Attempt, recorder: Any, bound_s: float) -> None:
+    def _end_hung(self, attempt: Attempt, bound_s: float) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
         self.progress.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
-        stacks = end(ray.get(recorder.members.remote()))
+        stacks = end(ray.get(self.recorder.members.remote()))
         name = f"stacks-attempt-{self.origin.attempt}.txt"
         text = "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(stacks.items()))
-        recorder.document.remote(name, text)
+        self.recorder.document.remote(name, text)
         attempt.over.wait()
         attempt.error = ClusterError(
             f"no rank made progress for {bound_s:.0f} s, so the attempt was ended; what each was doing is in {name} "
             "(faults.longest_silence_s is the shortest time for that)"
         )
-        ray.get(recorder.broke.remote(self.origin.attempt, attempt.error, text))
+        ray.get(self.recorder.broke.remote(self.origin.attempt, attempt.error, text))
 
-    def _look(self, news: News) -> None:
+    def _look(self, news: News, attempt: Attempt | None = None) -> None:
         """Take in what is new of the attempt at hand."""
         for text in news.warnings[self._warned :]:
-            self.progress.say(f"warning: {text}")
-            self.warnings.append(text)
+            self._warn(text)
         self._warned = len(news.warnings)
         self.progress.show(news.step, news.evaluation, news.total_steps)
         account, row = self.accounts[-1], news.step
-        if row is None or row.attempt != account.attempt:
+        if attempt is None or row is None or row.attempt != account.attempt:
             return
-        if not account.last_step and len(self.accounts) > 1:
-            before = self.accounts[-2]
-            account.repeated = max(0, before.last_step - account.from_step)
-            account.lost_s = row.wall_clock - self._last_step_at
-            self.progress.say(
-                f"attempt {account.attempt} goes on with {account.workers} workers after {account.lost_s:.1f} s; "
-                f"{account.repeated} steps are taken again"
-            )
+        first = not account.last_step
+        if first:
+            attempt.moments.at |= news.moments
+            if len(self.accounts) > 1:
+                self._goes_on(self.accounts[-2], account, attempt)
         account.last_step, self._last_step_at = row.step, row.wall_clock
+        if first:
+            self._tell_account()
 
-    def _tell_account(self, recorder: Any) -> None:
-        recorder.account.remote([account.as_dict() for account in self.accounts])
+    def _goes_on(self, before: Account, account: Account, attempt: Attempt) -> None:
+        """The first step of an attempt after another: what the loss of that one cost."""
+        account.repeated = max(0, before.last_step - account.from_step)
+        account.seconds = breakdown(self._last_step_at, self._before, attempt.moments.at)
+        account.lost_s = sum(account.seconds.values())
+        members = ray.get(self.recorder.members.remote())
+        account.standbys = self._standbys.took(members, attempt.moments.at["decision"])
+        longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
+        spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
+        self.progress.say(
+            f"attempt {account.attempt} goes on with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
+            f"{account.repeated} steps are taken again"
+        )
 
-    def _placed(self) -> tuple[int, dict[str, float]]:
+    def _warn(self, text: str) -> None:
+        self.progress.say(f"warning: {text}")
+        self.warnings.append(text)
+
+    def _tell_account(self) -> None:
+        self.recorder.account.remote([account.as_dict() for account in self.accounts])
+
+    def _placed(self) -> Placement:
         """As many workers as there is room for now. Waits for `workers.min` of them, for as long as the spec allows."""
         until, told = time.monotonic() + self.spec.faults.wait_for_workers_s, False
         while True:
             try:
-                return place(self.spec, live_resources())
+                return find_place(self.spec)
             except SpecError as error:
                 if time.monotonic() >= until or self.stop.asked:
                     raise ClusterError(
@@ -219,18 +270,18 @@ class Supervisor:
                     told = True
                 self.stop.wait(1.0)
 
-    def _saved_step(self, recorder: Any) -> int:
-        run_id = self.origin.run_id or ray.get(recorder.known_run_id.remote())
+    def _saved_step(self) -> int:
+        run_id = self._run_id or ray.get(self.recorder.known_run_id.remote())
         return max(steps_of(self.spec, run_id), default=0) if run_id else 0
 
-    def _next(self, recorder: Any) -> Origin:
+    def _next(self) -> Origin:
         """The next attempt; whatever still runs of the one before can publish nothing from here on."""
-        run_id = self.origin.run_id or ray.get(recorder.known_run_id.remote())
+        run_id = self._run_id or ray.get(self.recorder.known_run_id.remote())
         if run_id is None:  # it ended before there was a run
             return Origin(None, self.origin.attempt + 1)
         return claim(self.spec, run_id, None, at_least=self.origin.attempt + 1)
 
-    def _close(self, recorder: Any) -> RecordError | None:
+    def _close(self) -> RecordError | None:
         """Let the recorder write what is left; what it could not write."""
-        failure: RecordError | None = ray.get(recorder.close.remote())
+        failure: RecordError | None = ray.get(self.recorder.close.remote())
         return failure

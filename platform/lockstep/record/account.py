@@ -6,6 +6,7 @@ Every document is written to the run's folder first and sent from there.
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,9 +79,15 @@ class Account:
                 self.document(f"{name}.json", documents.as_json(value))
 
     def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
-        """What is known of each attempt so far."""
-        self._tag({"attempts": len(attempts)})
-        self.document("attempts.json", documents.as_json(list(attempts)))
+        """What is known of each attempt so far; those of an earlier driver stay as it left them."""
+        told = {attempt["attempt"]: attempt for attempt in [*self._earlier_attempts(), *attempts]}
+        self._tag({"attempts": len(told)})
+        self.document("attempts.json", documents.as_json([told[number] for number in sorted(told)]))
+
+    def _earlier_attempts(self) -> list[dict[str, Any]]:
+        path = self._folder / "attempts.json"
+        found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        return found
 
     def checkpoint(self, row: CheckpointRow) -> None:
         """A checkpoint was saved, or given up."""

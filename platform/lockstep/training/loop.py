@@ -56,7 +56,7 @@ def fit(
     Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
     """
     with determinism(spec.determinism, spec.threads):
-        run = prepare(spec, job, group, origin, record.warn)
+        run = prepare(spec, job, group, record, origin)
         record.started(run.facts)
         record.restored(run.history)
         clock = Clock(origin)

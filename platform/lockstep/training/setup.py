@@ -5,7 +5,7 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from lockstep.training.checkpoints import (
     Checkpoints,
     Start,
     check_identity,
+    check_same_state,
     find_start,
     restore,
 )
@@ -99,11 +100,12 @@ def prepare(
     spec: Spec,
     job: Job,
     group: Group,
+    record: CheckpointRecord,
     origin: Origin | None = None,
-    warn: Callable[[str], None] = lambda text: None,
 ) -> Run:
     """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state."""
-    start = find_start(spec, group, origin, warn)
+    start = find_start(spec, group, origin, record.warn)
+    record.loaded()
     train_data, eval_data = _data(job, spec.seed)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
@@ -139,6 +141,7 @@ def prepare(
     if start is not None:
         check_identity(start, facts["fields"])
         history = restore(start, spec, plan, state)
+        check_same_state(group, state)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
     return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
 
