@@ -66,7 +66,6 @@ class Disturbed:
         self.nodes, self.folder = nodes, folder
         self.words = words
         self.drivers = 0
-        self.lines: list[str] = []
         self.driver = self._start("train", *words, *PLACED, f"checkpoint.storage={folder}/runs")
 
     def _start(self, *words: str) -> subprocess.Popen[str]:
@@ -114,10 +113,9 @@ class Disturbed:
 
     def disturb(self, kill: Kill) -> bool:
         """Carry it out when its time has come. Whether it could be: a run may end before."""
-        before = self.attempts()[-1]["attempt"] if self.attempts() and not kill.soon else None
         until = time.monotonic() + PATIENCE_S
         while not kill.soon and (not self.attempts() or not self.trains()):
-            assert time.monotonic() < until, f"it does not train again after attempt {before}\n{self.log()}"
+            assert time.monotonic() < until, f"it does not train again\n{self.log()}"
             if self.over():
                 return False
             time.sleep(0.1)
@@ -146,7 +144,7 @@ class Disturbed:
             self.nodes.kill(random.choice(busy))
             self.nodes.add()
         else:
-            for process in random.choice(busy) and self.nodes.workers(random.choice(busy))[:1]:
+            for process in self.nodes.workers(random.choice(busy))[:1]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         return True
