@@ -149,6 +149,13 @@ class Disturbed:
                     process.kill()
         return True
 
+    def __enter__(self) -> Disturbed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.kill()
+        self.driver.wait()
+
     def finish(self) -> dict[str, Any]:
         """Until it ends: what it came to."""
         until = time.monotonic() + 2 * PATIENCE_S
@@ -226,19 +233,19 @@ def main() -> None:
                 references[kind] = alone(Path(name, f"{kind}-alone"), RUNS[kind])
             folder = Path(name, f"{number}-{kind}")
             folder.mkdir()
-            began, run, done = time.monotonic(), None, []
-            run = Disturbed(nodes, folder, RUNS[kind])
-            for kill in plan(seed, int(kills)):
-                if run.disturb(kill):
-                    done.append(kill.target)
-                    print(
-                        f"  {time.monotonic() - began:6.1f} s {kill.target}{' (soon)' if kill.soon else ''}",
-                        flush=True,
-                    )
-            found = run.finish()
+            began, done = time.monotonic(), list[str]()
+            with Disturbed(nodes, folder, RUNS[kind]) as run:
+                for kill in plan(seed, int(kills)):
+                    if run.disturb(kill):
+                        done.append(kill.target)
+                        print(
+                            f"  {time.monotonic() - began:6.1f} s {kill.target}{' (soon)' if kill.soon else ''}",
+                            flush=True,
+                        )
+                found = run.finish()
+                attempts = run.attempts()
             total += len(done)
             other = differences(found, references[kind])
-            attempts = run.attempts()
             print(
                 f"run {number} {kind}, seed {seed}: {len(done)} kills ({' '.join(done)}), {attempts[-1]['attempt']} attempts, "
                 f"{run.drivers} drivers, {sum(a['repeated'] for a in attempts)} steps repeated, "
