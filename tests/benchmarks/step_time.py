@@ -121,6 +121,8 @@ class Contest:
 
     def loaded(self) -> None: ...
 
+    def straggling(self, text: str) -> None: ...
+
     def saving(self) -> bool:
         return False
 

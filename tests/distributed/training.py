@@ -95,6 +95,8 @@ class Kept:
 
     def loaded(self) -> None: ...
 
+    def straggling(self, text: str) -> None: ...
+
     def saving(self) -> bool:
         return False
 

@@ -34,6 +34,8 @@ class Account:
     """From the last step of the attempt before to its own first one."""
     seconds: dict[str, float] = field(default_factory=dict)
     """`lost_s` by stage, in the order of `stages.STAGES`."""
+    stragglers: list[str] = field(default_factory=list)
+    """Ranks that kept the others waiting, with how much slower they were and in which steps."""
     standbys: int = 0
     """How many of its workers were processes that stood by."""
 

@@ -41,6 +41,8 @@ class NoRecord:
     def saving(self) -> bool:
         return False
 
+    def straggling(self, text: str) -> None: ...
+
     def started(self, facts: Mapping[str, Any]) -> None: ...
 
     def restored(self, history: History) -> None: ...
@@ -107,6 +109,9 @@ class DirectRecord:
 
     def evaluation(self, row: EvaluationRow) -> None:
         self.recorder.evaluation(row)
+
+    def straggling(self, text: str) -> None:
+        self.warn(text)
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.recorder.finished(

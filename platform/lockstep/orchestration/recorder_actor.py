@@ -42,6 +42,8 @@ class News(NamedTuple):
     warnings: tuple[str, ...]
     moments: Mapping[str, float]
     """When the attempt at hand came to the end of its stages in the worker of rank 0."""
+    stragglers: tuple[str, ...]
+    """Ranks of the attempt at hand that keep the others waiting, a line each."""
     alive: int
     """Grows with everything that the attempt at hand tells from its first step on; 0 before."""
 
@@ -82,6 +84,7 @@ class RecorderActor:
         self._attempt = self._alive = 0
         self._members: dict[int, Member] = {}
         self._moments = Moments()
+        self._stragglers: list[str] = []
         self._error: LockstepError | None = None
         self._details = ""
 
@@ -135,6 +138,11 @@ class RecorderActor:
         self._alive += bool(self._alive)
 
     @ray.method(concurrency_group="write")
+    def straggling(self, attempt: int, text: str) -> None:
+        if attempt == self._attempt:
+            self._stragglers.append(text)
+
+    @ray.method(concurrency_group="write")
     def checkpoint(self, row: CheckpointRow) -> None:
         self._recorder.checkpoint(row)
 
@@ -173,6 +181,7 @@ class RecorderActor:
         """Another attempt begins: what ended the one before is no longer this run's end."""
         self._attempt, self._error, self._details = attempt, None, ""
         self._members, self._alive, self._moments = {}, 0, Moments()
+        self._stragglers = []
         self._stop, self._moving, self._saves, self._summary = False, False, 0, None
 
     @ray.method(concurrency_group="write")
@@ -228,6 +237,7 @@ class RecorderActor:
             self._recorder.opened,
             tuple(self._warnings),
             dict(self._moments.at),
+            tuple(self._stragglers),
             self._alive,
         )
 
@@ -297,6 +307,9 @@ class RemoteRecord:
     def evaluation(self, row: EvaluationRow) -> None:
         self._flush()
         self._actor.evaluation.remote(row)
+
+    def straggling(self, text: str) -> None:
+        self._actor.straggling.remote(self._attempt, text)
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._flush()

@@ -224,6 +224,11 @@ class Supervisor:
         account, row = self.accounts[-1], news.step
         if attempt is None or row is None or row.attempt != account.attempt:
             return
+        if len(news.stragglers) > len(account.stragglers):
+            if not account.stragglers:  # once an attempt is enough for a person who looks on
+                self._warn(news.stragglers[0])
+            account.stragglers = list(news.stragglers)
+            self._tell_account()
         first = not account.last_step
         if first:
             attempt.moments.at |= news.moments

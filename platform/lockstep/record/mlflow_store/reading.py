@@ -94,6 +94,10 @@ class MlflowReader:
         with translated(self._uri):
             return list(self._below(run_id, None))
 
+    def text(self, run_id: str, path: str) -> str:
+        with translated(self._uri), tempfile.TemporaryDirectory() as folder:
+            return Path(self._client.download_artifacts(run_id, path, folder)).read_text(encoding="utf-8")
+
     def _below(self, run_id: str, folder: str | None) -> Iterator[str]:
         for file in self._client.list_artifacts(run_id, folder):
             if file.is_dir:
