@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
-"""How long a run may take to train again after a kill, or to end after the last."""
+"""How long a run may take to train again after a kill, and half of what it may take to end after the last."""
 
 WEIGHTS = {"worker": 8, "node": 4, "recorder": 2, "driver": 3}
 """How often each is killed, beside the others."""
@@ -62,8 +61,9 @@ def plan(seed: int, kills: int) -> list[Kill]:
 class Disturbed:
     """One run on `nodes`, in `folder`."""
 
-    def __init__(self, nodes: Nodes, folder: Path, words: list[str]) -> None:
-        self.nodes, self.folder = nodes, folder
+    def __init__(self, nodes: Nodes, folder: Path, words: list[str], seed: int) -> None:
+        self.nodes, self.folder, self.draw = nodes, folder, random.Random(seed)
+        self.killed: list[str] = []
         self.words = words
         self.drivers = 0
         self.driver = self._start("train", *words, *PLACED, f"checkpoint.storage={folder}/runs")
@@ -120,34 +120,38 @@ class Disturbed:
                 return False
             time.sleep(0.1)
         time.sleep(kill.after_s)
-        return not self.over() and self._carry_out(kill.target)
+        while not self.over():
+            killed = self._carry_out(kill.target)
+            if killed is not None:
+                self.killed.append(f"{kill.target}{' soon' if kill.soon else ''} ({killed})")
+                return True
+            assert time.monotonic() < until, f"there is no {kill.target}\n{self.log()}"
+            time.sleep(0.1)
+        return False
 
     def trains(self) -> bool:
         """Whether the newest attempt is one that nothing ended yet."""
         return self.attempts()[-1]["ended"] is None and bool(self.nodes.busy())
 
-    def _carry_out(self, target: str) -> bool:
-        busy = self.nodes.busy()
+    def _carry_out(self, target: str) -> str | None:
+        """Kill one of what there is now: which, or None where there is none."""
         if target == "driver":
             if self.run is None:
-                return False
+                return None
             self.driver.kill()
             self.driver.wait()
             self.resume()
-        elif target == "recorder":
-            for process in self.nodes.recorders():
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        elif not busy:
-            return False
-        elif target == "node":
-            self.nodes.kill(random.choice(busy))
+            return str(self.driver.pid)
+        if target == "node":
+            busy = self.nodes.busy()
+            if not busy:
+                return None
+            node = self.draw.choice(busy)
+            self.nodes.kill(node)
             self.nodes.add()
-        else:
-            for process in self.nodes.workers(random.choice(busy))[:1]:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        return True
+            return str(node.node_ip_address)
+        there = [process for node in self.nodes.nodes for process in self.nodes.workers(node)]
+        return one_of(self.nodes.recorders() if target == "recorder" else there, self.draw)
 
     def __enter__(self) -> Disturbed:
         return self
@@ -167,6 +171,18 @@ class Disturbed:
 
     def log(self) -> str:
         return (self.folder / f"driver-{self.drivers}.log").read_text()[-3000:]
+
+
+def one_of(processes: list[psutil.Process], draw: random.Random) -> str | None:
+    """Kill one of them: which, or None where there is none any more."""
+    if not processes:
+        return None
+    process = draw.choice(processes)
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return None
+    return str(process.pid)
 
 
 def alone(folder: Path, words: list[str]) -> dict[str, Any]:
@@ -228,26 +244,21 @@ def main() -> None:
         for number, entry in enumerate(given.runs.split(",")):
             kind, kills = entry.split("=")
             seed = given.seed * 1000 + number
-            random.seed(seed)
             if kind not in references:
                 references[kind] = alone(Path(name, f"{kind}-alone"), RUNS[kind])
             folder = Path(name, f"{number}-{kind}")
             folder.mkdir()
-            began, done = time.monotonic(), list[str]()
-            with Disturbed(nodes, folder, RUNS[kind]) as run:
+            began = time.monotonic()
+            with Disturbed(nodes, folder, RUNS[kind], seed) as run:
                 for kill in plan(seed, int(kills)):
                     if run.disturb(kill):
-                        done.append(kill.target)
-                        print(
-                            f"  {time.monotonic() - began:6.1f} s {kill.target}{' (soon)' if kill.soon else ''}",
-                            flush=True,
-                        )
+                        print(f"  {time.monotonic() - began:6.1f} s {run.killed[-1]}", flush=True)
                 found = run.finish()
                 attempts = run.attempts()
-            total += len(done)
+            total += len(run.killed)
             other = differences(found, references[kind])
             print(
-                f"run {number} {kind}, seed {seed}: {len(done)} kills ({' '.join(done)}), {attempts[-1]['attempt']} attempts, "
+                f"run {number} {kind}, seed {seed}: {len(run.killed)} kills, {attempts[-1]['attempt']} attempts, "
                 f"{run.drivers} drivers, {sum(a['repeated'] for a in attempts)} steps repeated, "
                 f"{time.monotonic() - began:.0f} s: {'the same' if not other else 'OTHER ' + ', '.join(other)}",
                 flush=True,

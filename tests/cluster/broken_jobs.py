@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -33,6 +34,25 @@ class SlowDigits(Digits):
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         time.sleep(self.params.pause_s)
+        return super().loss(model, batch)
+
+
+class Uneven(SlowDigits):
+    """The pause is rank 1's alone."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        if not dist.is_initialized() or dist.get_rank() != 1:
+            return Digits.loss(self, model, batch)
+        return super().loss(model, batch)
+
+
+class Greedy(Digits):
+    """Takes 100 MB more with every micro-batch, and lets none of it go."""
+
+    held: list[bytearray] = []  # noqa: RUF012 - it is meant to be the class's
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        self.held.append(bytearray(b"x") * 100_000_000)
         return super().loss(model, batch)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 from lockstep import train
 from lockstep.errors import ClusterError, JobError
 from lockstep.orchestration.result import Result
+from lockstep.orchestration.stages import STAGES
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.cluster.test_ray_train import columns
 
@@ -106,6 +108,10 @@ def test_killed_workers_are_replaced_and_the_bits_stay(tmp_path: Path) -> None:
     ]
     assert evaluations[0] == evaluations[1]
     first, second, third = accounts(result)
+    assert first["seconds"] == {}
+    for account in (second, third):
+        assert tuple(account["seconds"]) == STAGES
+        assert sum(account["seconds"].values()) == pytest.approx(account["lost_s"])
     assert (first["attempt"], second["attempt"], third["attempt"]) == (1, 2, 3)
     assert third["why"] == "finished"
     for account in (second, third):
@@ -141,6 +147,21 @@ def test_an_error_of_the_job_is_not_tried_again(tmp_path: Path) -> None:
     assert "a label is out of range" in account["why"]
     assert os.path.basename(__file__) not in (run / "error.txt").read_text()  # noqa: PTH119
     assert "broken_jobs.py" in (run / "error.txt").read_text()
+
+
+def test_a_rank_that_keeps_the_other_waiting_is_named(tmp_path: Path) -> None:
+    """In the account and as a warning, by rank, host and steps; what the run computes is that of a run without it."""
+    changes = {"length": {"steps": 60}, "workers": {"min": 2, "max": 2}}
+    job = {"use": "tests.cluster.broken_jobs:Uneven", "params": {"width": 4, "pause_s": 0.03}}
+    result = train(spec(tmp_path, job=job, **changes))
+    (account,) = accounts(result)
+    (straggler,) = account["stragglers"]
+    assert straggler.startswith(f"rank 1 of 2 on {socket.gethostname()} takes ")
+    assert straggler.endswith("for a micro-batch, in steps 1 to 50")
+    assert result.warnings == [straggler]
+    even = train(spec(tmp_path / "even", **changes), local=True)
+    assert result.weights_digest == even.weights_digest
+    assert columns(result) == columns(even)
 
 
 def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:

@@ -25,11 +25,15 @@ def test_each_stage_has_its_own_seconds() -> None:
     ]  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(STAGES[:2]), times), st.dictionaries(st.sampled_from(STAGES[2:]), times))
+@given(
+    st.dictionaries(st.sampled_from(STAGES[:2]), times), st.dictionaries(st.sampled_from(STAGES[2:]), times)
+)
 def test_stages_add_up_to_the_whole_whatever_is_known(
     before: dict[str, float], now: dict[str, float]
 ) -> None:
     """Clocks of other nodes may be off: no stage is negative, and the sum is the time to the latest end."""
     found = breakdown(10.0, before, now)
     assert all(seconds >= 0 for seconds in found.values())
-    assert math.isclose(sum(found.values()), max([10.0, *before.values(), *now.values()]) - 10.0, abs_tol=1e-9)
+    assert math.isclose(
+        sum(found.values()), max([10.0, *before.values(), *now.values()]) - 10.0, abs_tol=1e-9
+    )
