@@ -44,6 +44,10 @@ RunName = Annotated[
         "--run", help="a name: the same command begins the run of this name, and later goes on with it"
     ),
 ]
+ChaosRates = Annotated[
+    str | None,
+    typer.Option("--chaos", help='kill parts of the run on purpose: "worker:0.02,node:0.005" a step'),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
 ]
@@ -73,6 +77,7 @@ def train(
     address: Address = None,
     run_name: RunName = None,
     uri: Uri = None,
+    chaos: ChaosRates = None,
     dry_run: DryRun = False,
     verbose: Verbose = False,
 ) -> None:
@@ -100,6 +105,7 @@ def train(
                 progress=progress,
                 verbose=verbose,
                 began_at=began_at,
+                chaos=chaos,
             )
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
@@ -120,6 +126,7 @@ def resume(
     local: Local = False,
     address: Address = None,
     uri: Uri = None,
+    chaos: ChaosRates = None,
     verbose: Verbose = False,
 ) -> None:
     """Continue a run from its newest good checkpoint, with the same bits."""
@@ -140,6 +147,7 @@ def resume(
                 progress=progress,
                 verbose=verbose,
                 began_at=began_at,
+                chaos=chaos,
             )
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)

@@ -56,9 +56,11 @@ def train_on_ray(
     began_at: float,
     warnings: list[str],
     on_run_id: Callable[[str], None] | None = None,
+    chaos: str | None = None,
 ) -> Result:
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
     with connected(address, verbose=verbose) as own_cluster:
+        from lockstep.orchestration.chaos import Chaos, parse
         from lockstep.orchestration.supervisor import Supervisor
 
         stop.listen()  # Ray takes SIGTERM for itself when it connects
@@ -71,9 +73,12 @@ def train_on_ray(
             if on_run_id is not None:
                 on_run_id(run_id)
 
-        return Supervisor(
+        supervisor = Supervisor(
             spec, progress, stop, origin, environment, began_at, [*warnings, *found], tell
-        ).run()
+        )
+        if chaos is not None:
+            supervisor.chaos = Chaos(parse(chaos), spec.seed, progress.say)
+        return supervisor.run()
 
 
 @contextmanager

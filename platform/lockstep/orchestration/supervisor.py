@@ -15,6 +15,7 @@ import ray
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
 from lockstep.orchestration.attempts import Account, claim, steps_of
+from lockstep.orchestration.chaos import Chaos
 from lockstep.orchestration.policy import Budget, outcome_of
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.ray_trainer import Attempt
@@ -24,7 +25,7 @@ from lockstep.orchestration.signals import StopSignal
 from lockstep.orchestration.stages import breakdown
 from lockstep.orchestration.standby import AFTER_S, Standbys
 from lockstep.orchestration.surroundings import Placement, Surroundings, find_place
-from lockstep.orchestration.watchdog import Patience, end
+from lockstep.orchestration.watchdog import Member, Patience, end
 from lockstep.spec import Spec
 
 POLL_S = 0.3
@@ -61,6 +62,7 @@ class Supervisor:
         self._before: Mapping[str, float] = {}
         """When the attempt before came to the end of its stages."""
         self._standbys = Standbys(self._warn)
+        self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
         self._run_id = origin.run_id
         self._named = False
@@ -181,7 +183,7 @@ class Supervisor:
 
     def _tend(self, attempt: Attempt, surroundings: Surroundings) -> None:
         """While it trains: keep standbys for it, and have it save or move as the cluster around it changes."""
-        members = ray.get(self.recorder.members.remote())
+        members = self._members()
         if time.time() - attempt.moments.at["first_step"] > AFTER_S:
             self._standbys.fill(attempt.origin.attempt, members)
         advice = surroundings.advice(members)
@@ -204,7 +206,7 @@ class Supervisor:
     def _end_hung(self, attempt: Attempt, bound_s: float) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
         self.progress.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
-        stacks = end(ray.get(self.recorder.members.remote()))
+        stacks = end(self._members())
         name = f"stacks-attempt-{self.origin.attempt}.txt"
         text = "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(stacks.items()))
         self.recorder.document.remote(name, text)
@@ -237,20 +239,25 @@ class Supervisor:
         account.last_step, self._last_step_at = row.step, row.wall_clock
         if first:
             self._tell_account()
+        if self.chaos is not None:
+            self.chaos.look(account.attempt, row.step, self._members, self.recorder)
 
     def _goes_on(self, before: Account, account: Account, attempt: Attempt) -> None:
         """The first step of an attempt after another: what the loss of that one cost."""
         account.repeated = max(0, before.last_step - account.from_step)
         account.seconds = breakdown(self._last_step_at, self._before, attempt.moments.at)
         account.lost_s = sum(account.seconds.values())
-        members = ray.get(self.recorder.members.remote())
-        account.standbys = self._standbys.took(members, attempt.moments.at["decision"])
+        account.standbys = self._standbys.took(self._members(), attempt.moments.at["decision"])
         longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
         spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
         self.progress.say(
             f"attempt {account.attempt} goes on with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
             f"{account.repeated} steps are taken again"
         )
+
+    def _members(self) -> list[Member]:
+        members: list[Member] = ray.get(self.recorder.members.remote())
+        return members
 
     def _warn(self, text: str) -> None:
         self.progress.say(f"warning: {text}")
