@@ -37,6 +37,9 @@ RUNS = {
     "stdlib_gpt": ["jobs/stdlib_gpt/train.yaml", "job.params={depth: 2, heads: 2, head_width: 16, context: 64, corpus_bytes: 200000}", "evaluate.every.steps=40", "checkpoint.every.steps=10"],
     "forgetful": ["jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:Forgetful", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=7"],
 }  # fmt: skip
+CONTROL = "forgetful"
+"""Loses something with each worker: what does not show here would show nowhere."""
+
 PLACED = ["workers.min=1", "workers.max=3", "faults.max_worker_failures=100", "faults.longest_silence_s=60"]
 
 
@@ -48,10 +51,13 @@ class Kill(NamedTuple):
     after_s: float
 
 
-def plan(seed: int, kills: int) -> list[Kill]:
-    """The kills of one run."""
+def plan(seed: int, kills: str) -> list[Kill]:
+    """The kills of one run: so many, of any kind, or those of `worker+node`."""
     draw = random.Random(seed)
-    targets = draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=kills)
+    if kills.isdigit():
+        targets = draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=int(kills))
+    else:
+        return [Kill(target, False, draw.uniform(0.0, 2.0)) for target in kills.split("+")]
     return [
         Kill(target, n > 0 and draw.random() < 0.25, draw.uniform(0.0, 4.0))
         for n, target in enumerate(targets)
@@ -64,6 +70,7 @@ class Disturbed:
     def __init__(self, nodes: Nodes, folder: Path, words: list[str], seed: int) -> None:
         self.nodes, self.folder, self.draw = nodes, folder, random.Random(seed)
         self.killed: list[str] = []
+        self.seconds = 0.0
         self.words = words
         self.drivers = 0
         self.driver = self._start("train", *words, *PLACED, f"checkpoint.storage={folder}/runs")
@@ -169,6 +176,15 @@ class Disturbed:
         assert self.run is not None
         return outcome(self.run, self.uri)
 
+    def told(self, other: list[str]) -> str:
+        """The run in a line."""
+        attempts = self.attempts()
+        return (
+            f"{len(self.killed)} kills, {attempts[-1]['attempt']} attempts, {self.drivers} drivers, "
+            f"{sum(attempt['repeated'] for attempt in attempts)} steps repeated, {self.seconds:.0f} s: "
+            f"{'OTHER ' + ', '.join(other) if other else 'the same'}"
+        )
+
     def log(self) -> str:
         return (self.folder / f"driver-{self.drivers}.log").read_text()[-3000:]
 
@@ -236,37 +252,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", default="digits=9,digits=8,digits=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8")
+    parser.add_argument(
+        "--runs",
+        default="digits=9,digits=8,digits=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=worker",
+        help="jobs, each with how many kills, or with which: digits=worker+node",
+    )
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    total, failed, references = 0, [], dict[str, dict[str, Any]]()
+    kills, wrong = 0, []
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name, started(3) as nodes:
+        references: dict[str, dict[str, Any]] = {}
         for number, entry in enumerate(given.runs.split(",")):
-            kind, kills = entry.split("=")
-            seed = given.seed * 1000 + number
-            if kind not in references:
-                references[kind] = alone(Path(name, f"{kind}-alone"), RUNS[kind])
-            folder = Path(name, f"{number}-{kind}")
-            folder.mkdir()
-            began = time.monotonic()
-            with Disturbed(nodes, folder, RUNS[kind], seed) as run:
-                for kill in plan(seed, int(kills)):
-                    if run.disturb(kill):
-                        print(f"  {time.monotonic() - began:6.1f} s {run.killed[-1]}", flush=True)
-                found = run.finish()
-                attempts = run.attempts()
-            total += len(run.killed)
-            other = differences(found, references[kind])
-            print(
-                f"run {number} {kind}, seed {seed}: {len(run.killed)} kills, {attempts[-1]['attempt']} attempts, "
-                f"{run.drivers} drivers, {sum(a['repeated'] for a in attempts)} steps repeated, "
-                f"{time.monotonic() - began:.0f} s: {'the same' if not other else 'OTHER ' + ', '.join(other)}",
-                flush=True,
-            )
-            if other:
-                failed.append(number)
-    print(f"{total} kills; runs that differ: {failed or 'none'}")
-    raise SystemExit(bool(failed))
+            job, wanted = entry.split("=")
+            if job not in references:
+                references[job] = alone(Path(name, f"{job}-alone"), RUNS[job])
+            run = disturbed(nodes, Path(name, f"{number}-{job}"), job, wanted, given.seed * 1000 + number)
+            kills += len(run.killed)
+            other = differences(run.finish(), references[job])
+            told = run.told(other)
+            if bool(other) != (job == CONTROL):
+                wrong.append(number)
+            print(f"run {number} {job}: {told}", flush=True)
+    print(f"{kills} kills; runs that did not end as they must: {wrong or 'none'}")
+    raise SystemExit(bool(wrong))
+
+
+def disturbed(nodes: Nodes, folder: Path, job: str, wanted: str, seed: int) -> Disturbed:
+    """A run that was killed as `wanted` and has ended."""
+    folder.mkdir()
+    began = time.monotonic()
+    with Disturbed(nodes, folder, RUNS[job], seed) as run:
+        for kill in plan(seed, wanted):
+            if run.disturb(kill):
+                print(f"  {time.monotonic() - began:6.1f} s {run.killed[-1]}", flush=True)
+        run.finish()
+    run.seconds = time.monotonic() - began
+    return run
 
 
 if __name__ == "__main__":

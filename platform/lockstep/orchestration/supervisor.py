@@ -184,7 +184,7 @@ class Supervisor:
     def _tend(self, attempt: Attempt, surroundings: Surroundings) -> None:
         """While it trains: keep standbys for it, and have it save or move as the cluster around it changes."""
         members = self._members()
-        if time.time() - attempt.moments.at["first_step"] > AFTER_S:
+        if self.spec.faults.standby_workers and time.time() - attempt.moments.at["first_step"] > AFTER_S:
             self._standbys.fill(attempt.origin.attempt, members)
         advice = surroundings.advice(members)
         if advice.save is not None:
