@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import ray
 
@@ -30,6 +31,16 @@ from lockstep.spec import Spec
 
 POLL_S = 0.3
 """How often the driver looks at a run."""
+
+
+class Closed(NamedTuple):
+    """A run that has ended and is recorded, or what could not be recorded of it."""
+
+    summary: Mapping[str, Any]
+    failure: RecordError | None
+    run_id: str = ""
+    url: str = ""
+    folder: str = ""
 
 
 class Supervisor:
@@ -72,56 +83,56 @@ class Supervisor:
         place = find_place(self.spec)
         self.recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
         try:
-            ending = self._attempts(place)
-        except KeyboardInterrupt:
-            ray.get(self.recorder.ended.remote("ended at once by a second signal", "", "KILLED"))
-            self._close()
+            closed = self._attempts(place)
+        except (KeyboardInterrupt, LockstepError) as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._end("ended at once by a second signal", "", "KILLED")
+            with suppress(
+                ray.exceptions.RayActorError
+            ):  # what ended the run is told; its record comes second
+                ray.get(self.recorder.close.remote())
             raise
-        except LockstepError:
-            self._close()  # what ended the run is told; that it could not be recorded comes second
-            raise
-        failure = self._close()
-        self._look(ray.get(self.recorder.news.remote()))
-        if failure is not None:
-            raise failure
-        run_id, url, folder = ray.get(self.recorder.names.remote())
-        assert ending.summary is not None
+        if closed.failure is not None:
+            raise closed.failure
         return result_of(
-            ending.summary,
-            run_id=run_id,
-            url=url,
+            closed.summary,
+            run_id=closed.run_id,
+            url=closed.url,
             tracking_uri=self.spec.record.uri or "",
-            folder=folder,
+            folder=closed.folder,
             began_at=self.began_at,
             warnings=self.warnings,
             attempts=self.origin.attempt,
             signal_number=self.stop.number,
         )
 
-    def _attempts(self, place: Placement) -> Ending:
-        """One attempt after another, until one comes to an end or no other is worth it."""
+    def _attempts(self, place: Placement) -> Closed:
+        """One attempt after another, until one comes to an end that is recorded, or no other is worth it."""
         budget = Budget(self.spec.faults)
         while True:
             ending = self._attempt(place)
             account = self.accounts[-1]
+            error = ending.error
             if ending.summary is not None:
                 stopped = ending.summary["stopped"]
                 account.why = self._moving or "stopped" if stopped else "finished"
                 self._tell_account()
-                if not (stopped and self._moving):
-                    return ending
-                if self.stop.asked:
-                    ray.get(self.recorder.settle.remote())
-                    return ending
-                self.progress.say(f"attempt {account.attempt} ended after a checkpoint: {self._moving}")
-            else:
-                error = ending.error or ClusterError("the workers ended without a result")
+                if stopped and self._moving and not self.stop.asked:
+                    self.progress.say(f"attempt {account.attempt} ended after a checkpoint: {self._moving}")
+                else:
+                    try:
+                        return self._close(ending.summary)
+                    except (
+                        ray.exceptions.RayActorError
+                    ) as lost:  # another attempt, which has no step left to take
+                        error = self._replace_recorder(lost)
+            if error is not None:
                 account.why = str(error)
                 self._tell_account()
                 decision = budget.decide(outcome_of(error), self._saved_step())
                 if not decision.again or self.stop.asked:
                     more = "" if len(self.accounts) == 1 else f" (attempt {account.attempt}; {decision.why})"
-                    ray.get(self.recorder.ended.remote(f"{error}{more}", ending.details, "FAILED"))
+                    self._end(f"{error}{more}", ending.details, "FAILED")
                     raise error if not more else type(error)(f"{error}{more}")
                 self.progress.say(f"attempt {account.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
@@ -129,33 +140,36 @@ class Supervisor:
             self.origin = self._next()
 
     def _attempt(self, place: Placement) -> Ending:
-        """One attempt, from its start to what it came to. A recorder that was lost is replaced after it."""
-        begun = self.recorder.begin.remote(self.origin.attempt)
-        if self.accounts:  # else the recorder itself still starts: the workers need not wait for it
-            ray.get(begun)
+        """One attempt, from its start to what it came to: a summary or an error."""
+        account = Account(self.origin.attempt, place.workers, time.time())
         attempt = Attempt(self.spec, self.origin, self.recorder, place, self.environment)
-        first = not self.accounts and self.origin.run_id is None
-        account = Account(self.origin.attempt, place.workers, time.time(), 0 if first else self._saved_step())
+        again = bool(self.accounts)
         self.accounts.append(account)
         try:
+            begun = self.recorder.begin.remote(self.origin.attempt)
+            if again:  # else the recorder itself still starts: the workers need not wait for it
+                ray.get(begun)
+            account.from_step = self._saved_step() if again or self.origin.run_id else 0
             self._watch(attempt, place)
             ending: Ending = ray.get(self.recorder.ending.remote())
             self._look(ray.get(self.recorder.news.remote()), attempt)
             self._name()
-        except ray.exceptions.RayActorError as error:
-            ending = self._without_recorder(attempt, error)
+        except ray.exceptions.RayActorError as lost:
+            attempt.end()
+            ending = Ending(None, self._replace_recorder(lost), "")
         self._before = attempt.moments.at
         account.ended = time.time()
-        return ending if ending.summary or ending.error else ending._replace(error=attempt.error)
+        if ending.summary is None and ending.error is None:
+            return ending._replace(error=attempt.error or ClusterError("the workers ended without a result"))
+        return ending
 
-    def _without_recorder(self, attempt: Attempt, error: Exception) -> Ending:
-        """The recorder's process was lost: the attempt ends with it, and another recorder goes on with the run's journal."""
-        attempt.end()
+    def _replace_recorder(self, error: Exception) -> ClusterError:
+        """The recorder's process was lost: another one goes on with the run's journal. How that is told."""
         lost = ClusterError(f"the recorder was lost: {str(error).strip().splitlines()[0]}")
         if self._run_id is None:
             raise lost from error
         self.recorder, self._warned = start_recorder(self.spec, self.environment, self._run_id), 0
-        return Ending(None, lost, "")
+        return lost
 
     def _watch(self, attempt: Attempt, place: Placement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
@@ -198,10 +212,10 @@ class Supervisor:
         """Tell once which run this is, as soon as it exists: what is lost later can be resumed."""
         if self._named:
             return
-        self._run_id = ray.get(self.recorder.known_run_id.remote())
-        if self._run_id is not None:
-            self._named = True
-            self._on_run_id(self._run_id)
+        run_id: str | None = ray.get(self.recorder.known_run_id.remote())
+        if run_id is not None:
+            self._named, self._run_id = True, run_id
+            self._on_run_id(run_id)
 
     def _end_hung(self, attempt: Attempt, bound_s: float) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
@@ -293,7 +307,17 @@ class Supervisor:
             return Origin(None, self.origin.attempt + 1)
         return claim(self.spec, run_id, None, at_least=self.origin.attempt + 1)
 
-    def _close(self) -> RecordError | None:
-        """Let the recorder write what is left; what it could not write."""
+    def _close(self, summary: Mapping[str, Any]) -> Closed:
+        """The run has ended by itself or by a signal: let the recorder write what is left."""
+        if self._moving and self.stop.asked:
+            ray.get(self.recorder.settle.remote())
         failure: RecordError | None = ray.get(self.recorder.close.remote())
-        return failure
+        self._look(ray.get(self.recorder.news.remote()))
+        if failure is not None:
+            return Closed(summary, failure)
+        return Closed(summary, None, *ray.get(self.recorder.names.remote()))
+
+    def _end(self, message: str, details: str, status: str) -> None:
+        """Have the recorder write that the run ended early; what could not be recorded of that comes second."""
+        with suppress(ray.exceptions.RayActorError):
+            ray.get(self.recorder.ended.remote(message, details, status))
