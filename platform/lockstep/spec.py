@@ -294,7 +294,7 @@ class Faults(_Section):
     max_job_errors: NonNegativeInt = 0
     wait_for_workers_s: NonNegativeFloat = 600.0
     longest_silence_s: PositiveFloat = 300.0
-    standby_workers: bool = True
+    standby_after_s: NonNegativeFloat | None = 15.0
 
 
 def _named(default: str) -> BeforeValidator:

@@ -24,7 +24,7 @@ from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 
 ROOT = Path(__file__).parents[2]
 EVERY, PAUSE_S = 10, 0.2
-CALM_S = 25.0
+CALM_S = 40.0
 """How long a run trains undisturbed before it loses something."""
 
 GAP_S = 2.5

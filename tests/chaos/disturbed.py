@@ -40,7 +40,13 @@ RUNS = {
 CONTROL = "forgetful"
 """Loses something with each worker: what does not show here would show nowhere."""
 
-PLACED = ["workers.min=1", "workers.max=3", "faults.max_worker_failures=100", "faults.longest_silence_s=60"]
+PLACED = [
+    "workers.min=1",
+    "workers.max=3",
+    "faults.max_worker_failures=100",
+    "faults.longest_silence_s=60",
+    "faults.standby_after_s=1",
+]
 
 
 class Kill(NamedTuple):

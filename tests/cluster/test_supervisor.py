@@ -189,11 +189,10 @@ def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
     assert "training/loop.py" in stacks
 
 
-@pytest.mark.exact  # minutes
-def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
-    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
+def in_a_process(module: str, folder: Path) -> dict[str, Any]:
+    """What a scenario on several nodes came to."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.elastic", str(tmp_path)],
+        [sys.executable, "-m", module, str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
         capture_output=True,
@@ -202,7 +201,30 @@ def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads((tmp_path / "told.json").read_text())
+    told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    return told
+
+
+@pytest.mark.exact  # minutes
+def test_a_notice_with_nowhere_to_go_is_met_with_two_checkpoints(tmp_path: Path) -> None:
+    """The attempt goes on until the node is gone, and loses no more than what it did after the second save."""
+    told = in_a_process("tests.cluster.notice", tmp_path)
+    assert len(told["saves"]) == 2
+    first, second = json.loads(Path(told["folder"], "attempts.json").read_text())
+    assert first["last_step"] > second["from_step"] > 0
+    assert second["repeated"] == first["last_step"] - second["from_step"]
+    assert second["repeated"] < 15  # of some fifty since the first save; no other was due
+    whole = train(
+        spec(tmp_path / "whole", length={"steps": 110}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
+        local=True,
+    )  # fmt: skip
+    assert told["weights_digest"] == whole.weights_digest
+
+
+@pytest.mark.exact  # minutes
+def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
+    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
+    told = in_a_process("tests.cluster.elastic", tmp_path)
     whole = train(
         spec(tmp_path / "whole", length={"steps": 36}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
         local=True,

@@ -21,9 +21,6 @@ from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
 from lockstep.orchestration.watchdog import Member
 
-AFTER_S = 5.0
-"""How long an attempt trains before its standbys are started: a short run needs none."""
-
 KEEP_S = 30 * 24 * 3600
 """How long Ray keeps an idle process."""
 

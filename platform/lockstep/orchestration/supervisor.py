@@ -24,7 +24,7 @@ from lockstep.orchestration.recorder_actor import Ending, News, start_recorder
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
 from lockstep.orchestration.stages import breakdown
-from lockstep.orchestration.standby import AFTER_S, Standbys
+from lockstep.orchestration.standby import Standbys
 from lockstep.orchestration.surroundings import Placement, Surroundings, find_place
 from lockstep.orchestration.watchdog import Member, Patience, end
 from lockstep.spec import Spec
@@ -198,7 +198,8 @@ class Supervisor:
     def _tend(self, attempt: Attempt, surroundings: Surroundings) -> None:
         """While it trains: keep standbys for it, and have it save or move as the cluster around it changes."""
         members = self._members()
-        if self.spec.faults.standby_workers and time.time() - attempt.moments.at["first_step"] > AFTER_S:
+        after_s = self.spec.faults.standby_after_s
+        if after_s is not None and time.time() - attempt.moments.at["first_step"] > after_s:
             self._standbys.fill(attempt.origin.attempt, members)
         advice = surroundings.advice(members)
         if advice.save is not None:
