@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import pwd
-import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +17,7 @@ from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec, load_spec
+from tests.unit.record.postgresql import postgresql as running_postgresql
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.server import Server
 
@@ -96,9 +90,7 @@ def test_a_server(tmp_path: Path, spec: Specs) -> None:
             reader(server.uri, Path()).runs("digit", 1)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("flask_wtf") is None, reason="the app with passwords needs Flask-WTF"
-)
+@pytest.mark.exact  # such a server hashes the password for each request, which takes 0.2 s
 def test_a_server_with_a_password(tmp_path: Path, spec: Specs, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "auth.ini"
     config.write_text(
@@ -122,50 +114,8 @@ def test_a_server_with_a_password(tmp_path: Path, spec: Specs, monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[str]:
-    """URI of a fresh PostgreSQL on loopback, run by an unprivileged user; it refuses root."""
-    if importlib.util.find_spec("psycopg") is None or shutil.which("initdb") is None:
-        pytest.skip("needs PostgreSQL's server and psycopg")
-    user = "postgres" if os.getuid() == 0 else pwd.getpwuid(os.getuid()).pw_name
-    if user not in {entry.pw_name for entry in pwd.getpwall()}:
-        pytest.skip("PostgreSQL refuses root, and there is no user for it")
-    as_user = (
-        ["setpriv", f"--reuid={user}", f"--regid={pwd.getpwnam(user).pw_gid}", "--clear-groups"]
-        if os.getuid() == 0
-        else []
-    )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
-        if os.getuid() == 0:
-            shutil.chown(folder, user)
-        data = f"{folder}/data"
-        initdb = Path(shutil.which("initdb") or "").resolve()
-        subprocess.run(
-            [*as_user, str(initdb), "-D", data, "-U", "lockstep", "-A", "trust"],
-            check=True,
-            capture_output=True,
-            cwd=folder,
-        )
-        process = subprocess.Popen(
-            [*as_user, str(initdb.with_name("postgres")), "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
-        )  # fmt: skip
-        try:
-            import psycopg
-
-            for _ in range(300):
-                try:
-                    psycopg.connect(
-                        f"host=127.0.0.1 port={port} user=lockstep dbname=postgres", connect_timeout=1
-                    ).close()
-                    break
-                except psycopg.OperationalError:
-                    assert process.poll() is None
-            yield f"postgresql+psycopg://lockstep@127.0.0.1:{port}/postgres"
-        finally:
-            process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow, which keeps its connections
-            process.wait()
+    with running_postgresql() as uri:
+        yield uri
 
 
 def test_postgresql_and_a_server_before_it(postgresql: str, tmp_path: Path, spec: Specs) -> None:
