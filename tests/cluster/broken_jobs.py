@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -32,6 +33,15 @@ class SlowDigits(Digits):
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         time.sleep(self.params.pause_s)
+        return super().loss(model, batch)
+
+
+class Talking(Digits):
+    """Prints in every micro-batch, and at length at the end."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        print(f"a batch of {len(batch[1])}")
+        print(f"to standard error é {len(batch[1])}", file=sys.stderr)
         return super().loss(model, batch)
 
 

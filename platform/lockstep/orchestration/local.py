@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import RecordError
 from lockstep.job import load_job
+from lockstep.orchestration.attempts import pin_aliased
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
@@ -174,7 +175,7 @@ def _train_as(
         fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop), origin)
         return None
     record = DirectRecord(
-        Recorder(spec, run_id=origin.run_id),
+        Recorder(spec, run_id=origin.run_id, on_aliases=partial(pin_aliased, spec)),
         stop,
         forks=spec.data.loader_processes > 0,
         warn=progress.say,

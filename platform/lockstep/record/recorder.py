@@ -32,7 +32,8 @@ class Recorder:
     """Records one run: a new one, or where `run_id` is given the one that goes on.
 
     Call `start`, then any of the others, and `close` at the end in every case. A store that does not answer is tried
-    again until `close`; `failure` tells of it once it has lasted `patience_s`.
+    again until `close`; `failure` tells of it once it has lasted `patience_s`. `on_aliases` is told, in the thread and
+    after each checkpoint, the run's id and the steps whose checkpoints have an alias in the store's registry.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Recorder:
         run_id: str | None = None,
         *,
         patience_s: float = 60.0,
+        on_aliases: Callable[[str, frozenset[int]], None] = lambda run_id, steps: None,
     ) -> None:
         make_store = store_factory or partial(store_for, started_at=time.time())
-        self._writer = Writer(spec, make_store, run_id, patience_s)
+        self._writer = Writer(spec, make_store, run_id, patience_s, on_aliases)
         self._step: StepRow | None = None
         self._evaluation: EvaluationRow | None = None
 
@@ -126,6 +128,10 @@ class Recorder:
     def document(self, name: str, text: str) -> None:
         """Keep a text under the name of a file."""
         self._writer.tell(partial(self._writer.document, name, text))
+
+    def output(self, name: str, text: str) -> None:
+        """What a worker has printed since the last call of this `name`: it is kept in `logs/<name>.txt`, the newest part of it."""
+        self._writer.tell(partial(self._writer.output, name, text))
 
     def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
         """What is known of each attempt of the run; told again whenever one ends."""

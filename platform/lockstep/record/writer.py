@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RecordError
+from lockstep.errors import LockstepError, RecordError
 from lockstep.record.account import Account
 from lockstep.record.comparison import evaluation_difference, step_difference
 from lockstep.record.delivery import Delivery
@@ -38,7 +38,12 @@ class Writer:
     """One run's record in the making. `started` to `replay` run in the thread, told by `Recorder` through `tell`."""
 
     def __init__(
-        self, spec: Spec, make_store: Callable[[Spec], RunStore], run_id: str | None, patience_s: float
+        self,
+        spec: Spec,
+        make_store: Callable[[Spec], RunStore],
+        run_id: str | None,
+        patience_s: float,
+        on_aliases: Callable[[str, frozenset[int]], None],
     ) -> None:
         self.spec = spec
         self.opened = threading.Event()
@@ -48,6 +53,7 @@ class Writer:
         self._resumed = run_id
         self._make_store = make_store
         self._patience_s = patience_s
+        self._on_aliases = on_aliases
         self._store: RunStore
         self._journal: Journal
         self._account: Account
@@ -238,6 +244,7 @@ class Writer:
         if not self._ended:
             failure = self._outbox.failure()
             self.failed(f"the run ended without a result{f' ({failure})' if failure else ''}", "", "FAILED")
+        self._account.keep_output()
 
     # --- what happened ------------------------------------------------------------------------------------
 
@@ -289,6 +296,18 @@ class Writer:
     def checkpoint(self, row: CheckpointRow) -> None:
         self._journal.add_event("checkpoint", row._asdict())
         self._account.checkpoint(row)
+        self._outbox.send(self._tell_aliases)
+
+    def _tell_aliases(self) -> None:
+        try:
+            self._on_aliases(self._folder.name, self._store.aliased_steps())
+        except UnavailableError:
+            raise
+        except LockstepError as error:  # a store without a registry, say: what is pinned stays so
+            self._account.log(f"aliases of checkpoints: {error}")
+
+    def output(self, name: str, text: str) -> None:
+        self._account.output(name, text)
 
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         self._journal.add_event(

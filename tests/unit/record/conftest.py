@@ -24,6 +24,7 @@ MLFLOW = {
     "test_stores.py",
     "test_final_model.py",
     "test_uploads.py",
+    "test_kept_checkpoints.py",
 }
 
 

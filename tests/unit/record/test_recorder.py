@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from lockstep.errors import RecordError, StorageError
+from lockstep.record.files import append_bounded
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.ledger import StepRow, read_evaluations, read_parquet
 from lockstep.record.points import Point
@@ -49,6 +50,23 @@ class Shaky(FolderStore):
         if self.refuses:
             raise RecordError(self.refuses)
         self.points.extend(points)
+
+
+def test_of_what_a_worker_prints_the_newest_part_is_kept(tmp_path: Path) -> None:
+    """Bounded, in whole lines, and it says what was dropped; the control is what fits."""
+    path = tmp_path / "logs" / "rank.txt"
+    lines = [f"line {i} é" for i in range(100)]
+    for line in lines:
+        append_bounded(path, f"{line}\n", most=300)
+    kept = path.read_text().splitlines()
+    assert path.stat().st_size <= 600 + 100
+    assert kept[0].startswith("… what was here before was dropped")
+    assert 5 < len(kept) < 100
+    assert kept[1:] == lines[-len(kept) + 1 :]
+    whole = tmp_path / "whole.txt"
+    for line in lines[:10]:
+        append_bounded(whole, f"{line}\n", most=300)
+    assert whole.read_text().splitlines() == lines[:10]
 
 
 @pytest.fixture
