@@ -19,6 +19,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec, load_spec
 from tests.unit.record.postgresql import postgresql as running_postgresql
 from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.s3 import s3
 from tests.unit.record.server import Server
 
 Specs = Callable[..., Spec]
@@ -118,10 +119,19 @@ def postgresql() -> Iterator[str]:
         yield uri
 
 
-def test_postgresql_and_a_server_before_it(postgresql: str, tmp_path: Path, spec: Specs) -> None:
+def test_postgresql_and_a_server_before_it_with_files_in_s3(
+    postgresql: str, tmp_path: Path, spec: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files go from here to S3: the server only says where."""
     run_once(spec(postgresql))
-    with Server(tmp_path, backend=postgresql) as server:
-        run_once(spec(server.uri, record={"uri": server.uri, "experiment": "through the server"}))
+    with s3() as (bucket, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with Server(tmp_path, backend=postgresql, artifacts=bucket, direct=True) as server:
+            run_id = run_once(
+                spec(server.uri, record={"uri": server.uri, "experiment": "through the server"})
+            )
+            assert client(server.uri).get_run(run_id).info.artifact_uri.startswith(bucket)
 
 
 # --- odd values -------------------------------------------------------------------------------------------
