@@ -25,6 +25,7 @@ MLFLOW = {
     "test_final_model.py",
     "test_uploads.py",
     "test_kept_checkpoints.py",
+    "test_ui.py",
 }
 
 

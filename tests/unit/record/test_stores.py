@@ -96,7 +96,7 @@ def test_a_server_with_a_password(tmp_path: Path, spec: Specs, monkeypatch: pyte
     config = tmp_path / "auth.ini"
     config.write_text(
         "[mlflow]\ndefault_permission = READ\nauthorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
-        f"database_uri = sqlite:///{tmp_path}/auth.db\nadmin_username = admin\nadmin_password = a-long-password\n"
+        f"database_uri = sqlite:///{tmp_path}/auth.db\nadmin_username = admin\nadmin_password = a-long-password\nauth_cache_ttl_seconds = 60\n"
     )
     environment = {"MLFLOW_AUTH_CONFIG_PATH": str(config), "MLFLOW_FLASK_SERVER_SECRET_KEY": "s"}
     with Server(tmp_path, app="basic-auth", environment=environment) as server:
