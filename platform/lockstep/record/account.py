@@ -145,7 +145,7 @@ class Account:
         self._final_model(status, files, summary)
         verdict = [
             f"**{status}**{killer} at step {summary.get('step', '?')}",
-            *map(documents.reading, metrics.items()),
+            *map(documents.reading, sorted(metrics.items(), key=lambda one: not one[0].startswith("eval/"))),
         ]
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
 
