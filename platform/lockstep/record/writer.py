@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,10 @@ class Writer:
     def start(self) -> None:
         self._thread.start()
 
-    def tell(self, happened: Callable[[], None]) -> None:
-        """Have `happened` called in the thread, after everything told before. Returns at once."""
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Have the method of this name called in the thread, after everything told before. Returns at once."""
         if self.run_id is not None or not self.opened.is_set():  # where opening failed nobody reads the inbox
-            self._inbox.put(happened)
+            self._inbox.put(partial(getattr(self, name), *arguments))
 
     def failure(self) -> RecordError | None:
         """What could not be recorded so far."""
@@ -91,7 +92,7 @@ class Writer:
         if self._thread.ident is None:
             return  # never started: nothing was given that could be lost
         self._closing_s = timeout_s
-        self.tell(self._close)
+        self.tell("close_account")
         self._wake.set()
         seen, until = -1, 0.0
         while self._thread.is_alive():
@@ -239,7 +240,8 @@ class Writer:
         """Whether this process itself takes its time: it draws, or traces the job's model."""
         return self._busy or (self.run_id is not None and self._account.working)
 
-    def _close(self) -> None:
+    def close_account(self) -> None:
+        """Nothing more will be told."""
         self._closing, self._closing_at = True, time.monotonic()
         if not self._ended:
             failure = self._outbox.failure()
