@@ -17,6 +17,7 @@ from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
 from lockstep.orchestration.attempts import Account, claim, steps_of
 from lockstep.orchestration.chaos import Chaos
+from lockstep.orchestration.noticeboard import Noticeboard
 from lockstep.orchestration.policy import Budget, outcome_of
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.ray_trainer import Attempt
@@ -77,6 +78,7 @@ class Supervisor:
         self._on_run_id = on_run_id
         self._run_id = origin.run_id
         self._named = False
+        self._board = Noticeboard(spec.name, spec.record.uri or "", began_at)
 
     def run(self) -> Result:
         """Train until the run ends, in whichever way."""
@@ -84,8 +86,11 @@ class Supervisor:
         self.recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
         try:
             closed = self._attempts(place)
+            self._board.ends("KILLED" if closed.summary["stopped"] else "FINISHED", closed.summary["step"])
         except (KeyboardInterrupt, LockstepError) as error:
-            if isinstance(error, KeyboardInterrupt):
+            killed = isinstance(error, KeyboardInterrupt)
+            self._board.ends("KILLED" if killed else "FAILED", 0)
+            if killed:
                 self._end("ended at once by a second signal", "", "KILLED")
             with suppress(
                 ray.exceptions.RayActorError
@@ -216,6 +221,7 @@ class Supervisor:
         run_id: str | None = ray.get(self.recorder.known_run_id.remote())
         if run_id is not None:
             self._named, self._run_id = True, run_id
+            self._board.begins(run_id, self.accounts[-1].workers)
             self._on_run_id(run_id)
 
     def _end_hung(self, attempt: Attempt, bound_s: float) -> None:
@@ -252,6 +258,7 @@ class Supervisor:
             if len(self.accounts) > 1:
                 self._goes_on(self.accounts[-2], account, attempt)
         account.last_step, self._last_step_at = row.step, row.wall_clock
+        self._board.reached(row.step, account.workers)
         if first:
             self._tell_account()
         if self.chaos is not None:
