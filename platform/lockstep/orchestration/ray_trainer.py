@@ -229,14 +229,25 @@ def ended_by(error: BaseException, workers: int) -> str:
         return f"the attempt on {workers} workers ended: {_first_line(error)}"
     ranks = ", ".join(str(rank) for rank in sorted(failures))
     text = " ".join(str(failure) for failure in failures.values())
-    if "OutOfMemory" in text or "low on memory" in text:
+    if of_memory(text):
         return (
             f"rank {ranks} of {workers} was ended for want of memory on its node; lower batch.micro or "
             "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
         )
+    return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
+
+
+def of_memory(text: str) -> bool:
+    """Whether Ray says that its memory monitor ended a process."""
+    return "OutOfMemory" in text or "low on memory" in text
+
+
+def why_lost(text: str) -> str:
+    """Why a process is gone, in one line, as far as Ray tells."""
+    if of_memory(text):
+        return "it was ended for want of memory on its node"
     exit_detail = re.search(r"Worker exit detail: ([^.\n]+)", text)
-    why = exit_detail[1] if exit_detail else _first_line(next(iter(failures.values())))
-    return f"rank {ranks} of {workers} was lost: {why}"
+    return exit_detail[1] if exit_detail else next(iter(text.strip().splitlines()), "no message")
 
 
 def _first_line(error: BaseException) -> str:

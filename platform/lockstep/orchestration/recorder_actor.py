@@ -21,6 +21,9 @@ from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec
 from lockstep.training.weights import save_weights
 
+LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""What a call raises where the recorder's process is gone."""
+
 FLUSH_S = 0.25
 """How long rank 0 gathers rows before it sends them: a call costs about 0.2 ms of the training thread."""
 

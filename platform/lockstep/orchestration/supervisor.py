@@ -20,8 +20,8 @@ from lockstep.orchestration.chaos import Chaos
 from lockstep.orchestration.noticeboard import Noticeboard
 from lockstep.orchestration.policy import Budget, outcome_of
 from lockstep.orchestration.progress import Progress
-from lockstep.orchestration.ray_trainer import Attempt
-from lockstep.orchestration.recorder_actor import Ending, News, start_recorder
+from lockstep.orchestration.ray_trainer import Attempt, why_lost
+from lockstep.orchestration.recorder_actor import LOST, Ending, News, start_recorder
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
 from lockstep.orchestration.stages import breakdown
@@ -92,9 +92,7 @@ class Supervisor:
             self._board.ends("KILLED" if killed else "FAILED", 0)
             if killed:
                 self._end("ended at once by a second signal", "", "KILLED")
-            with suppress(
-                ray.exceptions.RayActorError
-            ):  # what ended the run is told; its record comes second
+            with suppress(*LOST):  # what ended the run is told; its record comes second
                 ray.get(self.recorder.close.remote())
             raise
         if closed.failure is not None:
@@ -159,7 +157,7 @@ class Supervisor:
             ending: Ending = ray.get(self.recorder.ending.remote())
             self._look(ray.get(self.recorder.news.remote()), attempt)
             self._name()
-        except ray.exceptions.RayActorError as lost:
+        except LOST as lost:
             attempt.end()
             ending = Ending(None, self._replace_recorder(lost), "")
         self._before = attempt.moments.at
@@ -170,7 +168,7 @@ class Supervisor:
 
     def _replace_recorder(self, error: Exception) -> ClusterError:
         """The recorder's process was lost: another one goes on with the run's journal. How that is told."""
-        lost = ClusterError(f"the recorder was lost: {str(error).strip().splitlines()[0]}")
+        lost = ClusterError(f"the recorder was lost: {why_lost(str(error))}")
         if self._run_id is None:
             raise lost from error
         self.recorder, self._warned = start_recorder(self.spec, self.environment, self._run_id), 0
@@ -327,5 +325,5 @@ class Supervisor:
 
     def _end(self, message: str, details: str, status: str) -> None:
         """Have the recorder write that the run ended early; what could not be recorded of that comes second."""
-        with suppress(ray.exceptions.RayActorError):
+        with suppress(*LOST):
             ray.get(self.recorder.ended.remote(message, details, status))
