@@ -157,6 +157,7 @@ class Attempt:
         self.origin = origin
         self._spec = spec
         self._trainer: Any = None
+        self._started = False
         self._config = {
             "spec": spec.document(),
             "origin": origin,
@@ -167,10 +168,13 @@ class Attempt:
         self._environment = environment
 
     def start(self) -> None:
+        self._started = True
         threading.Thread(target=self._fit, name="lockstep-attempt", daemon=True).start()
 
     def end(self) -> None:
-        """End its workers, and wait until that is known."""
+        """End its workers, and wait until that is known; nothing where it was not started."""
+        if not self._started:
+            return
         if self._trainer is not None:
             self._trainer.end_workers()
         self.over.wait()

@@ -125,9 +125,7 @@ class Supervisor:
                 else:
                     try:
                         return self._close(ending.summary)
-                    except (
-                        ray.exceptions.RayActorError
-                    ) as lost:  # another attempt, which has no step left to take
+                    except LOST as lost:  # another attempt, which has no step left to take
                         error = self._replace_recorder(lost)
             if error is not None:
                 account.why = str(error)

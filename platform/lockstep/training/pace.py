@@ -57,6 +57,7 @@ class Stopwatch:
         self._seconds, self._count = 0.0, 0
         if self._cuda:
             done, self._done, self._running = self._done, self._running, []
+            done = [pair for pair in done if pair[1].query()]  # type: ignore[no-untyped-call]
             seconds, count = sum(first.elapsed_time(last) for first, last in done) / 1000, len(done)
         return seconds / count if count else 0.0
 
