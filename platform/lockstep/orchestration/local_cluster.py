@@ -278,6 +278,8 @@ def hold(config: dict[str, Any]) -> None:
             dashboard_port=config["port"],
             temp_dir=str(folder),
         )
+        # A job's driver looks for the address here; without it Ray takes any cluster that runs on this machine.
+        (folder / "ray_current_cluster").write_text(cluster.address)
         for number in range(1, config["nodes"]):
             # A folder of each node's own for what jobs bring along: in one, the nodes delete each other's copies.
             cluster.add_node(**each, runtime_env_dir_name=f"runtime_resources_{number}")
