@@ -189,9 +189,7 @@ def _train_as(
     if group.rank > 0:
         fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop), origin)
         return None
-    apart = (
-        spec.record.uri != RECORD_OFF
-    )  # MLflow's part takes the training thread 40 ms each second, a folder's none
+    apart = spec.record.uri != RECORD_OFF  # MLflow's part would take this process some 100 ms of each second
     record = DirectRecord(
         Recorder(spec, run_id=origin.run_id, on_aliases=partial(pin_aliased, spec), apart=apart),
         stop,
