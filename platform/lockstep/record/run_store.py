@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
 from lockstep.record.points import Point
-from lockstep.spec import RECORD_OFF, Spec
+from lockstep.spec import Spec
+from lockstep.spec_places import RECORD_OFF
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
