@@ -10,6 +10,8 @@ import pytest
 # Before the first matrix product of this process, and for the processes that tests start.
 os.environ.setdefault("MKL_CBWR", "AVX2")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Tests have more threads than a small machine has cores: one that waits for others shall not spin meanwhile.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 WARNINGS_OF_OTHERS = (
     # From python 3.12 on: loader processes are forked on purpose, and run nothing of torch's threads.
