@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.job import load_job
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.orchestration.local import NoRecord
+from lockstep.record.ledger import StepRow
 from lockstep.spec import load_spec
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
@@ -85,13 +86,14 @@ def cases() -> Iterator[Case]:
 # --- in the workers ---------------------------------------------------------------------------------------
 
 
-class Contest:
+class Contest(NoRecord):
     """The record that `fit` writes to: times its blocks of steps, and runs the hand-written ones between them.
 
     `times` has a row a round: seconds of a step of Lockstep, of the hand-written loop, and of that loop again.
     """
 
     def __init__(self, first: Iterator[float], second: Iterator[float], block: int) -> None:
+        super().__init__()
         self.loops = (first, second)
         self.block = block
         self.times: list[tuple[float, float, float]] = []
@@ -118,15 +120,6 @@ class Contest:
         for i in (turn, 1 - turn):
             taken[i] = steps(self.loops[i], self.block)
         self.times.append((own / self.block, taken[0] / self.block, taken[1] / self.block))
-
-    def stopping(self) -> bool:
-        return False
-
-    def evaluation(self, row: EvaluationRow) -> None:
-        pass
-
-    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-        pass
 
 
 def steps(loop: Iterator[float], count: int) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
@@ -32,6 +34,29 @@ class SlowDigits(Digits):
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         time.sleep(self.params.pause_s)
+        return super().loss(model, batch)
+
+
+class Held(Digits):
+    """Half a second a micro-batch until a file is there, whatever the machine: time to do something to a run, and then none lost."""
+
+    class Params(Digits.Params):
+        until: str
+
+    params: Params
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        if not Path(self.params.until).exists():
+            time.sleep(0.5)
+        return super().loss(model, batch)
+
+
+class Talking(Digits):
+    """Prints in every micro-batch, and at length at the end."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        print(f"a batch of {len(batch[1])}")
+        print(f"to standard error é {len(batch[1])}", file=sys.stderr)
         return super().loss(model, batch)
 
 

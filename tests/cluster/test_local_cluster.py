@@ -26,14 +26,6 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 SPEC = "jobs/digits/train.yaml"
 SHORT = ["length.steps=20", "job.params.width=8", "record.uri=off", "workers.min=2", "workers.max=2"]
-LONG = [
-    "length.steps=5000",
-    "evaluate.every.steps=5000",
-    "job.params.width=8",
-    "record.uri=off",
-    "workers.min=2",
-    "workers.max=2",
-]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -59,7 +51,7 @@ class Nodes:
     def start(self, *words: str) -> subprocess.Popen[str]:
         return self._start([sys.executable, "-m", "lockstep", *words], self.environment)
 
-    def call(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def call(self, *words: str, timeout: float = 480) -> subprocess.CompletedProcess[str]:
         return finished(self.start(*words), timeout)
 
     def ray(self, *words: str) -> subprocess.Popen[str]:
@@ -77,7 +69,7 @@ class Nodes:
         )
 
 
-def finished(process: subprocess.Popen[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def finished(process: subprocess.Popen[str], timeout: float = 480) -> subprocess.CompletedProcess[str]:
     out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -190,7 +182,12 @@ def test_two_jobs_at_once_one_of_them_raw_have_the_bits_of_the_run_alone(
     assert digest(submitted.stderr) == alone(tmp_path, SHORT)
     assert digest(plain.stdout + plain.stderr) == alone(tmp_path, [*SHORT, "seed=18"])
     assert digest(submitted.stderr) != digest(plain.stdout + plain.stderr)
-    assert re.search(r"^run\s+[0-9a-f]{32}$", submitted.stdout, re.MULTILINE)
+    (run_id,) = re.findall(r"^run\s+([0-9a-f]{32})$", submitted.stdout, re.MULTILINE)
+    listed = {
+        run["run_id"]: run for run in json.loads(nodes.call("cluster", "status", "--json").stdout)["runs"]
+    }
+    assert len(listed) == 2
+    assert [listed[run_id][field] for field in ("status", "step", "workers")] == ["FINISHED", 20, 2]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +214,16 @@ def test_a_stopped_job_leaves_a_checkpoint_and_goes_on_when_it_is_submitted_agai
     nodes: Nodes, tmp_path: Path
 ) -> None:
     """`ray job stop` is a signal like any other; the name finds the run, and its end has the bits of the run alone."""
-    words = ["submit", SPEC, "--run", "kept", *LONG, f"checkpoint.storage={tmp_path}"]
+    go_on = tmp_path / "go on"
+    held = [
+        "length.steps=400",
+        "evaluate.every.steps=400",
+        "record.uri=off",
+        "workers.min=2",
+        "workers.max=2",
+    ]
+    held += [f"job={{use: 'tests.cluster.broken_jobs:Held', params: {{width: 8, until: '{go_on}'}}}}"]
+    words = ["submit", SPEC, "--run", "kept", *held, f"checkpoint.storage={tmp_path}"]
     sent = json.loads(nodes.call(*words, "--no-wait", "--json").stdout)
     assert sent["exit_code"] is None
     following = nodes.start("submit", "--attach", sent["job"], "--json")
@@ -225,6 +231,8 @@ def test_a_stopped_job_leaves_a_checkpoint_and_goes_on_when_it_is_submitted_agai
     while not list(tmp_path.glob("*/environment.json")):
         assert time.monotonic() < until, "the run did not start"
         time.sleep(0.3)
+    going_on = json.loads(nodes.call("cluster", "status", "--json").stdout)["runs"][0]
+    assert (going_on["status"], going_on["workers"]) == ("RUNNING", 2)
     stop = finished(nodes.ray("job", "stop", sent["job"]))
     assert stop.returncode == 0, stop.stderr
     followed = finished(following)
@@ -235,12 +243,13 @@ def test_a_stopped_job_leaves_a_checkpoint_and_goes_on_when_it_is_submitted_agai
     assert json.loads(run.read_text())["status"] == "KILLED"
     assert run.parent.name == told["run_id"]
     assert list(run.parent.glob("step-*/manifest.json"))
+    go_on.touch()
     again = nodes.call(*words)
     assert again.returncode == 0, again.stderr
     assert told["run_id"] in again.stdout
     first = int(re.findall(r"step (\d+)/", again.stderr)[0])
-    assert first > 1, "it began anew"
-    assert digest(again.stderr) == alone(tmp_path, LONG)
+    assert 1 < first < 400, "it began anew"
+    assert digest(again.stderr) == alone(tmp_path, held)
 
 
 def test_down_ends_what_up_started_and_nothing_else(nodes: Nodes) -> None:

@@ -86,6 +86,22 @@ def test_an_error_in_a_worker_reaches_the_driver_as_one_line(tmp_path: Path) -> 
     assert "IndexError" in (folder / "error.txt").read_text()
 
 
+def test_what_each_worker_prints_is_in_the_record(tmp_path: Path) -> None:
+    """Both streams of both ranks, the last words before the end among them, and nothing of Ray's own marks."""
+    result = train(
+        spec(tmp_path, job={"use": "tests.cluster.broken_jobs:Talking"}, workers={"min": 2, "max": 2})
+    )
+    logs = {path.name: path.read_text() for path in Path(result.folder, "logs").iterdir()}
+    assert {
+        f"attempt-1-rank-{rank}-{stream}.txt" for rank in (0, 1) for stream in ("stdout", "stderr")
+    } <= set(logs)
+    for rank in (0, 1):
+        out = logs[f"attempt-1-rank-{rank}-stdout.txt"]
+        assert out.count("a batch of") >= 14 * 3
+        assert ":job_id:" not in out
+        assert "to standard error é" in logs[f"attempt-1-rank-{rank}-stderr.txt"]
+
+
 def test_a_mistake_in_the_spec_that_only_data_show_is_a_spec_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"lower batch\.global or set data\.drop_last=false"):
         train(spec(tmp_path, batch={"global": 4096, "micro": 512}, data={"drop_last": True}))

@@ -2,6 +2,7 @@
 
     <storage>/<run_id>/owner.json                                the run it belongs to
     <storage>/<run_id>/attempt.json                              the attempt that may publish and delete
+    <storage>/<run_id>/pins/step-000000200.asked                 a checkpoint that stays
     <storage>/<run_id>/attempt-0003/                             where that attempt writes aside (on a disk)
     <storage>/<run_id>/step-000000200/manifest.json              what makes the checkpoint exist
     <storage>/<run_id>/step-000000200/model.a0003.r0000.safetensors
@@ -17,6 +18,7 @@ from typing import NamedTuple
 OWNER = "owner.json"
 ATTEMPT = "attempt.json"
 MANIFEST = "manifest.json"
+PINS = "pins"
 RECEIPT = "receipt"
 
 KINDS = {"tensors": "safetensors", "tree": "json", "bytes": "bin", RECEIPT: "part"}

@@ -6,10 +6,12 @@ Before anything is deleted, a checkpoint that stays is known to be whole.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, NewerFormatError
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.pins import pinned
 from lockstep.checkpoint.reader import Checkpoint, checkpoints, verify
 from lockstep.checkpoint.retention import Keep, Known, StepFolder, leftovers, surplus
 from lockstep.checkpoint.run_folder import Attempt
@@ -18,13 +20,13 @@ from lockstep.checkpoint.run_folder import Attempt
 def prune(attempt: Attempt, keep: Keep, *, whole: int | None = None) -> list[int]:
     """Delete the checkpoints that `keep` does not ask for; the steps that were deleted.
 
-    `whole` is a step that this process has just written: it is not read back. Without it, checkpoints are
+    What is pinned stays as well. `whole` is a step that this process has just written: it is not read back. Without it, checkpoints are
     verified from the newest on until one is whole. One of a newer format is neither counted nor deleted.
     """
     known = _known(attempt, whole)
     if whole is not None and whole not in {checkpoint.step for checkpoint in known if checkpoint.good}:
         return []
-    steps = surplus(known, keep)
+    steps = surplus(known, replace(keep, pinned=keep.pinned | pinned(attempt.run)))
     apply(attempt, steps)
     return steps
 

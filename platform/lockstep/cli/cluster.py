@@ -37,7 +37,7 @@ def up(
 
 @cluster.command()
 def status(json_: Json = False, verbose: Verbose = False) -> None:
-    """Nodes, resources and jobs of the cluster that was started here."""
+    """Nodes, resources, jobs and runs of the cluster that was started here."""
     with answered(json_, verbose) as answer:
         from lockstep.orchestration import local_cluster
         from lockstep.orchestration.submission import status_of
@@ -46,7 +46,7 @@ def status(json_: Json = False, verbose: Verbose = False) -> None:
         if found is None or not found.running():
             answer({"running": False}, lambda: "no cluster runs here; start one with lockstep cluster up")
             return
-        told = {**local_cluster.described(found), **status_of(found.dashboard)}
+        told = {**local_cluster.described(found), **status_of(found.dashboard, found.address)}
         answer(told, lambda: _status(told))
 
 
@@ -147,6 +147,11 @@ def _status(told: dict[str, Any]) -> str:
         lines.append(f"  {node['id'][:12]}  {node['address']}  {cpus}{'' if node['alive'] else '  dead'}")
     lines.append(f"{len(told['jobs'])} jobs")
     lines += [f"  {job['id']}  {job['status'].lower()}  {job['entrypoint']}" for job in told["jobs"]]
+    lines.append(f"{len(told['runs'])} runs")
+    lines += [
+        f"  {run['run_id']}  {run['status'].lower()}  {run['name']}  step {run['step']}  {run['workers']} workers"
+        for run in told["runs"]
+    ]
     return "\n".join(lines)
 
 

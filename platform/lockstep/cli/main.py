@@ -162,16 +162,20 @@ def _exit(result: Result) -> None:
 @app.command()
 def ui(
     uri: Uri = None,
-    port: Annotated[int, typer.Option(help="the port on 127.0.0.1")] = 5000,
+    port: Annotated[int, typer.Option(help="the port")] = 5000,
+    host: Annotated[
+        str, typer.Option(help="the address to listen on; beyond 127.0.0.1 with a password only")
+    ] = "127.0.0.1",
     verbose: Verbose = False,
 ) -> None:
-    """Open the MLflow UI on the run store, on this machine only."""
+    """Open the MLflow UI on the run store, on this machine only unless --host says otherwise."""
     with answered(as_json=False, verbose=verbose):
-        from lockstep.orchestration.ui import serve_ui
+        from lockstep.orchestration.ui import Ui
         from lockstep.spec_places import tracking_uri
 
-        print(f"http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning", file=sys.stderr)
-        serve_ui(tracking_uri(uri), port)
+        found = Ui(tracking_uri(uri), port, host)
+        print(found.link, file=sys.stderr)
+        found.serve()
 
 
 def _yaml(document: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Commands on what is recorded: `runs`, `show`, `record sync`."""
+"""Commands on what is recorded: `runs`, `show`, `pin`, `record sync`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(runs)
     app.command()(show)
+    app.command()(pin)
     app.add_typer(record, name="record")
 
 
@@ -62,6 +63,24 @@ def show(
             {**found._asdict(), "artifacts": artifacts},
             lambda: _page(found, artifacts),
         )
+
+
+def pin(
+    run: RunId,
+    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="the step that was saved")],
+    remove: Annotated[bool, typer.Option("--remove", help="take the pin away again")] = False,
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Keep the checkpoint of a step for good, whatever `checkpoint.keep_last` says."""
+    with answered(json_, verbose) as answer:
+        from lockstep.orchestration.pinning import change_pin
+
+        steps = change_pin(run, step, uri=uri, folder=storage, remove=remove)
+        text = f"run {run}: pinned are {', '.join(map(str, steps)) or 'no steps'}"
+        answer({"run_id": run, "pinned": steps}, lambda: text)
 
 
 @record.command()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
+from lockstep.checkpoint.pins import ALIAS, pin_exactly
 from lockstep.checkpoint.run_folder import Origin, RunFolder
 from lockstep.checkpoint.storage import open_storage
 from lockstep.errors import SpecError
@@ -73,6 +75,12 @@ def opened(spec: Spec, run_id: str) -> RunFolder:
         return RunFolder.open(storage, run_id)
     except LostFileError:
         return RunFolder.create(storage, run_id)
+
+
+def pin_aliased(spec: Spec, run_id: str, steps: frozenset[int]) -> None:
+    """Keep the checkpoints that the model registry has an alias for, and let go of those whose alias was taken away."""
+    with suppress(LostFileError):  # no checkpoint yet, and so no alias
+        pin_exactly(RunFolder.open(open_storage(spec.checkpoint.storage), run_id), steps, ALIAS)
 
 
 def adopt(spec: Spec, run_id: str, step: int, files: Path) -> None:

@@ -40,16 +40,21 @@ def refuse_open(host: str, *, token: bool) -> None:
 
 def write_token(path: Path) -> None:
     """A new random token in a file that only its owner can read. StorageError where that cannot be written."""
+    write_secret(path, secrets.token_hex(32))
+
+
+def write_secret(path: Path, text: str) -> None:
+    """`text` as a new file that only its owner can read. StorageError where that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise StorageError(
-            f"token: cannot write {str(path)!r}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+            f"{path.stem}: cannot write {str(path)!r}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
         ) from error
     with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+        file.write(text)
 
 
 def rays_token() -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import RecordError
 from lockstep.job import load_job
+from lockstep.orchestration.attempts import pin_aliased
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
@@ -25,6 +26,7 @@ from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRo
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
 from lockstep.spec import Spec
+from lockstep.spec_places import RECORD_OFF
 from lockstep.training.group import Group, distributed
 from lockstep.training.loop import fit
 from lockstep.training.weights import save_weights
@@ -173,10 +175,13 @@ def _train_as(
     if group.rank > 0:
         fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop), origin)
         return None
+    apart = (
+        spec.record.uri != RECORD_OFF
+    )  # MLflow's part takes the training thread 40 ms each second, a folder's none
     record = DirectRecord(
-        Recorder(spec, run_id=origin.run_id),
+        Recorder(spec, run_id=origin.run_id, on_aliases=partial(pin_aliased, spec), apart=apart),
         stop,
-        forks=spec.data.loader_processes > 0,
+        forks=spec.data.loader_processes > 0 and not apart,
         warn=progress.say,
         on_run_id=on_run_id,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import ray
 from torch import Tensor
 
 from lockstep.errors import ClusterError, LockstepError, RecordError
+from lockstep.orchestration.attempts import pin_aliased
 from lockstep.orchestration.watchdog import Member
 from lockstep.record.environment import git_state
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
@@ -59,7 +61,7 @@ class RecorderActor:
     """
 
     def __init__(self, spec: Spec, run_id: str | None) -> None:
-        self._recorder = Recorder(spec, run_id=run_id)
+        self._recorder = Recorder(spec, run_id=run_id, on_aliases=partial(pin_aliased, spec))
         self._warnings: list[str] = []
         self._open = False
         self._stop = self._moving = False
@@ -135,6 +137,11 @@ class RecorderActor:
     @ray.method(concurrency_group="write")
     def system(self, node: str, values: Mapping[str, float]) -> None:
         self._recorder.system(node, values)
+
+    @ray.method(concurrency_group="write")
+    def output(self, name: str, text: str) -> None:
+        """What a worker has printed."""
+        self._recorder.output(name, text)
 
     @ray.method(concurrency_group="write")
     def broke(self, attempt: int, error: LockstepError, details: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.errors import ClusterError, SpecError
 from lockstep.orchestration.authentication import show_token
 from lockstep.orchestration.local_cluster import running_cluster
+from lockstep.orchestration.noticeboard import notices
 from lockstep.orchestration.packaging import NOTED, pack
 
 POLL_S = 0.5
@@ -223,14 +224,16 @@ def look(client: Any, job: str, address: str, run_id: str | None = None) -> Subm
     return Submitted(job, address, status, code, run_id, found.message or "")
 
 
-def status_of(address: str) -> dict[str, Any]:
-    """Nodes and jobs of the cluster at `address`; of a job's run the name that it was given."""
+def status_of(address: str, gcs: str) -> dict[str, Any]:
+    """Nodes, jobs and runs of the cluster whose job API is at `address` and whose GCS at `gcs`."""
     client = connect(address)
     from ray.util.state import list_nodes
 
     try:
         nodes = list_nodes(address=address)
         jobs = client.list_jobs()
+        running = {job.job_id for job in jobs if str(getattr(job.status, "value", job.status)) == "RUNNING"}
+        runs = notices(gcs, {job for job in running if job is not None})
     except Exception as error:  # as in connect
         raise told(error, address) from error
     return {
@@ -253,4 +256,5 @@ def status_of(address: str) -> dict[str, Any]:
             for job in jobs
             if job.submission_id is not None
         ],
+        "runs": runs,
     }

@@ -15,6 +15,7 @@ import ray
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
 from lockstep.orchestration.attempts import Account, claim, steps_of
+from lockstep.orchestration.noticeboard import Noticeboard
 from lockstep.orchestration.policy import Budget, outcome_of
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.ray_trainer import Attempt, place
@@ -57,6 +58,7 @@ class Supervisor:
         self._last_step_at = 0.0
         self._on_run_id = on_run_id
         self._named = False
+        self._board = Noticeboard(spec.name, spec.record.uri or "", began_at)
 
     def run(self) -> Result:
         """Train until the run ends, in whichever way."""
@@ -64,11 +66,15 @@ class Supervisor:
         recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
         try:
             ending = self._attempts(recorder, workers, resources)
+            assert ending.summary is not None
+            self._board.ends("KILLED" if ending.summary["stopped"] else "FINISHED", ending.summary["step"])
         except KeyboardInterrupt:
+            self._board.ends("KILLED", 0)
             ray.get(recorder.ended.remote("ended at once by a second signal", "", "KILLED"))
             self._close(recorder)
             raise
         except LockstepError:
+            self._board.ends("FAILED", 0)
             self._close(recorder)  # what ended the run is told; that it could not be recorded comes second
             raise
         failure = self._close(recorder)
@@ -76,7 +82,6 @@ class Supervisor:
         if failure is not None:
             raise failure
         run_id, url, folder = ray.get(recorder.names.remote())
-        assert ending.summary is not None
         return result_of(
             ending.summary,
             run_id=run_id,
@@ -164,6 +169,7 @@ class Supervisor:
         run_id = None if self._named else ray.get(recorder.known_run_id.remote())
         if run_id is not None:
             self._named = True
+            self._board.begins(run_id, self.accounts[-1].workers)
             self._on_run_id(run_id)
 
     def _end_hung(self, attempt: Attempt, recorder: Any, bound_s: float) -> None:
@@ -199,6 +205,7 @@ class Supervisor:
                 f"{account.repeated} steps are taken again"
             )
         account.last_step, self._last_step_at = row.step, row.wall_clock
+        self._board.reached(row.step, account.workers)
 
     def _tell_account(self, recorder: Any) -> None:
         recorder.account.remote([account.as_dict() for account in self.accounts])

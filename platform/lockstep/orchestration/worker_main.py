@@ -17,6 +17,7 @@ from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
 from lockstep.orchestration.recorder_actor import RemoteRecord
 from lockstep.orchestration.watchdog import listening
+from lockstep.orchestration.worker_output import output_told
 from lockstep.record.system import sampled
 from lockstep.spec import validate
 from lockstep.training.failure import told
@@ -32,6 +33,10 @@ def system_recorded(recorder: Any) -> AbstractContextManager[None]:
     return sampled(partial(recorder.system.remote, f"node-{place.get_node_rank()}"))
 
 
+def _tell_output(recorder: Any, attempt: int, rank: int, stream: str, text: str) -> None:
+    ray.get(recorder.output.remote(f"attempt-{attempt}-rank-{rank}-{stream}", text))
+
+
 def worker_main(config: dict[str, Any]) -> None:
     """Train as one worker. `config`: the spec's document, the recorder actor, the folder that it was started in, and which attempt of which run this is."""
     folder = config["folder"]
@@ -43,7 +48,7 @@ def worker_main(config: dict[str, Any]) -> None:
     record: RunRecord = RemoteRecord(recorder, Path(folder)) if group.rank == 0 else NoRecord()
     try:
         spec = validate(config["spec"])
-        with system_recorded(recorder):
+        with system_recorded(recorder), output_told(partial(_tell_output, recorder, attempt, group.rank)):
             fit(spec, load_job(spec.job.use, spec.job.params), group, record, config["origin"])
     except Exception as error:
         known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")

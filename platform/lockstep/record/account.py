@@ -14,13 +14,17 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.record import documents, figures, ledger
-from lockstep.record.files import write_text
+from lockstep.record.data_sets import data_sets
+from lockstep.record.files import append_bounded, write_text
 from lockstep.record.journal import Journal
 from lockstep.record.ledger import CheckpointRow
 from lockstep.record.run_store import RunStore, Status
 from lockstep.record.uploads import Uploads
 from lockstep.source import job_sources
 from lockstep.spec import Spec
+
+LOGS = "logs"
+"""The folder of what workers have printed."""
 
 _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
 """Facts of the environment that are worth searching runs by; all of them are in environment.json."""
@@ -65,6 +69,8 @@ class Account:
         rest = dict(facts)
         plan, git, environment = (rest.pop(name, None) or {} for name in ("plan", "git", "environment"))
         self._send(self._store.log_params, documents.flat({"plan": plan}))
+        if facts.get("fields"):
+            self._send(self._store.log_data, data_sets(self._spec, facts["fields"]))
         self._tag({f"git_{name}": value for name, value in git.items() if name != "diff"})
         self._tag(
             {f"environment.{name}": environment[name] for name in _ENVIRONMENT_TAGS if name in environment}
@@ -139,7 +145,7 @@ class Account:
         self._final_model(status, files, summary)
         verdict = [
             f"**{status}**{killer} at step {summary.get('step', '?')}",
-            *map(documents.reading, metrics.items()),
+            *map(documents.reading, sorted(metrics.items(), key=lambda one: not one[0].startswith("eval/"))),
         ]
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
 
@@ -159,6 +165,15 @@ class Account:
         """Add a line to log.txt, with its time."""
         with (self._folder / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def output(self, name: str, text: str) -> None:
+        """Keep what a worker has printed."""
+        append_bounded(self._folder / LOGS / f"{name}.txt", text)
+
+    def keep_output(self) -> None:
+        """Send what the workers have printed: the last of it comes after the run's end was told."""
+        for path in sorted((self._folder / LOGS).glob("*.txt")):
+            self._keep(path)
 
     def _end(self, status: Status, verdict: str, details: Mapping[str, Any]) -> None:
         self._note(verdict, details)

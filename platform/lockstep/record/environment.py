@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from lockstep.record.system import nvml
 from lockstep.spec import Spec
 
 _DISTRIBUTIONS = {
@@ -84,6 +85,7 @@ def _device(spec: Spec) -> dict[str, Any]:
         "cuda": torch.version.cuda or "",
         "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         "driver": driver.group(1) if driver else "",
+        "nvml": nvml()[1],
     }
 
 

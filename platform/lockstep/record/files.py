@@ -28,3 +28,20 @@ def write_text(path: Path, text: str) -> None:
     """`text` as the whole of `path`, in UTF-8."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
+
+
+def append_bounded(path: Path, text: str, most: int = 1 << 20) -> None:
+    """Add `text` to a file of which at least the newest `most` bytes stay, and at most twice as many."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(text.encode("utf-8"))
+        size = file.tell()
+    if size <= 2 * most:
+        return
+    with path.open("rb") as file:
+        file.seek(size - most)
+        file.readline()  # a part of a line
+        left = file.read()
+    with replacing(path) as file:
+        file.write(f"… what was here before was dropped: {len(left)} bytes are left of the file\n".encode())
+        file.write(left)

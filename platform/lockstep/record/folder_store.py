@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError
+from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
 from lockstep.record.points import Point
@@ -86,6 +87,9 @@ class FolderStore:
         self._run["tags"].update(tags)
         self._save()
 
+    def log_data(self, data: Sequence[DataSet]) -> None:
+        """Nothing: the fields of the identity have the fingerprints."""
+
     def log_file(self, path: Path, folder: str) -> None:
         kept = self._folder / folder / path.name
         if kept == path:
@@ -103,6 +107,10 @@ class FolderStore:
 
     def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
         """Nothing: checkpoints have a folder of their own."""
+
+    def aliased_steps(self) -> frozenset[int]:
+        """None: a folder has no registry."""
+        return frozenset()
 
     def delete_checkpoint(self, step: int) -> None:
         """Nothing, likewise."""

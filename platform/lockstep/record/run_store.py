@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from lockstep.errors import RecordError
+from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import without_password
 from lockstep.record.points import Point
 from lockstep.spec import Spec
@@ -44,6 +45,9 @@ class RunStore(Protocol):
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set or replace tags."""
 
+    def log_data(self, data: Sequence[DataSet]) -> None:
+        """Say which data sets the run uses, where the store has a place for that."""
+
     def log_file(self, path: Path, folder: str) -> None:
         """Keep a copy of a file under `folder`, or at the top where that is empty."""
 
@@ -56,8 +60,11 @@ class RunStore(Protocol):
     def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
         """Keep a checkpoint with a copy of its folder, or by the reference that its tags are where there is none."""
 
+    def aliased_steps(self) -> frozenset[int]:
+        """The steps whose checkpoints someone has given an alias in the store's registry of models."""
+
     def delete_checkpoint(self, step: int) -> None:
-        """Delete a checkpoint and its files."""
+        """Delete a checkpoint and its files, unless it has an alias."""
 
     def set_status(self, status: Status) -> None:
         """End the run, or mark it RUNNING again."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 EVERY_S = 10.0
 """How often a node is sampled."""
@@ -37,6 +38,7 @@ class Sampler:
         import psutil  # type: ignore[import-untyped]
 
         self._psutil = psutil
+        self._gpus = Gpus()
         self._at = time.monotonic()
         self._before = self._counters()
         psutil.cpu_percent()
@@ -53,7 +55,7 @@ class Sampler:
             "system_memory_usage_megabytes": memory.used / 1e6,
             "system_memory_usage_percentage": float(memory.percent),
             **rates,
-            **_gpu_memory(),
+            **self._gpus.sample(),
         }
 
     def _counters(self) -> dict[str, float]:
@@ -68,15 +70,59 @@ class Sampler:
         return counters
 
 
-def _gpu_memory() -> dict[str, float]:
-    """Of the GPUs, where this process uses them; asking would begin CUDA elsewhere."""
+def nvml() -> tuple[Any, str]:
+    """NVIDIA's library of figures about GPUs, ready to be asked, or None; and its version, or why there is none."""
+    import pynvml  # type: ignore[import-untyped]
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml, str(pynvml.nvmlSystemGetNVMLVersion())
+    except pynvml.NVMLError as error:  # no driver, or one that does not let us ask
+        return None, f"none: {error}"
+
+
+class Gpus:
+    """The node's GPUs. Without NVML only their memory is known, and only to a process that uses them."""
+
+    def __init__(self) -> None:
+        self._nvml, self.version = nvml()
+
+    def sample(self) -> dict[str, float]:
+        """Figures of this moment, for each GPU; what a GPU does not tell is left out."""
+        if self._nvml is None:
+            return _memory_seen_by_torch()
+        found: dict[str, float] = {}
+        for number in range(self._nvml.nvmlDeviceGetCount()):
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(number)
+            for ask in (self._utilization, self._memory, self._power):
+                with suppress(self._nvml.NVMLError):  # a slice of a GPU does not tell all of it
+                    found |= {f"gpu_{number}_{name}": value for name, value in ask(handle).items()}
+        return found
+
+    def _utilization(self, handle: Any) -> dict[str, float]:
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(handle)
+        return {"utilization_percentage": float(rates.gpu)}
+
+    def _memory(self, handle: Any) -> dict[str, float]:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        return _memory(memory.used, memory.total)
+
+    def _power(self, handle: Any) -> dict[str, float]:
+        return {"power_usage_watts": self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000}
+
+
+def _memory(used: int, total: int) -> dict[str, float]:
+    return {"memory_usage_megabytes": used / 1e6, "memory_usage_percentage": 100 * used / total}
+
+
+def _memory_seen_by_torch() -> dict[str, float]:
+    """Asking would begin CUDA in a process that does not use it."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
-    found = {}
+    found: dict[str, float] = {}
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
-        found[f"gpu_{number}_memory_usage_megabytes"] = (total - free) / 1e6
-        found[f"gpu_{number}_memory_usage_percentage"] = 100 * (total - free) / total
+        found |= {f"gpu_{number}_{name}": value for name, value in _memory(total - free, total).items()}
     return found

@@ -14,10 +14,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RecordError
+from lockstep.errors import LockstepError, RecordError
 from lockstep.record.account import Account
 from lockstep.record.comparison import evaluation_difference, step_difference
 from lockstep.record.delivery import Delivery
@@ -38,7 +39,12 @@ class Writer:
     """One run's record in the making. `started` to `replay` run in the thread, told by `Recorder` through `tell`."""
 
     def __init__(
-        self, spec: Spec, make_store: Callable[[Spec], RunStore], run_id: str | None, patience_s: float
+        self,
+        spec: Spec,
+        make_store: Callable[[Spec], RunStore],
+        run_id: str | None,
+        patience_s: float,
+        on_aliases: Callable[[str, frozenset[int]], None],
     ) -> None:
         self.spec = spec
         self.opened = threading.Event()
@@ -48,6 +54,7 @@ class Writer:
         self._resumed = run_id
         self._make_store = make_store
         self._patience_s = patience_s
+        self._on_aliases = on_aliases
         self._store: RunStore
         self._journal: Journal
         self._account: Account
@@ -71,10 +78,10 @@ class Writer:
     def start(self) -> None:
         self._thread.start()
 
-    def tell(self, happened: Callable[[], None]) -> None:
-        """Have `happened` called in the thread, after everything told before. Returns at once."""
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Have the method of this name called in the thread, after everything told before. Returns at once."""
         if self.run_id is not None or not self.opened.is_set():  # where opening failed nobody reads the inbox
-            self._inbox.put(happened)
+            self._inbox.put(partial(getattr(self, name), *arguments))
 
     def failure(self) -> RecordError | None:
         """What could not be recorded so far."""
@@ -85,7 +92,7 @@ class Writer:
         if self._thread.ident is None:
             return  # never started: nothing was given that could be lost
         self._closing_s = timeout_s
-        self.tell(self._close)
+        self.tell("close_account")
         self._wake.set()
         seen, until = -1, 0.0
         while self._thread.is_alive():
@@ -233,11 +240,13 @@ class Writer:
         """Whether this process itself takes its time: it draws, or traces the job's model."""
         return self._busy or (self.run_id is not None and self._account.working)
 
-    def _close(self) -> None:
+    def close_account(self) -> None:
+        """Nothing more will be told."""
         self._closing, self._closing_at = True, time.monotonic()
         if not self._ended:
             failure = self._outbox.failure()
             self.failed(f"the run ended without a result{f' ({failure})' if failure else ''}", "", "FAILED")
+        self._account.keep_output()
 
     # --- what happened ------------------------------------------------------------------------------------
 
@@ -289,6 +298,18 @@ class Writer:
     def checkpoint(self, row: CheckpointRow) -> None:
         self._journal.add_event("checkpoint", row._asdict())
         self._account.checkpoint(row)
+        self._outbox.send(self._tell_aliases)
+
+    def _tell_aliases(self) -> None:
+        try:
+            self._on_aliases(self._folder.name, self._store.aliased_steps())
+        except UnavailableError:
+            raise
+        except LockstepError as error:  # a store without a registry, say: what is pinned stays so
+            self._account.log(f"aliases of checkpoints: {error}")
+
+    def output(self, name: str, text: str) -> None:
+        self._account.output(name, text)
 
     def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
         self._journal.add_event(

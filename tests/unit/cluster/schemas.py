@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
+FIELDS = Path(__file__).with_name("kuberay_fields.json")
+"""The fields of KubeRay's definitions that the files in `cluster/` use: `python -m tests.unit.cluster.schemas` writes it."""
 CRD_FOLDER = "LOCKSTEP_KUBERAY_CRDS"
 """Environment variable: a folder with `ray.io_rayjobs.yaml` and `ray.io_rayclusters.yaml` of ray-project/kuberay."""
 
@@ -26,7 +29,14 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 @cache
 def definition(kind: str) -> dict[str, Any]:
-    """The schema of ray.io/v1 RayJob or RayCluster, strict: a key that it does not name is refused."""
+    """The schema of ray.io/v1 RayJob or RayCluster, as far as the files here use it; strict: any other key is refused."""
+    known: dict[str, Any] = json.loads(FIELDS.read_text())[kind]
+    return _strict(known)
+
+
+@cache
+def full_definition(kind: str) -> dict[str, Any]:
+    """The schema as KubeRay publishes it."""
     folders = [os.environ.get(CRD_FOLDER), str(ROOT.parent / "shared" / "kuberay")]
     files = [Path(folder, f"ray.io_{kind.lower()}s.yaml") for folder in folders if folder]
     found = next((file for file in files if file.is_file()), None)
@@ -37,9 +47,39 @@ def definition(kind: str) -> dict[str, Any]:
         )
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 1.4 MB: 8 s without C
     versions = yaml.load(found.read_text(), Loader=loader)["spec"]["versions"]
-    return _strict(
-        next(version for version in versions if version["name"] == "v1")["schema"]["openAPIV3Schema"]
-    )
+    schema: dict[str, Any] = next(v for v in versions if v["name"] == "v1")["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def used_fields(schema: Mapping[str, Any], nodes: Sequence[Any]) -> dict[str, Any]:
+    """What `schema` says of the fields that `nodes` have, and of those that it asks for."""
+    left = {"description", "format", "default", "properties", "items"}
+    kept = {key: value for key, value in schema.items() if key not in left}
+    mappings = [node for node in nodes if isinstance(node, Mapping)]
+    if "properties" in schema:
+        names = {name for node in mappings for name in node} | set(schema.get("required", []))
+        kept["properties"] = {
+            name: used_fields(schema["properties"][name], [node[name] for node in mappings if name in node])
+            for name in sorted(names & schema["properties"].keys())
+        }
+    if "items" in schema:
+        kept["items"] = used_fields(
+            schema["items"], [part for node in nodes if isinstance(node, list) for part in node]
+        )
+    return kept
+
+
+def kuberay_fields() -> dict[str, Any]:
+    """The content of FIELDS, made from the definitions that KubeRay publishes and the files in `cluster/`."""
+    files = {"RayJob": ["rayjob.yaml", "rayjob-gpu.yaml"], "RayCluster": ["raycluster.yaml"]}
+    used: dict[str, list[Any]] = {
+        kind: [document for name in names for document in documents(CLUSTER / "kuberay" / name)]
+        for kind, names in files.items()
+    }
+    pods = documents(CLUSTER / "mlflow" / "deployment.yaml")[0]["spec"]["template"]
+    used["RayCluster"].append({"spec": {"headGroupSpec": {"template": pods}}})
+    origin = {"origin": "ray-project/kuberay, ray-operator/config/crd/bases; Apache-2.0"}
+    return origin | {kind: used_fields(full_definition(kind), nodes) for kind, nodes in used.items()}
 
 
 def _strict(schema: Any) -> Any:
@@ -163,3 +203,7 @@ def check_dockerfile(text: str) -> None:
         raise ValueError("the image would run as root")
     if not any(words[0].startswith("TORCH_INDEX=") for name, *words in instructions if name == "ARG"):
         raise ValueError("no TORCH_INDEX to choose the CPU or the CUDA build with")
+
+
+if __name__ == "__main__":
+    FIELDS.write_text(json.dumps(kuberay_fields(), indent=1) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import yaml
 from lockstep.spec import load_spec
 from tests.unit.cluster.schemas import (
     CLUSTER,
+    FIELDS,
     ROOT,
     check_compose,
     check_custom_resource,
@@ -23,6 +25,8 @@ from tests.unit.cluster.schemas import (
     check_pod_template,
     check_ray_up,
     documents,
+    full_definition,
+    kuberay_fields,
     literal_secrets,
 )
 
@@ -50,6 +54,13 @@ def first_container(group: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_kuberay_manifest_fits_its_definition(name: str) -> None:
     check_custom_resource(manifest(name))
+
+
+@pytest.mark.parametrize("kind", ["RayJob", "RayCluster"])
+def test_the_fields_that_are_kept_here_are_kuberays(kind: str) -> None:
+    """Needs what KubeRay publishes; the tests around it need the fields alone."""
+    full_definition(kind)
+    assert json.loads(FIELDS.read_text())[kind] == kuberay_fields()[kind]
 
 
 BROKEN_MANIFESTS: dict[str, Breaks] = {

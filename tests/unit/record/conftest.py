@@ -24,6 +24,8 @@ MLFLOW = {
     "test_stores.py",
     "test_final_model.py",
     "test_uploads.py",
+    "test_kept_checkpoints.py",
+    "test_ui.py",
 }
 
 

@@ -15,10 +15,17 @@ from types import TracebackType
 
 
 class Server:
-    """`backend` is a database's URI; artifacts go through the server."""
+    """`backend` is a database's URI, `artifacts` where files go: through the server, or past it where that is `direct`."""
 
     def __init__(
-        self, folder: Path, backend: str = "", app: str = "", environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        backend: str = "",
+        app: str = "",
+        environment: Mapping[str, str] | None = None,
+        artifacts: str = "",
+        *,
+        direct: bool = False,
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -27,6 +34,12 @@ class Server:
         self._folder = folder
         self._backend = backend or f"sqlite:///{folder}/server.db"
         self._app = ["--app-name", app] if app else []
+        place = artifacts or str(folder / "artifacts")
+        self._artifacts = (
+            ["--no-serve-artifacts", "--default-artifact-root", place]
+            if direct
+            else ["--artifacts-destination", place]
+        )
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -42,7 +55,7 @@ class Server:
     def start(self) -> None:
         command = [
             sys.executable, "-m", "mlflow", "server", *self._app,
-            "--backend-store-uri", self._backend, "--artifacts-destination", str(self._folder / "artifacts"),
+            "--backend-store-uri", self._backend, *self._artifacts,
             "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
         ]  # fmt: skip
         quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

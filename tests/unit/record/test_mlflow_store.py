@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -96,6 +97,47 @@ def test_every_step_is_recorded_once_in_order_with_the_ledgers_bits(database: st
         "weights",
     }
     assert artifacts(database, run_id, "weights") == {"weights/final.safetensors"}
+
+
+def test_the_data_of_a_run_are_its_inputs(database: str, spec: Specs) -> None:
+    """A short digest that MLflow takes, the whole fingerprint beside it, and the job as their source; told twice, there once."""
+    import mlflow
+
+    fields = {
+        "data.train_samples": 1500,
+        "data.eval_samples": 297,
+        "data.train.file.a.parquet": "rows 1500, sha256 " + "f" * 64,
+        "data.eval.samples": "0" * 32,
+        "optimizer.lr": 1.0,
+    }
+    recorder = Recorder(spec(database))
+    recorder.start()
+    for _ in range(2):  # two attempts
+        recorder.started({"identity": "abc", "fields": fields})
+    recorder.finished({"step": 0})
+    recorder.close()
+    inputs = client(database).get_run(recorder.run_id()).inputs.dataset_inputs
+    found = {tag.value: one.dataset for one in inputs for tag in one.tags if tag.key == "mlflow.data.context"}
+    assert len(inputs) == 2
+    assert {context: data.name for context, data in found.items()} == {
+        "train": "Digits.train_data",
+        "eval": "Digits.eval_data",
+    }
+    for context, samples in (("train", 1500), ("eval", 297)):
+        data = found[context]
+        profile = json.loads(data.profile)
+        prefix = f"data.{context}."
+        assert profile["fingerprint"] == {
+            name.removeprefix(prefix): text for name, text in fields.items() if name.startswith(prefix)
+        }
+        assert profile["num_rows"] == samples
+        assert len(profile["sha256"]) == 64
+        assert len(data.digest) == 32
+        assert profile["sha256"].startswith(data.digest)
+        assert (
+            mlflow.data.get_source(data).to_dict()["tags"]["mlflow.source.name"] == "jobs.digits.job:Digits"
+        )
+    assert found["train"].digest != found["eval"].digest
 
 
 def test_artifacts_lie_beside_the_database_wherever_the_run_was_started(

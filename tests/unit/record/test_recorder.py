@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from lockstep.errors import RecordError, StorageError
+from lockstep.record.catalogue import reader
+from lockstep.record.files import append_bounded
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.ledger import StepRow, read_evaluations, read_parquet
 from lockstep.record.points import Point
@@ -49,6 +52,23 @@ class Shaky(FolderStore):
         if self.refuses:
             raise RecordError(self.refuses)
         self.points.extend(points)
+
+
+def test_of_what_a_worker_prints_the_newest_part_is_kept(tmp_path: Path) -> None:
+    """Bounded, in whole lines, and it says what was dropped; the control is what fits."""
+    path = tmp_path / "logs" / "rank.txt"
+    lines = [f"line {i} é" for i in range(100)]
+    for line in lines:
+        append_bounded(path, f"{line}\n", most=300)
+    kept = path.read_text().splitlines()
+    assert path.stat().st_size <= 600 + 100
+    assert kept[0].startswith("… what was here before was dropped")
+    assert 5 < len(kept) < 100
+    assert kept[1:] == lines[-len(kept) + 1 :]
+    whole = tmp_path / "whole.txt"
+    for line in lines[:10]:
+        append_bounded(whole, f"{line}\n", most=300)
+    assert whole.read_text().splitlines() == lines[:10]
 
 
 @pytest.fixture
@@ -361,3 +381,81 @@ def test_an_outage_costs_no_memory_for_what_the_journal_has(shaky: Shaky, spec: 
     recorder.finished({})
     recorder.close()
     assert [step for step, _ in losses(shaky.points)] == list(range(1, 20_001))
+
+
+# --- in a process of its own ------------------------------------------------------------------------------
+
+
+def recorded_by(spec: Spec, *, apart: bool) -> tuple[Recorder, Path]:
+    recorder = Recorder(spec, apart=apart)
+    recorder.start()
+    recorder.started({"identity": "abc", "workers": 1})
+    recorder.steps([step_row(step) for step in range(1, 51)])
+    recorder.steps([step_row(7, loss=0.5)])  # done again, and differs
+    recorder.evaluation(evaluation_row(50, loss=0.25))
+    recorder.finished({"step": 50, "metrics": {"eval/loss": 0.25}})
+    recorder.close()
+    return recorder, recorder.run_folder()
+
+
+def test_a_process_of_its_own_writes_the_record_that_a_thread_does(spec: Specs) -> None:
+    """The same files with the same bits, and the same words about it."""
+    (ours, here), (theirs, there) = (recorded_by(spec(), apart=apart) for apart in (False, True))
+    assert theirs.violation == ours.violation != ""
+    assert theirs.latest == ours.latest
+    names = {path.relative_to(here) for path in here.rglob("*") if path.is_file()}
+    assert names == {path.relative_to(there) for path in there.rglob("*") if path.is_file()}
+    assert read_parquet(there / "ledger.parquet") == read_parquet(here / "ledger.parquet")
+    assert (there / "summary.json").read_text() == (here / "summary.json").read_text()
+    tags = [json.loads((folder / "run.json").read_text())["tags"] for folder in (here, there)]
+    assert tags[0].keys() == tags[1].keys()
+    assert tags[0]["lockstep.process"] != tags[1]["lockstep.process"]
+
+
+def test_the_death_of_the_process_that_writes_is_told(spec: Specs) -> None:
+    """What was not written is not taken for written; the control is the test above."""
+    recorder = Recorder(spec(), apart=True)
+    recorder.start()
+    recorder.steps([step_row(1)])
+    run_id = recorder.run_id()
+    (child,) = [one for one in psutil.Process().children() if "writer_process" in " ".join(one.cmdline())]
+    child.kill()
+    recorder.steps([step_row(2)])
+    with pytest.raises(RecordError, match=rf"has ended \(exit code -9\); `lockstep record sync {run_id}`"):
+        recorder.close()
+
+
+def test_the_process_that_writes_ends_with_the_one_that_trains(tmp_path: Path) -> None:
+    """SIGKILL, with a forked child that holds every pipe open and lives on."""
+    script = (
+        "import os, sys, time, psutil\n"
+        "from lockstep.record.recorder import Recorder\n"
+        "from lockstep.spec import load_spec\n"
+        "recorder = Recorder(load_spec({'job': {'use': 'jobs.digits.job:Digits'}, 'record': {'uri': 'off'},\n"
+        f"    'checkpoint': {{'storage': {str(tmp_path)!r}}}}}), apart=True)\n"
+        "recorder.start()\n"
+        "recorder.run_id()\n"
+        "(writer,) = psutil.Process().children()\n"
+        "forked = os.fork()\n"
+        "if not forked:\n"
+        "    os.close(1)\n"
+        "    time.sleep(600)\n"
+        "print(writer.pid, forked, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    writer, forked = map(psutil.Process, map(int, process.stdout.readline().split()))
+    try:
+        assert writer.is_running()
+        process.kill()
+        process.communicate()
+        assert not psutil.wait_procs([writer], timeout=20)[1]
+        assert forked.is_running()
+    finally:
+        forked.kill()
+    (run,) = tmp_path.glob("*/run.json")
+    assert json.loads(run.read_text())["status"] == "RUNNING"
+    assert reader("off", tmp_path).run(run.parent.name).status == "FAILED"

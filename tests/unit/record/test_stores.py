@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import pwd
-import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +17,9 @@ from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec, load_spec
+from tests.unit.record.postgresql import postgresql as running_postgresql
 from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.s3 import s3
 from tests.unit.record.server import Server
 
 Specs = Callable[..., Spec]
@@ -96,14 +91,12 @@ def test_a_server(tmp_path: Path, spec: Specs) -> None:
             reader(server.uri, Path()).runs("digit", 1)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("flask_wtf") is None, reason="the app with passwords needs Flask-WTF"
-)
+@pytest.mark.exact  # such a server hashes the password for each request, which takes 0.2 s
 def test_a_server_with_a_password(tmp_path: Path, spec: Specs, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "auth.ini"
     config.write_text(
         "[mlflow]\ndefault_permission = READ\nauthorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
-        f"database_uri = sqlite:///{tmp_path}/auth.db\nadmin_username = admin\nadmin_password = a-long-password\n"
+        f"database_uri = sqlite:///{tmp_path}/auth.db\nadmin_username = admin\nadmin_password = a-long-password\nauth_cache_ttl_seconds = 60\n"
     )
     environment = {"MLFLOW_AUTH_CONFIG_PATH": str(config), "MLFLOW_FLASK_SERVER_SECRET_KEY": "s"}
     with Server(tmp_path, app="basic-auth", environment=environment) as server:
@@ -122,56 +115,23 @@ def test_a_server_with_a_password(tmp_path: Path, spec: Specs, monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[str]:
-    """URI of a fresh PostgreSQL on loopback, run by an unprivileged user; it refuses root."""
-    if importlib.util.find_spec("psycopg") is None or shutil.which("initdb") is None:
-        pytest.skip("needs PostgreSQL's server and psycopg")
-    user = "postgres" if os.getuid() == 0 else pwd.getpwuid(os.getuid()).pw_name
-    if user not in {entry.pw_name for entry in pwd.getpwall()}:
-        pytest.skip("PostgreSQL refuses root, and there is no user for it")
-    as_user = (
-        ["setpriv", f"--reuid={user}", f"--regid={pwd.getpwnam(user).pw_gid}", "--clear-groups"]
-        if os.getuid() == 0
-        else []
-    )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
-        if os.getuid() == 0:
-            shutil.chown(folder, user)
-        data = f"{folder}/data"
-        initdb = Path(shutil.which("initdb") or "").resolve()
-        subprocess.run(
-            [*as_user, str(initdb), "-D", data, "-U", "lockstep", "-A", "trust"],
-            check=True,
-            capture_output=True,
-            cwd=folder,
-        )
-        process = subprocess.Popen(
-            [*as_user, str(initdb.with_name("postgres")), "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
-        )  # fmt: skip
-        try:
-            import psycopg
-
-            for _ in range(300):
-                try:
-                    psycopg.connect(
-                        f"host=127.0.0.1 port={port} user=lockstep dbname=postgres", connect_timeout=1
-                    ).close()
-                    break
-                except psycopg.OperationalError:
-                    assert process.poll() is None
-            yield f"postgresql+psycopg://lockstep@127.0.0.1:{port}/postgres"
-        finally:
-            process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow, which keeps its connections
-            process.wait()
+    with running_postgresql() as uri:
+        yield uri
 
 
-def test_postgresql_and_a_server_before_it(postgresql: str, tmp_path: Path, spec: Specs) -> None:
+def test_postgresql_and_a_server_before_it_with_files_in_s3(
+    postgresql: str, tmp_path: Path, spec: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files go from here to S3: the server only says where."""
     run_once(spec(postgresql))
-    with Server(tmp_path, backend=postgresql) as server:
-        run_once(spec(server.uri, record={"uri": server.uri, "experiment": "through the server"}))
+    with s3() as (bucket, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with Server(tmp_path, backend=postgresql, artifacts=bucket, direct=True) as server:
+            run_id = run_once(
+                spec(server.uri, record={"uri": server.uri, "experiment": "through the server"})
+            )
+            assert client(server.uri).get_run(run_id).info.artifact_uri.startswith(bucket)
 
 
 # --- odd values -------------------------------------------------------------------------------------------

@@ -8,22 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import pytest
-
 from lockstep.record.folder_store import FolderStore
-from lockstep.record.ledger import CheckpointRow
 from lockstep.record.mlflow_store import MlflowStore
-from lockstep.record.recorder import Recorder
 from lockstep.record.uploads import Uploads
-from lockstep.spec import Spec
-from tests.unit.record.rows import step_row
-
-Specs = Callable[..., Spec]
 
 
 def models(uri: str, run_id: str) -> dict[str, Any]:
@@ -41,52 +32,6 @@ def files(model: Any) -> list[Path]:
         for path in Path(unquote(model.artifact_location.removeprefix("file://"))).rglob("*")
         if path.is_file()
     ]
-
-
-def checkpoint(folder: Path, step: int, deleted: tuple[int, ...] = ()) -> CheckpointRow:
-    place = folder / f"step-{step:09}"
-    place.mkdir(parents=True)
-    (place / "manifest.json").write_text(f"manifest {step}")
-    (place / "model.bin").write_bytes(bytes([step]) * 1000)
-    return CheckpointRow(step, str(place), None, 1000, 0.0, 0.0, 0.1, 1_700_000_000.0 + step, deleted)
-
-
-@pytest.mark.parametrize("kept", ["reference", "artifact"])
-def test_retention_over_twenty_checkpoints_leaves_exactly_what_the_run_kept(
-    database: str, spec: Specs, tmp_path: Path, kept: str
-) -> None:
-    beside = Path(database.removeprefix("sqlite:///")).parent
-    of_others = set(beside.rglob("model.bin"))  # the store is the whole session's
-    recorder = Recorder(spec(record={"uri": database, "checkpoints": kept}))
-    recorder.start()
-    run_id = recorder.run_id()
-    for step in range(1, 21):
-        recorder.steps([step_row(step)])
-        gone = (step - 2,) if step > 2 and (step - 2) % 5 else ()
-        recorder.checkpoint(checkpoint(tmp_path / "checkpoints", step, gone))
-        until = time.monotonic() + 30
-        while kept == "artifact" and f"checkpoint-{step}" not in models(database, run_id):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-    recorder.finished({"step": 20})
-    recorder.close()
-    found = models(database, run_id)
-    assert {name: model.status for name, model in found.items()} == {
-        f"checkpoint-{step}": "READY" for step in (5, 10, 15, 19, 20)
-    }
-    for name, model in found.items():
-        step = int(name.removeprefix("checkpoint-"))
-        assert model.tags["lockstep.uri"].endswith(f"step-{step:09}")
-        assert model.tags["lockstep.manifest"].startswith("sha256:")
-        assert sorted(path.name for path in files(model)) == (
-            ["manifest.json", "model.bin"] if kept == "artifact" else []
-        )
-    left = [
-        path
-        for path in set(beside.rglob("model.bin")) - of_others
-        if path.read_bytes()[:1] not in {bytes([s]) for s in (5, 10, 15, 19, 20)}
-    ]
-    assert left == []
 
 
 def test_a_crash_in_the_middle_of_an_upload_leaves_no_ready_model(database: str, tmp_path: Path) -> None:

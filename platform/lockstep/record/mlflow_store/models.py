@@ -69,6 +69,15 @@ class Models:
         """Every model of the run that is READY, as MLflow has it."""
         return [model for model in self._all() if model.status == "READY"]
 
+    def aliased(self) -> list[Any]:
+        """The models of the run that are READY and have an alias in the registry."""
+        named = set()
+        for version in self._client.search_model_versions(f"run_id = '{self._run_id}'"):
+            # A search leaves aliases out.
+            if self._client.get_model_version(version.name, version.version).aliases:
+                named.add(version.source.removeprefix("models:/"))
+        return [model for model in self.ready_models() if model.model_id in named] if named else []
+
     # --- the two phases -----------------------------------------------------------------------------------
 
     def _announce(self, name: str, step: int, tags: Mapping[str, str]) -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError
+from lockstep.record.data_sets import DataSet
 from lockstep.record.mlflow_store.client import connecting, is_database, page_url, translated
-from lockstep.record.mlflow_store.models import Models, fill_final
+from lockstep.record.mlflow_store.models import STEP, Models, fill_final
 from lockstep.record.points import Point, store_key
 from lockstep.record.run_store import Status
 from lockstep.spec import Spec
@@ -156,6 +157,10 @@ class MlflowStore:
                 entities = [RunTag(name, value) for name, value in batch]
                 self._client.log_batch(self._run_id, tags=entities, synchronous=True)
 
+    def log_data(self, data: Sequence[DataSet]) -> None:
+        with self._translated():
+            self._client.log_inputs(self._run_id, datasets=[_input(one) for one in data])
+
     def log_file(self, path: Path, folder: str) -> None:
         with self._translated():
             self._client.log_artifact(self._run_id, str(path), folder or None)
@@ -170,9 +175,16 @@ class MlflowStore:
         with self._translated():
             self._models().publish(f"checkpoint-{step}", step, tags, folder)
 
-    def delete_checkpoint(self, step: int) -> None:
+    def aliased_steps(self) -> frozenset[int]:
         with self._translated():
-            self._models().delete(f"checkpoint-{step}")
+            return frozenset(
+                int(model.tags[STEP]) for model in self._models().aliased() if _is_checkpoint(model)
+            )
+
+    def delete_checkpoint(self, step: int) -> None:
+        if step not in self.aliased_steps():
+            with self._translated():
+                self._models().delete(f"checkpoint-{step}")
 
     def _models(self) -> Models:
         return Models(self._client, self._experiment_id, self._run_id)
@@ -199,6 +211,22 @@ class MlflowStore:
 
     def _translated(self, *, again: bool = True) -> AbstractContextManager[None]:
         return translated(self._uri, again=again)
+
+
+def _is_checkpoint(model: Any) -> bool:
+    return bool(model.name.startswith("checkpoint-"))
+
+
+def _input(data: DataSet) -> Any:
+    """A data set as MLflow has it: its source is the job, and its profile holds the whole fingerprint."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = {"tags": {"mlflow.source.type": "LOCAL", "mlflow.source.name": data.job}}
+    profile = {"num_rows": data.samples, "sha256": data.sha256, "fingerprint": data.fingerprint}
+    return DatasetInput(
+        Dataset(data.name, data.digest, "code", json.dumps(source), profile=json.dumps(profile)),
+        [InputTag("mlflow.data.context", data.context)],
+    )
 
 
 def _user() -> str:

@@ -1,0 +1,87 @@
+"""Which runs a Ray cluster has: each driver puts a notice into the cluster's own store, and whoever asks reads them.
+
+A notice is a few hundred bytes. A driver that is killed leaves its notice as it is: a run whose driver has gone shows
+as lost to whoever reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lockstep.record.documents import without_password
+
+NAMESPACE, PREFIX = b"lockstep", "run:"
+
+EVERY_S = 5.0
+"""How often a run tells its step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A run as its driver last told of it. Times are Unix seconds."""
+
+    run_id: str
+    name: str
+    status: str
+    step: int
+    workers: int
+    began: float
+    told: float
+    store: str
+    driver: str
+    """Ray's id of the driver's job."""
+
+
+class Noticeboard:
+    """The notice of one run, kept by its driver while it is connected to the cluster."""
+
+    def __init__(self, name: str, store: str, began: float) -> None:
+        self._name, self._store, self._began = name, without_password(store), began
+        self._notice: Notice | None = None
+
+    def begins(self, run_id: str, workers: int) -> None:
+        """The run exists."""
+        import ray
+
+        driver = ray.get_runtime_context().get_job_id()
+        self._put(
+            Notice(run_id, self._name, "RUNNING", 0, workers, self._began, time.time(), self._store, driver)
+        )
+
+    def reached(self, step: int, workers: int) -> None:
+        """How far the run is; told on now and then."""
+        if self._notice is not None and time.time() - self._notice.told >= EVERY_S:
+            self._put(replace(self._notice, step=step, workers=workers, told=time.time()))
+
+    def ends(self, status: str, step: int) -> None:
+        """The run is over; there may have been none."""
+        if self._notice is not None:
+            self._put(
+                replace(self._notice, status=status, step=max(step, self._notice.step), told=time.time())
+            )
+
+    def _put(self, notice: Notice) -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        self._notice = notice
+        key = f"{PREFIX}{notice.run_id}".encode()
+        _internal_kv_put(key, json.dumps(asdict(notice)).encode(), namespace=NAMESPACE)
+
+
+def notices(address: str, drivers: set[str]) -> list[dict[str, Any]]:
+    """The runs of the cluster whose GCS is at `address`, newest first; `drivers` are Ray's ids of those that are alive."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    client = GcsClient(address=address)
+    keys = client.internal_kv_keys(PREFIX.encode(), namespace=NAMESPACE)
+    found = [Notice(**json.loads(client.internal_kv_get(key, namespace=NAMESPACE))) for key in keys]
+    seen = [
+        replace(notice, status="LOST")
+        if notice.status == "RUNNING" and notice.driver not in drivers
+        else notice
+        for notice in found
+    ]
+    return [asdict(notice) for notice in sorted(seen, key=lambda notice: -notice.began)]

@@ -1,0 +1,51 @@
+"""The data sets of a run as its store shows them: which data were trained on, and which evaluated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from lockstep.spec import Spec
+
+DIGEST_LENGTH = 32
+"""Hex digits of a data set's short digest; MLflow takes 36."""
+
+
+class DataSet(NamedTuple):
+    """Data of a job. `digest` begins `sha256`, which covers the whole `fingerprint`."""
+
+    name: str
+    context: Literal["train", "eval"]
+    job: str
+    samples: int
+    fingerprint: dict[str, str]
+    sha256: str
+
+    @property
+    def digest(self) -> str:
+        """The short digest."""
+        return self.sha256[:DIGEST_LENGTH]
+
+
+def data_sets(spec: Spec, fields: Mapping[str, Any]) -> list[DataSet]:
+    """The data sets that the fields of a run's identity tell of; evaluation data only where there are any."""
+    found = (_data_set(spec.job.use, context, fields) for context in ("train", "eval"))
+    return [data for data in found if data.samples]
+
+
+def _data_set(job: str, context: Any, fields: Mapping[str, Any]) -> DataSet:
+    prefix = f"data.{context}."
+    fingerprint = {
+        name.removeprefix(prefix): str(value) for name, value in fields.items() if name.startswith(prefix)
+    }
+    text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
+    return DataSet(
+        name=f"{job.rpartition(':')[2]}.{context}_data",
+        context=context,
+        job=job,
+        samples=int(fields.get(f"data.{context}_samples", 0)),
+        fingerprint=fingerprint,
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
+    )

@@ -1,0 +1,188 @@
+"""The writer in a process of its own, for a run whose only other process trains: what it does costs no step any time.
+
+What is told goes through a pipe, by a thread that gathers it; what the writer has to say comes back through another. The
+process ends with its parent: what it has not written by then is in the journal, or lost like the step that told it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, BinaryIO, NamedTuple
+
+from lockstep.errors import RecordError
+from lockstep.record.run_store import RunStore
+from lockstep.record.writer import Writer
+from lockstep.spec import Spec
+
+GATHER_S = 0.2
+"""How long what is told is gathered: each call through the pipe costs the thread that trains a part of a millisecond."""
+LOOK_S = 0.1
+"""How often the process looks for what it has to say, and whether its parent lives."""
+
+
+class State(NamedTuple):
+    """What the process says of its writer."""
+
+    opened: bool = False
+    run_id: str | None = None
+    url: str = ""
+    failure: RecordError | None = None
+    violation: str = ""
+    closed: bool = False
+
+
+class WriterProcess:
+    """A Writer elsewhere. The arguments are those of Writer, and survive pickling."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        make_store: Callable[[Spec], RunStore],
+        run_id: str | None,
+        patience_s: float,
+        on_aliases: Callable[[str, frozenset[int]], None],
+    ) -> None:
+        self.spec = spec
+        self.opened = threading.Event()
+        self._arguments = (spec, make_store, run_id, patience_s, on_aliases)
+        self._state = State()
+        self._closed = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+
+    @property
+    def run_id(self) -> str | None:
+        return self._state.run_id
+
+    @property
+    def url(self) -> str:
+        return self._state.url
+
+    @property
+    def violation(self) -> str:
+        return self._state.violation
+
+    def failure(self) -> RecordError | None:
+        """What could not be recorded so far."""
+        return self._state.failure
+
+    def start(self) -> None:
+        """Start the process; it opens the store and creates the run."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        for work in (self._send, self._hear):
+            threading.Thread(target=work, name="lockstep-record", daemon=True).start()
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Have the writer's method of this name called, after everything told before. Returns at once."""
+        self._inbox.put((name, *arguments))
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is left and end the process, as the Writer's own close."""
+        if self._process is None:
+            return
+        self.tell("close", timeout_s)
+        self._wake.set()
+        self._closed.wait()
+        self._process.wait()
+
+    # --- threads ------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as pipe:  # its end is heard in the other thread
+            pickle.dump(self._arguments, pipe)
+            pipe.flush()
+            while not self._closed.is_set():
+                self._wake.wait(GATHER_S)
+                calls = []
+                with suppress(queue.Empty):
+                    while True:
+                        calls.append(self._inbox.get_nowait())
+                if calls:
+                    pickle.dump(calls, pipe)
+                    pipe.flush()
+                if calls and calls[-1][0] == "close":
+                    self._closed.wait()
+
+    def _hear(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        with self._process.stdout as pipe, suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                self._state = pickle.load(pipe)
+                if self._state.opened:
+                    self.opened.set()
+        if not self._state.closed:
+            died = RecordError(
+                f"record: the process that writes it has ended (exit code {self._process.wait()}); "
+                f"`lockstep record sync {self.run_id or 'RUN'}` sends what the run's folder has"
+            )
+            self._state = self._state._replace(failure=died)
+        self.opened.set()
+        self._closed.set()
+
+
+# --- the process ------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Write a record as the parent tells, until it says so or ends."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # sent to all of a terminal or a job: the parent sees to them
+        signal.signal(number, signal.SIG_IGN)
+    told, said = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+    writer = Writer(*pickle.load(told))
+    over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(writer, said, os.getppid(), over), daemon=True)
+    writer.start()
+    watch.start()
+    while True:
+        try:
+            calls = pickle.load(told)
+        except (EOFError, pickle.UnpicklingError):
+            os._exit(1)  # the parent has ended without a word, and so has the run
+        for name, *arguments in calls:
+            if name == "close":
+                writer.close(*arguments)
+                over.set()
+                watch.join()
+                _say(said, _state(writer)._replace(closed=True))
+                return
+            writer.tell(name, *arguments)
+
+
+def _watch(writer: Writer, said: BinaryIO, parent: int, over: threading.Event) -> None:
+    """Say what is new, and end with the parent: a process that it forked may hold the pipe open."""
+    before = State()
+    while not over.wait(LOOK_S):
+        if os.getppid() != parent:
+            os._exit(1)
+        now = _state(writer)
+        if now != before:
+            _say(said, now)
+        before = now
+
+
+def _state(writer: Writer) -> State:
+    return State(writer.opened.is_set(), writer.run_id, writer.url, writer.failure(), writer.violation)
+
+
+def _say(said: BinaryIO, state: State) -> None:
+    pickle.dump(state, said)
+    said.flush()

@@ -1,0 +1,77 @@
+"""A folder that is another one on another node is found out before training, with the field to change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import json, logging, os, sys, tempfile
+from lockstep.orchestration.ray_trainer import RAY_SETTINGS
+os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+import ray
+from ray.cluster_utils import Cluster
+from lockstep import train
+from lockstep.errors import LockstepError
+
+here, there, storage = sys.argv[1:]
+with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
+    os.chdir(here)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": own, "include_dashboard": False})
+    os.chdir(there)
+    cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
+    os.chdir(here)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        result = train(
+            {
+                "job": {"use": "jobs.digits.job:Digits", "params": {"width": 4}},
+                "length": {"steps": 2}, "workers": {"min": 2, "max": 2}, "evaluate": {"every": {"steps": 2}},
+                "checkpoint": {"storage": storage}, "record": {"uri": "off"},
+            }
+        )
+        told = {"status": result.status, "workers": result.workers, "warnings": result.warnings}
+    except LockstepError as error:
+        told = {"error": str(error)}
+    print(json.dumps(told))
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+def trained(folder: Path, storage: str) -> dict[str, Any]:
+    """What became of a run on two nodes with working directories of their own, each with a worker."""
+    for name in ("here", "there"):
+        (folder / name).mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder / "here"), str(folder / "there"), storage],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONHASHSEED": "0", "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_a_folder_that_the_other_node_does_not_see_is_refused(tmp_path: Path) -> None:
+    """`/proc/self/cwd` leads each process to its own working directory, and a raylet hands on its own."""
+    told = trained(tmp_path, "/proc/self/cwd/runs")
+    assert (
+        "'/proc/self/cwd/runs' on this node is another folder on 127.0.0.2, where workers run"
+        in told["error"]
+    )
+    assert "set record.folder to a folder that all nodes share" in told["error"]
+    assert not list(tmp_path.glob("*/runs/*"))
+
+
+@pytest.mark.exact  # the control of the one above
+def test_a_folder_that_both_nodes_see_is_taken(tmp_path: Path) -> None:
+    told = trained(tmp_path, str(tmp_path / "runs"))
+    assert (told["status"], told["workers"]) == ("FINISHED", 2)

@@ -1,0 +1,178 @@
+"""Which checkpoints are left of twenty: those that the spec keeps, those that are pinned, those with an alias; on disk and server alike."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint.manifest import Facts
+from lockstep.checkpoint.pins import pin, pinned, unpin
+from lockstep.checkpoint.retention import Keep
+from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.saver import AsyncSaver, Saved
+from lockstep.checkpoint.storage import open_storage
+from lockstep.orchestration.attempts import pin_aliased, saved_steps
+from lockstep.record.ledger import CheckpointRow
+from lockstep.record.recorder import Recorder
+from lockstep.spec import Spec
+from tests.unit.checkpoint.states import state
+from tests.unit.record.server import Server
+
+Specs = Callable[..., Spec]
+BEST = 4
+"""The step with the lowest loss."""
+KEEP = Keep(last=2, metric="eval/loss", every=10)
+
+
+class Twenty:
+    """A run that saves after every step, with its record."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.recorder = Recorder(spec, on_aliases=partial(self._aliases, spec))
+        self.recorder.start()
+        self.run_id = self.recorder.run_id()
+        self.attempt: Attempt = RunFolder.create(open_storage(spec.checkpoint.storage), self.run_id).claim()
+        self.saver = AsyncSaver(self.attempt, keep=KEEP, on_saved=self._saved)
+        self.looked = threading.Event()
+
+    def _aliases(self, spec: Spec, run_id: str, steps: frozenset[int]) -> None:
+        pin_aliased(spec, run_id, steps)
+        self.looked.set()
+
+    def _saved(self, saved: Saved) -> None:
+        assert saved.checkpoint is not None and saved.warning is None
+        self.recorder.checkpoint(
+            CheckpointRow(
+                saved.step, saved.checkpoint.shown, None, saved.nbytes, *saved.pause, saved.written_s, time.time(), saved.deleted
+            )
+        )  # fmt: skip
+
+    def save(self, step: int) -> None:
+        """Save, and wait until it is written."""
+        self.saver.save(step, state(step, items=4), Facts(metrics={"eval/loss": abs(step - BEST) + 1.0}))
+        self.saver.settle()
+
+    def close(self) -> None:
+        self.saver.close()
+        self.recorder.finished({"step": 20})
+        self.recorder.close()
+
+
+def models(uri: str, run_id: str) -> dict[str, Any]:
+    """The models of a run that are READY, by name."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    found = client.search_logged_models([client.get_run(run_id).info.experiment_id])
+    return {model.name: model for model in found if model.source_run_id == run_id and model.status == "READY"}
+
+
+def give_alias(uri: str, run_id: str, step: int) -> None:
+    """As a person does with the buttons of MLflow's pages."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    model = models(uri, run_id)[f"checkpoint-{step}"]
+    client.create_registered_model("digits")
+    version = client.create_model_version("digits", f"models:/{model.model_id}", model_id=model.model_id)
+    client.set_registered_model_alias("digits", "champion", version.version)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Its URI, and the folder of its artifacts."""
+    folder = tmp_path_factory.mktemp("server")
+    with Server(folder) as running:
+        yield running.uri, folder / "artifacts"
+
+
+@pytest.fixture
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Path]:
+    """The same of a server, or of a database that this process writes itself."""
+    if request.param == "server":
+        found: tuple[str, Path] = request.getfixturevalue("server")
+        return found
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv(
+        "MLFLOW_TRACKING_URI", uri
+    )  # MLflow's registry asks this for the model behind a version
+    return uri, tmp_path / "mlartifacts"
+
+
+@pytest.mark.parametrize(
+    ("store", "kept"),
+    [
+        ("sqlite", "artifact"),
+        pytest.param("server", "artifact", marks=pytest.mark.exact),
+        pytest.param("server", "reference", marks=pytest.mark.exact),
+    ],
+    indirect=["store"],
+)
+def test_of_twenty_checkpoints_exactly_those_are_left_that_were_promised(
+    spec: Specs, tmp_path: Path, store: tuple[str, Path], kept: str
+) -> None:
+    """The last two, the best, every tenth, the pinned and the one with an alias: on the disk, in MLflow, and in its files."""
+    uri, artifacts = store
+    run = Twenty(spec(record={"uri": uri, "checkpoints": kept}))
+    for step in range(1, 21):
+        run.save(step)
+        if step == 6:
+            pin(run.attempt.run, 6)
+        if step == 8:
+            pin(run.attempt.run, 8)
+            until = time.monotonic() + 60
+            while "checkpoint-8" not in models(uri, run.run_id):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            give_alias(uri, run.run_id, 8)
+            run.looked.clear()
+        if step == 9:
+            assert run.looked.wait(60)
+            unpin(run.attempt.run, 8)  # by now the alias alone holds it
+    run.close()
+    promised = {BEST, 6, 8, 10, 19, 20}
+    assert set(saved_steps(run.attempt.run)) == promised
+    assert pinned(run.attempt.run) == {6, 8}
+    of_run = tmp_path / "runs" / run.run_id
+    folders = {path.parent for path in of_run.glob("step-*/*")}
+    assert {int(folder.name.removeprefix("step-")) for folder in folders} == promised
+    left = models(uri, run.run_id)
+    if kept == "reference":
+        assert set(left) == {f"checkpoint-{step}" for step in promised}
+        return
+    # A copy that waited gave way to newer ones; whatever is there is one of those that are left, and whole.
+    assert set(left) <= {f"checkpoint-{step}" for step in promised}
+    assert {"checkpoint-8", "checkpoint-20"} <= set(left)
+    for name, model in left.items():
+        (folder,) = artifacts.rglob(model.model_id)
+        files = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        saved = of_run / f"step-{int(name.removeprefix('checkpoint-')):09}"
+        assert files == {path.name: path.read_bytes() for path in saved.iterdir()}, name
+    of_models = {path.parts[-3] for path in artifacts.rglob("manifest.json")}
+    assert of_models == {model.model_id for model in left.values()}
+
+
+def test_without_its_pin_a_checkpoint_goes_with_the_next_save(tmp_path: Path) -> None:
+    """The control: what holds a checkpoint is the pin, and nothing else."""
+    run = RunFolder.create(open_storage(str(tmp_path)), "run-a")
+    saver = AsyncSaver(run.claim(), keep=Keep(last=1))
+    for step in range(1, 5):
+        saver.save(step, state(step, items=4))
+        saver.settle()
+        if step == 1:
+            pin(run, 1)
+            pin(run, 1)  # again
+        if step == 3:
+            assert saved_steps(run) == [3, 1]
+            unpin(run, 1)
+            unpin(run, 1)
+    saver.close()
+    assert saved_steps(run) == [4]
