@@ -26,7 +26,7 @@ class Tabular(lockstep.Job):
         inputs: PositiveInt = 64
         """Numbers in a row."""
         memory_mb: lockstep.Placement[float | None] = None
-        """Most memory that a table may take on a node; a larger one is read by row group, with data.shuffle=blocks."""
+        """Most memory that a table's rows may take, in MiB; a larger one is read by row group, with data.shuffle=blocks."""
 
     params: Params
 
