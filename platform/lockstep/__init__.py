@@ -1,6 +1,6 @@
 """Lockstep: distributed training for PyTorch in which a run is exact.
 
-What a job needs (`Job`, `Params`, `Loss`, `Mean`, `rng`) and what runs it (`train`, `resume`). Names are imported when
+What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `rng`) and what runs it (`train`, `resume`). Names are imported when
 they are first used, so that `import lockstep` costs nothing.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.errors import LockstepError
-    from lockstep.job import Job, Loss, Mean, Params
+    from lockstep.job import Job, Loss, Mean, Params, Placement
     from lockstep.orchestration.result import Result
     from lockstep.orchestration.resumption import resume
     from lockstep.orchestration.runs import train
@@ -24,6 +24,7 @@ __all__ = [
     "Loss",
     "Mean",
     "Params",
+    "Placement",
     "Result",
     "Spec",
     "load_spec",
@@ -38,6 +39,7 @@ _HOME = {
     "Loss": "lockstep.job",
     "Mean": "lockstep.job",
     "Params": "lockstep.job",
+    "Placement": "lockstep.job",
     "Result": "lockstep.orchestration.result",
     "Spec": "lockstep.spec",
     "load_spec": "lockstep.spec",

@@ -5,21 +5,18 @@ URIs become absolute, defaults are filled in. What leaves this module is complet
 
 Types are strict, for a spec is compared and digested: a number is no text and no truth value, "3" is not 3.
 A whole number will do where any number is wanted. (`job.params` are the job's own; pydantic's usual rules
-hold there.) Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3` is a number.
+hold there.)
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -34,10 +31,9 @@ from pydantic import (
 )
 
 from lockstep.errors import SpecError
-from lockstep.spec_errors import one_line, shown
-
-RECORD_OFF = "off"
-"""The value of `record.uri` that keeps a run out of MLflow."""
+from lockstep.spec_errors import one_line
+from lockstep.spec_file import override, read_document
+from lockstep.spec_places import absolute, absolute_weights, tracking_uri
 
 
 class _Section(pydantic.BaseModel):
@@ -367,8 +363,8 @@ def load_spec(
     An override replaces what is at its dotted key, whole sections included, and creates the sections above it.
     Raises SpecError: one line that names the field, what was got and what is wanted.
     """
-    document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(Path(source))
-    _override(document, overrides)
+    document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
+    override(document, overrides)
     spec = validate(document)
     return _resolve(spec, default_name=spec.name or _default_name(source, spec), uri=uri)
 
@@ -381,107 +377,6 @@ def validate(document: Mapping[str, Any]) -> Spec:
         raise SpecError(one_line(error, Spec, document)) from error
 
 
-# --- reading ----------------------------------------------------------------------------------------------
-
-
-class _Yaml(yaml.SafeLoader):
-    """Reads plain words as YAML 1.2 does, and refuses a key that is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for i, key in enumerate(keys):
-            if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} is given twice", key.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-_Yaml.yaml_implicit_resolvers = {}  # none of YAML 1.1's
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-    ("merge", "<<", ["<"]),
-):
-    _Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-
-
-def _parse(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Yaml)
-    except (yaml.YAMLError, ValueError) as error:  # `!!int x` is a ValueError
-        mark = getattr(error, "problem_mark", None)
-        words = [
-            getattr(error, "context", None),
-            getattr(error, "problem", None) or str(error).splitlines()[0],
-        ]
-        line = f"line {mark.line + 1}, " if mark else ""
-        raise SpecError(f"{what} is not YAML: {line}{', '.join(filter(None, words))}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"spec: cannot read {str(path)!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SpecError(
-            f"spec: {str(path)!r} is not text in UTF-8: {error.reason} at byte {error.start}"
-        ) from error
-    document = _parse(text, f"spec: {str(path)!r}")
-    if document is None:
-        raise SpecError(f'spec: {str(path)!r} is empty; name at least a job: {{use: "package.module:Class"}}')
-    if not isinstance(document, dict):
-        raise SpecError(f"spec: {str(path)!r} holds {shown(document)}, wanted a mapping of fields")
-    return document
-
-
-def _override(document: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Apply `key=value` pairs. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
-    pairs = [_pair(override) for override in overrides]
-    given = {key for key, _ in pairs}
-    rivals = {"epochs", "steps", "seconds"}
-    for key, value in pairs:
-        above, _, leaf = key.rpartition(".")
-        section = _section(document, key)
-        section[leaf] = value
-        if value is None or leaf not in rivals or above.startswith("job."):
-            continue
-        for rival in rivals - {leaf}:
-            if f"{above}.{rival}" not in given:
-                section.pop(rival, None)
-
-
-def _pair(override: str) -> tuple[str, Any]:
-    key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise SpecError(f"override: got {override!r}, wanted key=value such as optimizer.lr=1e-3")
-    return key, _parse(text, f"{key}: {text!r}")
-
-
-def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
-    """The mapping that holds the dotted `key`; what is missing on the way is created."""
-    *above, _ = key.split(".")
-    section = document
-    for depth, part in enumerate(above, start=1):
-        if section.get(part) is None:
-            section[part] = {}
-        if not isinstance(section[part], dict):
-            name = ".".join(above[:depth])
-            raise SpecError(f"{key}: {name} is {shown(section[part])} and has no fields; set {name} itself")
-        section = section[part]
-    return section
-
-
-# --- names, paths and URIs --------------------------------------------------------------------------------
-
-
 def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
     if not isinstance(source, Mapping) and Path(source).stem not in {"train", "spec"}:
         return Path(source).stem
@@ -489,45 +384,19 @@ def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
 
 
 def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
-    record, storage = spec.record, _absolute(spec.checkpoint.storage)
+    record, storage = spec.record, absolute(spec.checkpoint.storage)
     folder = record.folder or ("runs" if "://" in storage else storage)
     return spec.model_copy(
         update={
             "name": default_name,
-            "initial_weights": _absolute_weights(spec.initial_weights) if spec.initial_weights else None,
+            "initial_weights": absolute_weights(spec.initial_weights) if spec.initial_weights else None,
             "checkpoint": spec.checkpoint.model_copy(update={"storage": storage}),
             "record": record.model_copy(
                 update={
                     "uri": tracking_uri(uri or record.uri),
                     "experiment": record.experiment or default_name,
-                    "folder": _absolute(folder),
+                    "folder": absolute(folder),
                 }
             ),
         }
     )
-
-
-def _absolute(path: str) -> str:
-    return path if "://" in path else str(Path(path).expanduser().absolute())
-
-
-def _absolute_weights(given: str) -> str:
-    """A run id stays as it is: a word of hexadecimal digits that is no file here."""
-    return given if re.fullmatch("[0-9a-f]{32}", given) and not Path(given).exists() else _absolute(given)
-
-
-def tracking_uri(given: str | None) -> str:
-    """The tracking URI where `given` is what was asked for: else MLFLOW_TRACKING_URI, else a file in the working directory."""
-    return _absolute_uri(given or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db")
-
-
-def _absolute_uri(uri: str) -> str:
-    """A tracking URI that means the same from every working directory."""
-    if uri.partition(":")[0] in {RECORD_OFF, "databricks", "databricks-uc", "uc"}:
-        return uri
-    scheme, separator, rest = uri.partition(":///")
-    if separator and scheme.startswith("sqlite") and rest and rest != ":memory:":
-        return f"{scheme}:///{Path(rest).expanduser().absolute()}"
-    if uri.startswith("file:") and not uri.startswith("file:/"):
-        return Path(uri.removeprefix("file:")).absolute().as_uri()
-    return uri if ":" in uri else _absolute(uri)

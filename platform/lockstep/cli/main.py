@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ import typer
 
 from lockstep.cli import records
 from lockstep.cli.answers import Json, Uri, Verbose, answered
-from lockstep.spec import RECORD_OFF
+from lockstep.spec_places import RECORD_OFF
 
 if TYPE_CHECKING:
     from lockstep.orchestration.progress import Progress
@@ -82,7 +83,7 @@ def train(
     verbose: Verbose = False,
 ) -> None:
     """Train one run to its end."""
-    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         from lockstep.spec import load_spec
 
@@ -96,17 +97,7 @@ def train(
             return
         from lockstep.orchestration.named_runs import train_named
 
-        with shown(json_) as progress:
-            result = train_named(
-                loaded,
-                run_name,
-                local=local,
-                address=address,
-                progress=progress,
-                verbose=verbose,
-                began_at=began_at,
-                chaos=chaos,
-            )
+        result = options.lived(partial(train_named, loaded, run_name))
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
 
@@ -130,27 +121,32 @@ def resume(
     verbose: Verbose = False,
 ) -> None:
     """Continue a run from its newest good checkpoint, with the same bits."""
-    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.orchestration.resumption import resume as resume_run
 
-        with shown(json_) as progress:
-            result = resume_run(
-                run_id,
-                overrides or [],
-                step=from_step,
-                fork=fork,
-                local=local,
-                address=address,
-                uri=uri,
-                progress=progress,
-                verbose=verbose,
-                began_at=began_at,
-                chaos=chaos,
-            )
+        result = options.lived(
+            partial(resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri)
+        )
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
+
+
+class RunOptions:
+    """What every command that trains is given beside its spec, and how a run is lived under it."""
+
+    def __init__(
+        self, json_: bool, local: bool, address: str | None, verbose: bool, chaos: str | None
+    ) -> None:
+        self._as_json = json_
+        self._places = {"local": local, "address": address, "verbose": verbose, "chaos": chaos}
+        self._began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+
+    def lived(self, train: Callable[..., Result]) -> Result:
+        """The result of `train`, whose progress is shown meanwhile."""
+        with shown(self._as_json) as progress:
+            return train(progress=progress, began_at=self._began_at, **self._places)
 
 
 @contextmanager
@@ -183,7 +179,7 @@ def ui(
     """Open the MLflow UI on the run store, on this machine only unless --host says otherwise."""
     with answered(as_json=False, verbose=verbose):
         from lockstep.orchestration.ui import Ui
-        from lockstep.spec import tracking_uri
+        from lockstep.spec_places import tracking_uri
 
         found = Ui(tracking_uri(uri), port, host)
         print(found.link, file=sys.stderr)
@@ -217,7 +213,7 @@ def _told(result: dict[str, Any]) -> str:
 
 def _uri_option(tracking_uri: str) -> str:
     """How a later command is told the store, where it would not find it by itself."""
-    from lockstep.spec import tracking_uri as default_uri
+    from lockstep.spec_places import tracking_uri as default_uri
 
     return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"
 

@@ -25,7 +25,8 @@ from lockstep.record.environment import git_state
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
-from lockstep.spec import RECORD_OFF, Spec
+from lockstep.spec import Spec
+from lockstep.spec_places import RECORD_OFF
 from lockstep.training.group import Group, distributed
 from lockstep.training.loop import fit
 from lockstep.training.weights import save_weights
