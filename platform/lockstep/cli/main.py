@@ -24,6 +24,7 @@ from lockstep.spec import RECORD_OFF
 if TYPE_CHECKING:
     from lockstep.orchestration.progress import Progress
     from lockstep.orchestration.result import Result
+    from lockstep.orchestration.sweeps.driver import SweepResult
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -127,8 +128,22 @@ def resume(
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.orchestration.resumption import resume as resume_run
+        from lockstep.orchestration.sweeps.driver import resume_sweep
 
         with shown(json_) as progress:
+            swept = resume_sweep(
+                run_id,
+                overrides or [],
+                address=address,
+                uri=uri,
+                progress=progress,
+                verbose=verbose,
+                began_at=began_at,
+            )
+            if swept is not None:
+                answer(swept.as_dict(), lambda: _sweeps.told(swept))
+                _exit(swept)
+                return
             result = resume_run(
                 run_id,
                 overrides or [],
@@ -158,7 +173,7 @@ def shown(as_json: bool) -> Iterator[Progress]:
         yield line
 
 
-def _exit(result: Result) -> None:
+def _exit(result: Result | SweepResult) -> None:
     if result.signal_number is not None:
         raise typer.Exit(128 + result.signal_number)
 
@@ -196,20 +211,22 @@ def _told(result: dict[str, Any]) -> str:
     ]
     if result["status"] == "KILLED":
         lines.append(
-            f"go on with it     lockstep resume {result['run_id']}{_uri_option(result['tracking_uri'])}"
+            f"go on with it     lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
         )
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")
     return "\n".join(lines)
 
 
-def _uri_option(tracking_uri: str) -> str:
+def uri_option(tracking_uri: str) -> str:
     """How a later command is told the store, where it would not find it by itself."""
     from lockstep.spec import tracking_uri as default_uri
 
     return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"
 
 
-from lockstep.cli import cluster as _cluster  # noqa: E402 - it shares what stands above
+from lockstep.cli import cluster as _cluster  # noqa: E402 - they share what stands above
+from lockstep.cli import sweeps as _sweeps  # noqa: E402
 
 _cluster.register(app)
+_sweeps.register(app)
