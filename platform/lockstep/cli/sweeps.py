@@ -1,4 +1,4 @@
-"""The command `sweep`, and `resume` of one."""
+"""The commands that search: `sweep` and `lr-find`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.answers import Json, Uri, Verbose, answered
-from lockstep.cli.main import Address, Overrides, shown, uri_option
+from lockstep.cli.main import Address, Overrides, SpecFile, shown, uri_option
 from lockstep.spec import RECORD_OFF
 
 if TYPE_CHECKING:
@@ -20,12 +20,13 @@ SweepFile = Annotated[Path, typer.Argument(metavar="SWEEP", help="a YAML file; s
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
+    """Add the commands to the command line."""
     app.command()(sweep)
+    app.command("lr-find")(lr_find)
 
 
 def sweep(
-    spec: SweepFile,
+    sweep_file: SweepFile,
     overrides: Overrides = None,
     json_: Json = False,
     address: Address = None,
@@ -39,9 +40,9 @@ def sweep(
     began_at = time.time()
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
-        from lockstep.sweep import load_sweep
+        from lockstep.sweep_spec import load_sweep
 
-        loaded = load_sweep(spec, overrides or [], uri=uri)
+        loaded = load_sweep(sweep_file, overrides or [], uri=uri)
         if dry_run:
             report = planned(loaded)
             answer(report, lambda: plan_as_text(report))
@@ -98,3 +99,22 @@ def told(result: SweepResult) -> str:
     if result.tracking_uri != RECORD_OFF:
         lines.append(f"look at it        {result.url or 'lockstep ui --uri ' + result.tracking_uri}")
     return "\n".join(lines)
+
+
+def lr_find(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    lowest: Annotated[float, typer.Option(help="the rate of the first step")] = 1e-7,
+    highest: Annotated[float, typer.Option(help="the rate of the last step")] = 10.0,
+    steps: Annotated[int, typer.Option(help="how many steps")] = 100,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find a learning rate: train one short run whose rate rises until the loss explodes."""
+    with answered(json_, verbose) as answer:
+        from lockstep.orchestration.lr_finder import as_text
+        from lockstep.orchestration.lr_finder import lr_find as find
+
+        sys.path.insert(0, str(Path.cwd()))
+        found = find(spec, overrides or [], lowest=lowest, highest=highest, steps=steps)
+        answer(found.as_dict(), lambda: as_text(found))

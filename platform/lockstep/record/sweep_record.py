@@ -19,7 +19,7 @@ from lockstep.record.files import write_text
 from lockstep.record.liveness import process_tags
 from lockstep.record.points import Point
 from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError, store_for
-from lockstep.sweep import SweepSpec
+from lockstep.sweep_spec import SweepSpec
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""

@@ -13,7 +13,7 @@ from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.signals import StopSignal
 from lockstep.orchestration.sweeps.decisions import Decisions, Unkept
 from lockstep.record.sweep_record import best_of, tally
-from lockstep.sweep import SweepSpec
+from lockstep.sweep_spec import SweepSpec
 
 RECORD_S = 10.0
 """How often the table is recorded while no trial ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from lockstep.record.run_store import find_sweep
 from lockstep.record.sweep_record import best_of, tally
 from lockstep.source import check_job_source
 from lockstep.spec import KeepBest, Spec, load_spec
-from lockstep.sweep import SweepSpec, load_sweep
+from lockstep.sweep_spec import SweepSpec, load_sweep
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
@@ -86,7 +87,7 @@ def sweep(
 
     with StopSignal() as stop, connected(address, verbose=verbose, for_workers=True):
         stop.listen()
-        return _Driver(loaded, sweep_id, progress, stop, warnings, began_at).run()
+        return _Driver(loaded, sweep_id, progress, stop, warnings, began_at, verbose=verbose).run()
 
 
 def resume_sweep(
@@ -116,7 +117,10 @@ class _Driver:
         stop: StopSignal,
         warnings: list[str],
         began_at: float,
+        *,
+        verbose: bool,
     ) -> None:
+        self.verbose = verbose
         self.spec, self.progress, self.stop, self.warnings, self.began_at = (
             spec,
             progress,
@@ -213,6 +217,9 @@ class _Driver:
         os.environ.update(TUNE_SETTINGS)
         from ray import tune
 
+        if not self.verbose:
+            logging.getLogger("ray.tune").setLevel(logging.ERROR)
+
         from lockstep.orchestration.sweeps.trial import Trial
 
         trainable = tune.with_parameters(
@@ -239,6 +246,7 @@ class _Driver:
                 callbacks=[board],
                 stop=board,
                 failure_config=tune.FailureConfig(max_failures=self.spec.base.faults.max_worker_failures),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                 verbose=0,
             ),
         ).fit()

@@ -14,7 +14,7 @@ from lockstep.record.ledger import EvaluationRow
 from lockstep.record.run_store import Recorded, find_finished, find_history
 from lockstep.record.sweep_record import SweepRecord
 from lockstep.spec import Spec
-from lockstep.sweep import SweepSpec
+from lockstep.sweep_spec import SweepSpec
 
 
 class TrialRecorder(RecorderActor):

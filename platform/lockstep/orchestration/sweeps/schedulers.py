@@ -17,7 +17,7 @@ from ray.tune.schedulers import (
 )
 
 from lockstep.orchestration.sweeps.decisions import Decisions, Unkept
-from lockstep.sweep import Asha, Domain, Median, Pbt, SweepSpec
+from lockstep.sweep_spec import Asha, Domain, Median, Pbt, SweepSpec
 
 STEP = "step"
 """The time of a result, in optimizer steps: `training_iteration` counts results, and begins anew with each attempt."""

@@ -9,7 +9,7 @@ from ray.tune.search import Searcher
 
 from lockstep.errors import SpecError
 from lockstep.orchestration.sweeps.decisions import Decisions, Unkept
-from lockstep.sweep import SweepSpec
+from lockstep.sweep_spec import SweepSpec
 
 
 class Search(Unkept, Searcher):  # type: ignore[misc]

@@ -38,7 +38,7 @@ from lockstep.orchestration.sweeps.recorders import Channel
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History
 from lockstep.record.run_store import find_history, find_run
 from lockstep.spec import Spec
-from lockstep.sweep import SweepSpec
+from lockstep.sweep_spec import SweepSpec
 from lockstep.training.failure import told
 from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.training.loop import fit
@@ -96,7 +96,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]
                     "storage": self._sweep.base.checkpoint.storage,
                 }
             )
-        spec = self._sweep.trial(fields, **({"fork": fork} if fork else {}))
+        name = f"{self._sweep.base.name}-{number}"
+        spec = self._sweep.trial(fields, name=name, **({"fork": fork} if fork else {}))
         return Training(
             spec,
             number,
