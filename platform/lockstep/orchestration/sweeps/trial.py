@@ -333,6 +333,10 @@ class TrialRecord(RemoteRecord):
         self._learn(wait=True)
         super().finished(summary, weights)
 
+    def run_id(self) -> str:
+        self._learn(wait=True)
+        return super().run_id()
+
     def checkpoint(self, row: CheckpointRow) -> None:
         super().checkpoint(row)
         with self._saved:
