@@ -43,7 +43,7 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
         "checkpoint": {"storage": str(folder / "runs"), "every": {"steps": 4}},
         "record": {"uri": "off"},
     }
-    base = {"spec": spec, "space": LR, "trials": 3, "seed": 5, "metric": "eval/accuracy", "mode": "max"}
+    base = {"spec": spec, "space": LR, "trials": 3, "seed": 5, "metric": "eval/loss", "mode": "min"}
     spec |= changes.pop("spec", {})
     return {**base, **changes}
 
@@ -113,7 +113,7 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
             run = found[trial["trial"]]
             assert run.info.run_id == trial["run_id"]
             assert float(run.data.params["optimizer.lr"]) == trial["fields"]["optimizer.lr"]
-            history = client.get_metric_history(run.info.run_id, "eval/accuracy")
+            history = client.get_metric_history(run.info.run_id, "eval/loss")
             assert [(point.step, point.value) for point in history] == [tuple(p) for p in trial["curve"]]
 
 

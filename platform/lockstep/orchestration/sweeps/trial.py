@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import queue
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ from lockstep.sweep_spec import SweepSpec
 from lockstep.training.failure import told
 from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.training.loop import fit
+
+PATIENCE_S = 10.0
+"""How long rank 0 may take to find out by itself that another rank is gone."""
 
 
 class Trial(tune.Trainable):  # type: ignore[misc]
@@ -171,7 +175,9 @@ class Training:
     def leave(self) -> None:
         """End the thread where it waits; what has become of the trial is recorded by whoever decided it."""
         self._record.leave()
-        self._thread.join()
+        self._thread.join(3 * PATIENCE_S)
+        if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
+            os._exit(1)
 
     # --- the thread --------------------------------------------------------------------------------------------
 
@@ -241,13 +247,30 @@ class Training:
             peer.train.remote(spec, origin, store.host, store.port, rank, size)
             for rank, peer in enumerate(self._peers, start=1)
         ]
+        over = threading.Event()
+        threading.Thread(target=self._watch, args=(others, over), name="lockstep-peers", daemon=True).start()
         try:
             with joined(store, 0, size):
                 summary = fit(spec, job, Group.join(device()), self._record, origin)
         except Exception as error:
             raise first_cause(others, error) from error
+        finally:
+            over.set()
         ray.get(others)
         return summary
+
+    def _watch(self, others: list[Any], over: threading.Event) -> None:
+        """Until `fit` is over: end the attempt where another rank has ended, and rank 0 waits for it all the same."""
+        waiting = list(others)
+        while waiting and not over.is_set():
+            ended, waiting = ray.wait(waiting, timeout=1.0)
+            try:
+                ray.get(ended)
+            except ray.exceptions.RayError as error:
+                if not over.wait(PATIENCE_S):
+                    lost = ClusterError(f"a worker of the trial is gone: {type(error).__name__}")
+                    self._broke(first_cause(others, lost))
+                return
 
     def _broke(self, error: Exception) -> None:
         known = error if isinstance(error, LockstepError) else told(error, "rank 0")
@@ -255,17 +278,27 @@ class Training:
             self.results.put({"lost": str(known)})
             return
         self._recorders.end_trial.remote(str(self.number), str(known), traceback.format_exc(), "FAILED")
+        with suppress(ray.exceptions.RayError):  # where the store could not be opened there is no run
+            self.run_id = self.run_id or ray.get(self._channel.run_id.remote())
         self._over("failed", str(known))
 
     def give(self, row: EvaluationRow) -> None:
         """A result for Tune."""
-        self.results.put({"step": row.step, **row.metrics, "run_id": self.run_id})
+        self.results.put(self._result(row))
+
+    def _result(self, row: EvaluationRow) -> dict[str, Any]:
+        return {"step": row.step, **row.metrics, "run_id": self.run_id}
 
     def _over(self, status: str, reason: str, digest: str | None = None) -> None:
-        if self._record.pending is not None:
-            self.give(self._record.pending)
-        end = {"done": True, "status": status, "reason": reason, "weights_digest": digest}
-        self.results.put({**end, "run_id": self.run_id})
+        last = self._record.pending
+        end = {
+            "done": True,
+            "status": status,
+            "reason": reason,
+            "weights_digest": digest,
+            "run_id": self.run_id,
+        }
+        self.results.put(end if last is None else {**self._result(last), **end})
 
 
 class TrialRecord(RemoteRecord):
