@@ -14,17 +14,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from lockstep.cli import records
 from lockstep.cli.answers import Json, Uri, Verbose, answered
+from lockstep.errors import RecordError
 from lockstep.spec_places import RECORD_OFF
 
 if TYPE_CHECKING:
     from lockstep.orchestration.progress import Progress
     from lockstep.orchestration.result import Result
+    from lockstep.orchestration.sweeps.driver import SweepResult
+
+Ran = TypeVar("Ran")
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -125,10 +129,19 @@ def resume(
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.orchestration.resumption import resume as resume_run
+        from lockstep.orchestration.sweeps.driver import resume_sweep
 
-        result = options.lived(
-            partial(resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri)
-        )
+        try:
+            result = options.lived(
+                partial(resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri)
+            )
+        except RecordError:
+            swept = options.lived(partial(resume_sweep, run_id, overrides or [], uri=uri))
+            if swept is None:
+                raise
+            answer(swept.as_dict(), lambda: _sweeps.told(swept))
+            _exit(swept)
+            return
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
 
@@ -143,7 +156,7 @@ class RunOptions:
         self._places = {"local": local, "address": address, "verbose": verbose, "chaos": chaos}
         self._began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
 
-    def lived(self, train: Callable[..., Result]) -> Result:
+    def lived(self, train: Callable[..., Ran]) -> Ran:
         """The result of `train`, whose progress is shown meanwhile."""
         with shown(self._as_json) as progress:
             return train(progress=progress, began_at=self._began_at, **self._places)
@@ -162,7 +175,7 @@ def shown(as_json: bool) -> Iterator[Progress]:
         yield line
 
 
-def _exit(result: Result) -> None:
+def _exit(result: Result | SweepResult) -> None:
     if result.signal_number is not None:
         raise typer.Exit(128 + result.signal_number)
 
@@ -204,20 +217,22 @@ def _told(result: dict[str, Any]) -> str:
     ]
     if result["status"] == "KILLED":
         lines.append(
-            f"go on with it     lockstep resume {result['run_id']}{_uri_option(result['tracking_uri'])}"
+            f"go on with it     lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
         )
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")
     return "\n".join(lines)
 
 
-def _uri_option(tracking_uri: str) -> str:
+def uri_option(tracking_uri: str) -> str:
     """How a later command is told the store, where it would not find it by itself."""
     from lockstep.spec_places import tracking_uri as default_uri
 
     return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"
 
 
-from lockstep.cli import cluster as _cluster  # noqa: E402 - it shares what stands above
+from lockstep.cli import cluster as _cluster  # noqa: E402 - they share what stands above
+from lockstep.cli import sweeps as _sweeps  # noqa: E402
 
 _cluster.register(app)
+_sweeps.register(app)

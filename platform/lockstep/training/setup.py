@@ -5,7 +5,7 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def prepare(
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if group.rank == 0:
-        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, warn)
+        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, record.warn)
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     history = History()
     if start is not None:
