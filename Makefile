@@ -46,6 +46,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.tables
 	$(BIN)/python -m tests.benchmarks.orders
 	$(BIN)/python -m tests.benchmarks.restart
+	$(BIN)/python -m tests.benchmarks.sweeps
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -24,6 +24,7 @@ from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
 from lockstep.orchestration.result import Result
 from lockstep.spec import Spec, load_spec
+from lockstep.sweep_spec import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
 
@@ -88,7 +89,11 @@ def test_snippets_parse(page: Path) -> None:
 @each_page()
 def test_specs_that_are_shown_are_valid(page: Path) -> None:
     for text in blocks(page, "yaml"):
-        load_spec(yaml.safe_load(text))
+        document = yaml.safe_load(text)
+        if "space" in document:
+            load_sweep({**document, "spec": {"job": {"use": "jobs.digits.job:Digits"}}})
+        else:
+            load_spec(document)
 
 
 @each_page()
@@ -186,6 +191,18 @@ def test_every_command_and_option_is_described() -> None:
 def test_every_field_of_a_result_is_described() -> None:
     told = {name for cells in rows(DOCS / "cli.md") for name in re.findall(r"`(\w+)`", cells[0])}
     assert {field.name for field in dataclasses.fields(Result)} <= told
+
+
+def test_every_field_of_a_sweep_is_described() -> None:
+    page = (DOCS / "sweeps.md").read_text()
+    told = set(
+        re.findall(r"`([\w.]+)`", "\n".join(line for line in page.splitlines() if line.startswith("|")))
+    )
+    fields = set(SweepSpec.model_fields) - {"budget"} | {f"budget.{name}" for name in Budget.model_fields}
+    assert fields <= told
+    for scheduler in (Asha, Median, Pbt):
+        assert set(scheduler.model_fields) - {"name"} <= told
+    assert all(f"`{{{kind}:" in page for kind in KINDS)
 
 
 def test_every_error_is_described() -> None:
