@@ -235,7 +235,7 @@ class SweepSpec(Section):
 
     def document(self) -> dict[str, Any]:
         """The sweep as plain data, as a sweep file would write it."""
-        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True) | {"spec": self.spec}
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True) | {"spec": self.spec}
 
 
 def load_sweep(
@@ -262,13 +262,21 @@ def load_sweep(
         sweep = SweepSpec.model_validate(document)
     except pydantic.ValidationError as error:
         raise SpecError(one_line(error, SweepSpec, document)) from error
-    if not sweep.name:
-        sweep = sweep.model_copy(
-            update={"name": name if name not in {"", "sweep"} else f"{sweep.base.name}-sweep"}
-        )
+    spec = sweep.spec
+    if isinstance(sweep.scheduler, Pbt):
+        spec = _in_step(spec, sweep.scheduler.every_steps)
+    name = sweep.name or (name if name not in {"", "sweep"} else f"{spec['name']}-sweep")
+    sweep = sweep.model_copy(update={"name": name, "spec": spec})
     for index in range(min(sweep.total, 1000)):  # what Optuna will suggest lies within the same bounds
         sweep.trial(sweep.sample(index))
     return sweep
+
+
+def _in_step(spec: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A spec that evaluates, saves and keeps its state each so many steps: there another trial may take it over."""
+    every = {"steps": steps}
+    checkpoint = {**spec["checkpoint"], "every": every, "keep_every": steps}
+    return {**spec, "evaluate": {"every": every}, "checkpoint": checkpoint}
 
 
 def _at(document: Any, field: str) -> Any:

@@ -107,3 +107,12 @@ def test_a_file_names_its_spec_and_overrides_reach_both(tmp_path: Path) -> None:
     loaded = load_sweep(tmp_path / "sweep.yaml", ["trials=5", "spec.length.steps=3"], uri="off")
     assert (loaded.total, loaded.base.length.steps, loaded.base.length.epochs) == (5, 3, None)
     assert load_sweep(loaded.document()) == loaded, "what the record keeps is the sweep"
+
+
+def test_a_population_evaluates_and_saves_where_it_meets() -> None:
+    space = {"optimizer.lr": {"loguniform": [1e-4, 1e-1]}}
+    found = sweep(space, scheduler={"name": "pbt", "every_steps": 7})
+    assert (found.base.evaluate.every.steps, found.base.checkpoint.keep_every) == (7, 7)
+    assert found.base.checkpoint.every is not None
+    assert found.base.checkpoint.every.steps == 7
+    assert load_sweep(found.document()) == found

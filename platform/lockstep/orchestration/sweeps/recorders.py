@@ -50,15 +50,15 @@ class TrialRecorder(RecorderActor):
         return self.run_id() if self.found is None else None
 
     @ray.method(concurrency_group="write")
-    def adopt(self) -> list[EvaluationRow]:
-        """Record the run that was found as this trial: the same rows, and a tag that says whose they are. Its evaluations."""
+    def adopt(self) -> tuple[list[EvaluationRow], str]:
+        """Record the run that was found as this trial: the same rows, and a tag that says whose they are. Its evaluations and digest."""
         assert self.found is not None
         found, self.found = self.found, None
         history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
         super().started({**self._facts, "reused_from": found.run_id})
         self._recorder.restored(history)
         self._recorder.finished({**found.summary, "reused_from": found.run_id})
-        return history.evaluations
+        return history.evaluations, found.summary["weights_digest"]
 
     def end(self) -> RecordError | None:
         """Write what is left, once."""

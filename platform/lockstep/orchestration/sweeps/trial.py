@@ -37,7 +37,7 @@ from lockstep.orchestration.named_runs import give_name, run_of_name
 from lockstep.orchestration.recorder_actor import RemoteRecord
 from lockstep.orchestration.sweeps.recorders import Channel
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History
-from lockstep.record.run_store import find_history, find_run
+from lockstep.record.run_store import Recorded, find_history, find_run
 from lockstep.spec import Spec
 from lockstep.sweep_spec import SweepSpec
 from lockstep.training.failure import told
@@ -196,13 +196,12 @@ class Training:
         storage = open_storage(spec.checkpoint.storage)
         name = run_name(self._sweep_id, self.number, spec)
         run_id = run_of_name(storage, name)
-        status = None
         if run_id is not None:
             found = find_run(spec.record.uri or "", run_id, spec.folder)
-            status = found.status
-        if run_id is not None and (status == "FINISHED" or self._end is not None):
-            self._replay(run_id)
-            return
+            ended = found.status == "FINISHED" or self._end is not None
+            if ended and (history := self._history(found)) is not None:
+                self._replay(found, history)
+                return
         origin = Origin() if run_id is None else claim(spec, run_id, None)
         ray.get(self._recorders.open.remote(key, spec, run_id, origin.attempt))
         self._record.begin(origin.attempt)
@@ -223,20 +222,30 @@ class Training:
     def _reuse(self) -> None:
         """A finished run has this trial's identity, and so its every bit."""
         found = ray.get(self._channel.reused.remote())
-        rows = ray.get(self._channel.adopt.remote())
+        rows, digest = ray.get(self._channel.adopt.remote())
         self.run_id = ray.get(self._channel.run_id.remote())
         for row in rows:
             self.give(row)
         self._recorders.close_trial.remote(str(self.number))
-        self._over("reused", f"run {found} has the same identity and is finished")
+        self._over("reused", f"run {found} has the same identity and is finished", digest)
 
-    def _replay(self, run_id: str) -> None:
+    def _history(self, found: Recorded) -> History | None:
+        """The rows of a run that has ended; None where it was cut off before they were written, and has to be trained once more."""
+        try:
+            return find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
+        except StorageError:
+            if found.status == "FINISHED":
+                raise
+            return None
+
+    def _replay(self, found: Recorded, history: History) -> None:
         """A trial that had ended before the sweep was taken up again: its results, and nothing else."""
-        self.run_id = run_id
-        for row in find_history(self.spec.record.uri or "", run_id, self.spec.folder).evaluations:
+        self.run_id = found.run_id
+        for row in history.evaluations:
             self.give(row)
         end = self._end or {}
-        self._over(end.get("status", "finished"), end.get("reason", ""))
+        digest = found.summary.get("weights_digest")
+        self._over(end.get("status", "finished"), end.get("reason", ""), digest)
 
     def _fit(self, origin: Origin) -> dict[str, Any]:
         spec, size = self.spec, len(self._peers) + 1
