@@ -173,6 +173,8 @@ class SweepSpec(Section):
                 )
             if self.search == "optuna" and domain.grid is not None:
                 raise ValueError(f"space.{field}: search=optuna wanted choice instead of grid")
+            if self.search == "optuna" and self.scheduler.name == "pbt":
+                raise ValueError("search: optuna and scheduler=pbt exclude each other; leave one out")
             if domain.when and self.scheduler.name == "pbt":
                 raise ValueError(f"space.{field}: `when` and scheduler=pbt exclude each other; leave one out")
             for other in domain.when:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -20,7 +20,7 @@ RECORD_S = 10.0
 
 
 class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
-    """Tune tells it of every trial, and asks it whether the sweep is over. `on_over` is called once where it should end early."""
+    """Tune tells it of every trial, and asks it whether the sweep is over."""
 
     def __init__(
         self,
@@ -29,13 +29,12 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
         recorders: Any,
         progress: Progress,
         stop: StopSignal,
-        on_over: Callable[[], None],
     ) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
         self.over: str | None = None
         """Why no other trial begins and those that run end after their next step."""
         self._sweep, self._decisions, self._recorders = sweep, decisions, recorders
-        self._progress, self._stop, self._on_over = progress, stop, on_over
+        self._progress, self._stop = progress, stop
         self._began = time.monotonic()
         self._recorded_at = time.monotonic()
         self._update: Any = None
@@ -96,7 +95,6 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
         if reason is not None:
             self.over = reason
             self._progress.say(f"the sweep ends: {reason}; its trials stop after their next step")
-            self._on_over()
             ray.get(self._recorders.stop_all.remote(self._stop.number))
         return self.over is not None and not any(row["status"] == "running" for row in self.rows.values())
 

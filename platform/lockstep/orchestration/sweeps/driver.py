@@ -159,21 +159,13 @@ class _Driver:
         self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
 
         decisions = Decisions(Path(folder))
-        search = Search(self.spec, decisions)
-        board = Board(self.spec, decisions, recorders, self.progress, self.stop, search.end)
-        scheduler = make_scheduler(self.spec, facts["total_steps"], facts["first_evaluation"])
+        board = Board(self.spec, decisions, recorders, self.progress, self.stop)
+        rule = make_scheduler(self.spec, facts["total_steps"], facts["first_evaluation"])
+        scheduler = Decided(rule, self.spec, decisions, board.pruned, concurrency)
+        search = Search(self.spec, decisions, lambda: board.over is None and scheduler.room())
         error: LockstepError | None = None
         try:
-            self._tune(
-                search,
-                Decided(scheduler, self.spec, decisions, board.pruned),
-                board,
-                recorders,
-                sweep_id,
-                decisions,
-                concurrency,
-                bundles,
-            )
+            self._tune(search, scheduler, board, recorders, sweep_id, decisions, bundles)
         except LockstepError as failure:
             error = failure
         status = "KILLED" if self.stop.asked else "FAILED" if error else "FINISHED"
@@ -210,7 +202,11 @@ class _Driver:
         _, each = place(self.spec.base, resources)
         workers = self.spec.base.workers.min
         room = min(int(resources.get(kind, 0.0) / (amount * workers) + 1e-9) for kind, amount in each.items())
-        return min(room, self.spec.concurrency or room, self.spec.total), [each] * workers
+        concurrency = min(room, self.spec.concurrency or room, self.spec.total)
+        bundles = [dict(each) for _ in range(workers)]
+        if self.spec.scheduler.name == "pbt":  # all of it begins at once, so each trial takes its whole share
+            bundles[0]["CPU"] += resources["CPU"] // concurrency - workers * each["CPU"]
+        return concurrency, bundles
 
     def _tune(
         self,
@@ -220,10 +216,10 @@ class _Driver:
         recorders: Any,
         sweep_id: str,
         decisions: Any,
-        concurrency: int,
         bundles: list[dict[str, float]],
     ) -> None:
-        os.environ.update(TUNE_SETTINGS)
+        begin = self.spec.total if self.spec.scheduler.name == "pbt" else 1
+        os.environ.update({**TUNE_SETTINGS, "TUNE_MAX_PENDING_TRIALS_PG": str(begin)})
         from ray import tune
 
         if not self.verbose:
@@ -245,7 +241,6 @@ class _Driver:
                 search_alg=search,
                 scheduler=scheduler,
                 num_samples=self.spec.total,
-                max_concurrent_trials=concurrency,
                 reuse_actors=True,
                 trial_dirname_creator=lambda trial: str(trial.trial_id),
             ),

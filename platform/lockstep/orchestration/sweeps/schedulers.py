@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from ray import tune
+from ray.tune.experiment import Trial
 from ray.tune.schedulers import (
     ASHAScheduler,
     FIFOScheduler,
@@ -69,13 +71,21 @@ def mutation(domain: Domain) -> Any:
 class Decided(Unkept, TrialScheduler):  # type: ignore[misc]
     """A scheduler that hears each step of a trial once, however often an attempt reports it, and stands by what it decided.
 
-    `on_stop` is told of a trial that it ends.
+    `on_stop` is told of a trial that it ends. No more than `concurrency` trials are begun at a time.
     """
 
     def __init__(
-        self, inner: Any, sweep: SweepSpec, decisions: Decisions, on_stop: Callable[[int, str], None]
+        self,
+        inner: Any,
+        sweep: SweepSpec,
+        decisions: Decisions,
+        on_stop: Callable[[int, str], None],
+        concurrency: int,
     ) -> None:
         super().__init__()
+        self._concurrency = concurrency
+        self._trials: list[Any] = []
+        self._numbers: dict[str, int] = {}
         self._inner, self._sweep, self._decisions, self._on_stop = inner, sweep, decisions, on_stop
         self._heard: dict[int, int] = {}
         self._random = random.Random(sweep.seed).getstate(), np.random.RandomState(sweep.seed).get_state()
@@ -93,6 +103,8 @@ class Decided(Unkept, TrialScheduler):  # type: ignore[misc]
             return str(TrialScheduler.CONTINUE)
         self._heard[number] = step
         decision = self._seeded(lambda: self._inner.on_trial_result(controller, trial, result))
+        for other in self._trials:  # who takes over another one's values takes over its whole configuration
+            other.config["trial"] = self._numbers[other.trial_id]
         before = self._decisions.stopped(number, step)
         if before is None and decision == TrialScheduler.STOP and not result.get("done"):
             before = f"{self._sweep.scheduler.name}: {self._sweep.metric} {result[self._sweep.metric]:.6g} at step {step} is not among the best"
@@ -116,7 +128,10 @@ class Decided(Unkept, TrialScheduler):  # type: ignore[misc]
             np.random.set_state(others[1])
 
     def on_trial_add(self, controller: Any, trial: Any) -> None:
-        self._inner.on_trial_add(controller, trial)
+        self._trials.append(trial)
+        self._numbers[trial.trial_id] = trial.config["trial"]
+        # Population-based training refuses any search, for one would hear of its moves; ours draws by number.
+        self._inner.on_trial_add(SimpleNamespace(search_alg=None), trial)
 
     def on_trial_error(self, controller: Any, trial: Any) -> None:
         self._inner.on_trial_error(controller, trial)
@@ -132,6 +147,13 @@ class Decided(Unkept, TrialScheduler):  # type: ignore[misc]
 
     def choose_trial_to_run(self, controller: Any) -> Any:
         return self._inner.choose_trial_to_run(controller)
+
+    def room(self) -> bool:
+        """Whether another trial may begin now. All of a population do: it has to be whole before its first decision."""
+        if isinstance(self._sweep.scheduler, Pbt):
+            return True
+        running = [trial for trial in self._trials if trial.status in {Trial.PENDING, Trial.RUNNING}]
+        return len(running) < self._concurrency
 
     def debug_string(self) -> str:
         return str(self._inner.debug_string())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from ray.tune.search import Searcher
@@ -15,19 +16,21 @@ from lockstep.sweep_spec import SweepSpec
 class Search(Unkept, Searcher):  # type: ignore[misc]
     """The trials of a sweep in order. Those that were made before it was interrupted are made again as they were."""
 
-    def __init__(self, sweep: SweepSpec, decisions: Decisions) -> None:
+    def __init__(self, sweep: SweepSpec, decisions: Decisions, room: Callable[[], bool]) -> None:
         super().__init__(metric=sweep.metric, mode=sweep.mode)
+        self._room = room
         self._sweep, self._decisions = sweep, decisions
         self._numbers: dict[str, int] = {}
         self._optuna = optuna_search(sweep) if sweep.search == "optuna" else None
-        self._over = False
         if self._optuna is not None:
             self._live_again()
 
     def suggest(self, trial_id: str) -> dict[str, Any] | Any:
         number = len(self._numbers)
-        if self._over or number >= self._sweep.total:
+        if number >= self._sweep.total:
             return Searcher.FINISHED
+        if not self._room():
+            return None
         self._numbers[trial_id] = number
         fields = self._decisions.began.get(number)
         if fields is None:
@@ -65,10 +68,6 @@ class Search(Unkept, Searcher):  # type: ignore[misc]
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Nothing: the search hears of ends."""
-
-    def end(self) -> None:
-        """No other trial is to begin."""
-        self._over = True
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the decisions are the state."""
