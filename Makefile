@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit exact bench clean
+.PHONY: train test lint types imports unit exact chaos bench clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -35,6 +35,9 @@ unit: $(INSTALLED_TEST)
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact
 
+chaos: $(INSTALLED_TEST)  ## fifty seeded kills of workers, nodes, recorders and drivers, held against runs left alone (long)
+	$(BIN)/python -m tests.chaos.disturbed
+
 bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.first_step
@@ -42,6 +45,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.recording
 	$(BIN)/python -m tests.benchmarks.tables
 	$(BIN)/python -m tests.benchmarks.orders
+	$(BIN)/python -m tests.benchmarks.restart
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,6 +1,6 @@
 """Lockstep: distributed training for PyTorch in which a run is exact.
 
-What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `rng`) and what runs it (`train`, `resume`). Names are imported when
+What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `rng`) and what runs it (`train`, `resume`, `sweep`). Names are imported when
 they are first used, so that `import lockstep` costs nothing.
 """
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.orchestration.result import Result
     from lockstep.orchestration.resumption import resume
     from lockstep.orchestration.runs import train
+    from lockstep.orchestration.sweeps.driver import SweepResult, sweep
     from lockstep.randomness import rng
     from lockstep.spec import Spec, load_spec
 
@@ -27,9 +28,11 @@ __all__ = [
     "Placement",
     "Result",
     "Spec",
+    "SweepResult",
     "load_spec",
     "resume",
     "rng",
+    "sweep",
     "train",
 ]
 
@@ -42,9 +45,11 @@ _HOME = {
     "Placement": "lockstep.job",
     "Result": "lockstep.orchestration.result",
     "Spec": "lockstep.spec",
+    "SweepResult": "lockstep.orchestration.sweeps.driver",
     "load_spec": "lockstep.spec",
     "resume": "lockstep.orchestration.resumption",
     "rng": "lockstep.randomness",
+    "sweep": "lockstep.orchestration.sweeps.driver",
     "train": "lockstep.orchestration.runs",
 }
 

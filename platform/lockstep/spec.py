@@ -36,7 +36,9 @@ from lockstep.spec_file import override, read_document
 from lockstep.spec_places import absolute, absolute_weights, tracking_uri
 
 
-class _Section(pydantic.BaseModel):
+class Section(pydantic.BaseModel):
+    """Strict, immutable, without unknown keys."""
+
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True
     )
@@ -55,14 +57,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class JobSpec(_Section):
+class JobSpec(Section):
     """Which job, with which params."""
 
     use: str = Field(examples=['"package.module:Class"'])
     params: dict[str, Annotated[Any, AfterValidator(_plain)]] = {}
 
 
-class _Count(_Section):
+class _Count(Section):
     """Whole epochs, or optimizer steps: exactly one of the two."""
 
     epochs: PositiveInt | None = None
@@ -83,7 +85,7 @@ class Every(_Count):
     """A cadence: each so many epochs, or each so many steps."""
 
 
-class Batch(_Section):
+class Batch(Section):
     """Samples of a step and of one forward/backward; their ratio is the number of micro-batches M."""
 
     global_: PositiveInt = Field(default=64, alias="global")
@@ -121,7 +123,7 @@ def _spread(size: int) -> int:
     return next(size // parts for parts in range(8, 0, -1) if size % parts == 0)
 
 
-class Data(_Section):
+class Data(Section):
     """The order of the samples and who fetches them."""
 
     shuffle: Literal["full", "hashed", "blocks", "none"] = "full"
@@ -134,7 +136,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]  # a list, as YAML has no tuples
 
 
-class AdamW(_Section):
+class AdamW(Section):
     """torch.optim.AdamW."""
 
     name: Literal["adamw"] = "adamw"
@@ -144,7 +146,7 @@ class AdamW(_Section):
     eps: PositiveFloat = 1e-8
 
 
-class Adam(_Section):
+class Adam(Section):
     """torch.optim.Adam."""
 
     name: Literal["adam"] = "adam"
@@ -154,7 +156,7 @@ class Adam(_Section):
     eps: PositiveFloat = 1e-8
 
 
-class SGD(_Section):
+class SGD(Section):
     """torch.optim.SGD."""
 
     name: Literal["sgd"] = "sgd"
@@ -171,14 +173,14 @@ class SGD(_Section):
         return nesterov
 
 
-class Constant(_Section):
+class Constant(Section):
     """The learning rate stays, after an optional linear warm-up."""
 
     name: Literal["constant"] = "constant"
     warmup_steps: NonNegativeInt = 0
 
 
-class Linear(_Section):
+class Linear(Section):
     """Falls in a straight line to `final` times the learning rate at the last step."""
 
     name: Literal["linear"] = "linear"
@@ -186,7 +188,7 @@ class Linear(_Section):
     final: NonNegativeFloat = 0.0
 
 
-class Cosine(_Section):
+class Cosine(Section):
     """Falls along half a cosine to `final` times the learning rate at the last step."""
 
     name: Literal["cosine"] = "cosine"
@@ -194,7 +196,7 @@ class Cosine(_Section):
     final: NonNegativeFloat = 0.0
 
 
-class StepDecay(_Section):
+class StepDecay(Section):
     """Multiplied by `gamma` after every `every` steps that follow the warm-up."""
 
     name: Literal["step"] = "step"
@@ -203,13 +205,13 @@ class StepDecay(_Section):
     gamma: PositiveFloat = 0.1
 
 
-class Evaluate(_Section):
+class Evaluate(Section):
     """When the held-out data are evaluated; the end of the run always is."""
 
     every: Every = Every(epochs=1)
 
 
-class EarlyStop(_Section):
+class EarlyStop(Section):
     """Stop after `patience` evaluations without a better metric; the best weights are kept."""
 
     metric: str = "eval/loss"
@@ -217,7 +219,7 @@ class EarlyStop(_Section):
     patience: PositiveInt = 5
 
 
-class Workers(_Section):
+class Workers(Section):
     """How many processes execute the run, and what each is given."""
 
     min: PositiveInt = 1
@@ -235,7 +237,7 @@ class Workers(_Section):
         return most
 
 
-class Cadence(_Section):
+class Cadence(Section):
     """When the state is saved: each so many epochs, steps or seconds, exactly one of the three."""
 
     epochs: PositiveInt | None = None
@@ -249,14 +251,14 @@ class Cadence(_Section):
         return self
 
 
-class KeepBest(_Section):
+class KeepBest(Section):
     """The checkpoint with the best value of an evaluation's metric is kept."""
 
     metric: str = "eval/loss"
     mode: Literal["min", "max"] = "min"
 
 
-class Checkpoint(_Section):
+class Checkpoint(Section):
     """Where the files of runs are kept, `<storage>/<run_id>/`; when the state is saved, and which checkpoints stay."""
 
     storage: str = "runs"
@@ -266,7 +268,7 @@ class Checkpoint(_Section):
     keep_every: PositiveInt | None = None
 
 
-class Fork(_Section):
+class Fork(Section):
     """A run that starts from the state that another one had after a step, its counters and optimizer included."""
 
     run: str
@@ -274,7 +276,7 @@ class Fork(_Section):
     storage: str | None = None
 
 
-class Record(_Section):
+class Record(Section):
     """The MLflow tracking store, and the folder of the files beside it, `<folder>/<run_id>/`; `uri: off` records there alone."""
 
     uri: str | None = None
@@ -283,13 +285,14 @@ class Record(_Section):
     checkpoints: Literal["reference", "artifact"] = "reference"
 
 
-class Faults(_Section):
+class Faults(Section):
     """How often an attempt may end early before the run does: for workers that were lost, and for errors of the job."""
 
     max_worker_failures: NonNegativeInt = 3
     max_job_errors: NonNegativeInt = 0
     wait_for_workers_s: NonNegativeFloat = 600.0
     longest_silence_s: PositiveFloat = 300.0
+    standby_after_s: NonNegativeFloat | None = 15.0
 
 
 def _named(default: str) -> BeforeValidator:
@@ -309,7 +312,7 @@ Schedule = Annotated[
 ]
 
 
-class Spec(_Section):
+class Spec(Section):
     """A run as it is configured. The shortest valid one names a job and nothing else."""
 
     name: Annotated[str, AfterValidator(_one_word)] = ""

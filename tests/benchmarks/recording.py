@@ -75,7 +75,7 @@ class Turns(RemoteRecord):
     """Rank 0's record: rows are sent in the on-blocks alone, and every block is timed."""
 
     def __init__(self, actor: Any, block_s: float, rounds: int) -> None:
-        super().__init__(actor, Path.cwd())
+        super().__init__(actor, Path.cwd(), attempt=1)
         self.times: list[list[float]] = []
         self.recorder_cpu_s = self.recording_s = 0.0
         self._actor = actor

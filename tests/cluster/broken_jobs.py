@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -34,6 +36,25 @@ class SlowDigits(Digits):
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         time.sleep(self.params.pause_s)
+        return super().loss(model, batch)
+
+
+class Uneven(SlowDigits):
+    """The pause is rank 1's alone."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        if not dist.is_initialized() or dist.get_rank() != 1:
+            return Digits.loss(self, model, batch)
+        return super().loss(model, batch)
+
+
+class Greedy(Digits):
+    """Takes 100 MB more with every micro-batch, and lets none of it go."""
+
+    held: list[bytearray] = []  # noqa: RUF012 - it is meant to be the class's
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        self.held.append(bytearray(b"x") * 100_000_000)
         return super().loss(model, batch)
 
 
@@ -74,3 +95,23 @@ class Dying(Digits):
         if self.seen > self.params.at_sample:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
+
+
+class Fading(torch.optim.SGD):
+    """Learns less with each step that it remembers, and keeps that in no state_dict."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(1.0 / (1.0 + 0.1 * self.taken))
+        return super().step(closure)
+
+
+class Forgetful(SlowDigits):
+    """Exact for as long as nothing happens: what its optimizer remembers is lost with a worker."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Fading(model.parameters(), lr=0.05)

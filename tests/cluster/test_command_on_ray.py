@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
 
@@ -109,3 +110,31 @@ def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(tmp_path: 
     ]
     assert ledgers[0] == ledgers[1]
     assert len(ledgers[0]) == whole["step"]
+
+
+def test_a_worker_without_memory_is_told_as_such(tmp_path: Path) -> None:
+    """Ray's own memory monitor ends the worker; the one line says that, and what would help."""
+    memory = psutil.virtual_memory()
+    if memory.available < 9_000_000_000:
+        pytest.skip("it takes 6 GB")
+    bound = (memory.total - memory.available + 6_000_000_000) / memory.total
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "lockstep", "train", "jobs/digits/train.yaml", "--address", "local", "--json", "record.uri=off",
+            "job.use=tests.cluster.broken_jobs:Greedy", "job.params={width: 8}", "length.epochs=1000", "workers.min=1", "workers.max=1",
+            "faults.max_worker_failures=0", f"checkpoint.storage={tmp_path}",
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "platform"),
+            "RAY_memory_usage_threshold": f"{bound:.3f}",
+            "RAY_memory_monitor_refresh_ms": "100",
+        },
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert error.startswith("rank 0 of 1 was ended for want of memory on its node; lower batch.micro")
+    (account,) = json.loads(next(tmp_path.glob("*/attempts.json")).read_text())
+    assert "for want of memory" in account["why"]

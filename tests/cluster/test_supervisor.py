@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 from lockstep import train
 from lockstep.errors import ClusterError, JobError
 from lockstep.orchestration.result import Result
+from lockstep.orchestration.stages import STAGES
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.cluster.test_ray_train import columns
 
@@ -106,6 +108,10 @@ def test_killed_workers_are_replaced_and_the_bits_stay(tmp_path: Path) -> None:
     ]
     assert evaluations[0] == evaluations[1]
     first, second, third = accounts(result)
+    assert first["seconds"] == {}
+    for account in (second, third):
+        assert tuple(account["seconds"]) == STAGES
+        assert sum(account["seconds"].values()) == pytest.approx(account["lost_s"])
     assert (first["attempt"], second["attempt"], third["attempt"]) == (1, 2, 3)
     assert third["why"] == "finished"
     for account in (second, third):
@@ -145,6 +151,21 @@ def test_an_error_of_the_job_reaches_the_driver_as_one_line_and_is_not_tried_aga
     assert "IndexError" in (run / "error.txt").read_text()
 
 
+def test_a_rank_that_keeps_the_other_waiting_is_named(tmp_path: Path) -> None:
+    """In the account and as a warning, by rank, host and steps; what the run computes is that of a run without it."""
+    changes = {"length": {"steps": 60}, "workers": {"min": 2, "max": 2}}
+    job = {"use": "tests.cluster.broken_jobs:Uneven", "params": {"width": 4, "pause_s": 0.03}}
+    result = train(spec(tmp_path, job=job, **changes))
+    (account,) = accounts(result)
+    (straggler,) = account["stragglers"]
+    assert straggler.startswith(f"rank 1 of 2 on {socket.gethostname()} takes ")
+    assert straggler.endswith("for a micro-batch, in steps 1 to 50")
+    assert result.warnings == [straggler]
+    even = train(spec(tmp_path / "even", **changes), local=True)
+    assert result.weights_digest == even.weights_digest
+    assert columns(result) == columns(even)
+
+
 def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
     """SIGSTOP to one of two: no error, no end, only silence. Its peer's stacks tell where it waited."""
     whole = train(spec(tmp_path / "whole"), local=True)
@@ -170,11 +191,10 @@ def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
     assert "training/loop.py" in stacks
 
 
-@pytest.mark.exact  # minutes
-def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
-    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
+def in_a_process(module: str, folder: Path) -> dict[str, Any]:
+    """What a scenario on several nodes came to."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.elastic", str(tmp_path)],
+        [sys.executable, "-m", module, str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
         capture_output=True,
@@ -183,7 +203,30 @@ def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads((tmp_path / "told.json").read_text())
+    told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    return told
+
+
+@pytest.mark.exact  # minutes
+def test_a_notice_with_nowhere_to_go_is_met_with_two_checkpoints(tmp_path: Path) -> None:
+    """The attempt goes on until the node is gone, and loses no more than what it did after the second save."""
+    told = in_a_process("tests.cluster.notice", tmp_path)
+    assert len(told["saves"]) == 2
+    first, second = json.loads(Path(told["folder"], "attempts.json").read_text())
+    assert first["last_step"] > second["from_step"] > 0
+    assert second["repeated"] == first["last_step"] - second["from_step"]
+    assert second["repeated"] < 15  # of some fifty since the first save; no other was due
+    whole = train(
+        spec(tmp_path / "whole", length={"steps": 110}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
+        local=True,
+    )  # fmt: skip
+    assert told["weights_digest"] == whole.weights_digest
+
+
+@pytest.mark.exact  # minutes
+def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
+    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
+    told = in_a_process("tests.cluster.elastic", tmp_path)
     whole = train(
         spec(tmp_path / "whole", length={"steps": 36}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
         local=True,

@@ -20,7 +20,7 @@ import torch
 from lockstep.checkpoint.reader import Checkpoint, checkpoints
 from lockstep.checkpoint.run_folder import Origin, RunFolder
 from lockstep.checkpoint.storage import open_storage
-from lockstep.errors import SpecError, StorageError
+from lockstep.errors import DriftError, SpecError, StorageError
 from lockstep.training.state import TrainState
 from tests.distributed import test_fp16, test_same_bits
 from tests.distributed.covering import covering, pairs
@@ -497,6 +497,24 @@ def test_a_job_keeps_state_of_its_own(saved: SavedRuns, tmp_path: Path) -> None:
             {**spec, "checkpoint": {**spec["checkpoint"], "every": None}}, RUN, taken_up(str(tmp_path), 2)
         )
     assert other.weights_digest != whole.weights_digest
+
+
+def test_ranks_that_restore_different_states_are_told_before_the_first_step(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Beside it the same job alone, and one whose state is the same everywhere."""
+    spec = {
+        "job": {"use": "tests.distributed.small_jobs:Astray", "params": {"samples": 48}},
+        "batch": {"global": 16, "micro": 4},
+        "length": {"steps": 4},
+        "checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_every": 1},
+    }
+    train_attempt(spec, RUN, Origin())
+    train_attempt(spec, RUN, taken_up(str(tmp_path), 2))
+    with pytest.raises(
+        DriftError, match=r"^after step 2 was restored ranks \[1\] hold another state than rank 0; "
+    ):
+        pool.run(2, train_attempt, spec, RUN, taken_up(str(tmp_path), 2))
 
 
 def test_a_run_is_saved_in_and_taken_up_from_an_object_store(

@@ -93,6 +93,13 @@ class Kept:
     def evaluation(self, row: EvaluationRow) -> None:
         self.evaluations.append(row)
 
+    def loaded(self) -> None: ...
+
+    def straggling(self, text: str) -> None: ...
+
+    def saving(self) -> bool:
+        return False
+
     def stopping(self) -> bool:
         return len(self.steps) == self._stop_in
 

@@ -14,17 +14,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from lockstep.cli import records
 from lockstep.cli.answers import Json, Uri, Verbose, answered
+from lockstep.errors import RecordError
 from lockstep.spec_places import RECORD_OFF
 
 if TYPE_CHECKING:
     from lockstep.orchestration.progress import Progress
     from lockstep.orchestration.result import Result
+    from lockstep.orchestration.sweeps.driver import SweepResult
+
+Ran = TypeVar("Ran")
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -44,6 +48,10 @@ RunName = Annotated[
     typer.Option(
         "--run", help="a name: the same command begins the run of this name, and later goes on with it"
     ),
+]
+ChaosRates = Annotated[
+    str | None,
+    typer.Option("--chaos", help='kill parts of the run on purpose: "worker:0.02,node:0.005" a step'),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
@@ -74,11 +82,12 @@ def train(
     address: Address = None,
     run_name: RunName = None,
     uri: Uri = None,
+    chaos: ChaosRates = None,
     dry_run: DryRun = False,
     verbose: Verbose = False,
 ) -> None:
     """Train one run to its end."""
-    options = RunOptions(json_, local, address, verbose)
+    options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         from lockstep.spec import load_spec
 
@@ -112,17 +121,27 @@ def resume(
     local: Local = False,
     address: Address = None,
     uri: Uri = None,
+    chaos: ChaosRates = None,
     verbose: Verbose = False,
 ) -> None:
     """Continue a run from its newest good checkpoint, with the same bits."""
-    options = RunOptions(json_, local, address, verbose)
+    options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.orchestration.resumption import resume as resume_run
+        from lockstep.orchestration.sweeps.driver import resume_sweep
 
-        result = options.lived(
-            partial(resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri)
-        )
+        try:
+            result = options.lived(
+                partial(resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri)
+            )
+        except RecordError:
+            swept = options.lived(partial(resume_sweep, run_id, overrides or [], uri=uri))
+            if swept is None:
+                raise
+            answer(swept.as_dict(), lambda: _sweeps.told(swept))
+            _exit(swept)
+            return
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
 
@@ -130,12 +149,14 @@ def resume(
 class RunOptions:
     """What every command that trains is given beside its spec, and how a run is lived under it."""
 
-    def __init__(self, json_: bool, local: bool, address: str | None, verbose: bool) -> None:
+    def __init__(
+        self, json_: bool, local: bool, address: str | None, verbose: bool, chaos: str | None
+    ) -> None:
         self._as_json = json_
-        self._places = {"local": local, "address": address, "verbose": verbose}
+        self._places = {"local": local, "address": address, "verbose": verbose, "chaos": chaos}
         self._began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
 
-    def lived(self, train: Callable[..., Result]) -> Result:
+    def lived(self, train: Callable[..., Ran]) -> Ran:
         """The result of `train`, whose progress is shown meanwhile."""
         with shown(self._as_json) as progress:
             return train(progress=progress, began_at=self._began_at, **self._places)
@@ -154,7 +175,7 @@ def shown(as_json: bool) -> Iterator[Progress]:
         yield line
 
 
-def _exit(result: Result) -> None:
+def _exit(result: Result | SweepResult) -> None:
     if result.signal_number is not None:
         raise typer.Exit(128 + result.signal_number)
 
@@ -196,20 +217,22 @@ def _told(result: dict[str, Any]) -> str:
     ]
     if result["status"] == "KILLED":
         lines.append(
-            f"go on with it     lockstep resume {result['run_id']}{_uri_option(result['tracking_uri'])}"
+            f"go on with it     lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
         )
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")
     return "\n".join(lines)
 
 
-def _uri_option(tracking_uri: str) -> str:
+def uri_option(tracking_uri: str) -> str:
     """How a later command is told the store, where it would not find it by itself."""
     from lockstep.spec_places import tracking_uri as default_uri
 
     return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"
 
 
-from lockstep.cli import cluster as _cluster  # noqa: E402 - it shares what stands above
+from lockstep.cli import cluster as _cluster  # noqa: E402 - they share what stands above
+from lockstep.cli import sweeps as _sweeps  # noqa: E402
 
 _cluster.register(app)
+_sweeps.register(app)

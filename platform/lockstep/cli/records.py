@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,9 +60,10 @@ def show(
 
         store = reader(tracking_uri(uri), storage)
         found, artifacts = store.run(run), store.artifacts(run)
+        attempts = json.loads(store.text(run, "attempts.json")) if "attempts.json" in artifacts else []
         answer(
-            {**found._asdict(), "artifacts": artifacts},
-            lambda: _page(found, artifacts),
+            {**found._asdict(), "artifacts": artifacts, "attempts": attempts},
+            lambda: _page(found, artifacts) + _attempts(attempts),
         )
 
 
@@ -167,6 +169,24 @@ def _page(run: RunInfo, artifacts: list[str]) -> str:
     }
     width = max(map(len, shown)) + 2
     return "\n".join(f"{name.ljust(width)}{text}" for name, text in shown.items() if text)
+
+
+def _attempts(attempts: list[dict[str, Any]]) -> str:
+    """Of a run that had more than one, or a straggler: what became of each, and what it cost to go on."""
+    lines = []
+    for attempt in attempts:
+        lines.append(
+            f"attempt {attempt['attempt']}: {attempt['workers']} workers, steps {attempt['from_step'] + 1} to "
+            f"{attempt['last_step']}; {attempt['why'] or 'its driver was lost, or it goes on'}"
+        )
+        if attempt["lost_s"] is not None:
+            spent = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in attempt["seconds"].items())
+            lines.append(
+                f"  began {attempt['lost_s']:.1f} s after the last step, {attempt['repeated']} steps again, "
+                f"{attempt['standbys']} workers stood by: {spent}"
+            )
+        lines += [f"  {straggler}" for straggler in attempt["stragglers"]]
+    return "\n\n" + "\n".join(lines) if len(lines) > 1 else ""
 
 
 def _loss(run: RunInfo) -> str:

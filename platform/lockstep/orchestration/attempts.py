@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ class Account:
     """Steps at its beginning that an earlier attempt had done already."""
     lost_s: float | None = None
     """From the last step of the attempt before to its own first one."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """`lost_s` by stage, in the order of `stages.STAGES`."""
+    stragglers: list[str] = field(default_factory=list)
+    """Ranks that kept the others waiting, with how much slower they were and in which steps."""
+    standbys: int = 0
+    """How many of its workers were processes that stood by."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""

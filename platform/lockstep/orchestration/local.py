@@ -38,6 +38,13 @@ class NoRecord:
     def __init__(self, stop: StopSignal | None = None) -> None:
         self._stop = stop
 
+    def loaded(self) -> None: ...
+
+    def saving(self) -> bool:
+        return False
+
+    def straggling(self, text: str) -> None: ...
+
     def started(self, facts: Mapping[str, Any]) -> None: ...
 
     def restored(self, history: History) -> None: ...
@@ -91,6 +98,11 @@ class DirectRecord:
             self._on_run_id(self.recorder.run_id())
         self.recorder.started({**facts, "git": git_state(Path.cwd())})
 
+    def loaded(self) -> None: ...
+
+    def saving(self) -> bool:
+        return False
+
     def restored(self, history: History) -> None:
         self.recorder.restored(history)
 
@@ -99,6 +111,9 @@ class DirectRecord:
 
     def evaluation(self, row: EvaluationRow) -> None:
         self.recorder.evaluation(row)
+
+    def straggling(self, text: str) -> None:
+        self.warn(text)
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.recorder.finished(
@@ -175,9 +190,7 @@ def _train_as(
     if group.rank > 0:
         fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop), origin)
         return None
-    apart = (
-        spec.record.uri != RECORD_OFF
-    )  # MLflow's part takes the training thread 40 ms each second, a folder's none
+    apart = spec.record.uri != RECORD_OFF  # MLflow's part would take this process some 100 ms of each second
     record = DirectRecord(
         Recorder(spec, run_id=origin.run_id, on_aliases=partial(pin_aliased, spec), apart=apart),
         stop,

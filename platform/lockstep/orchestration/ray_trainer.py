@@ -1,4 +1,4 @@
-"""A run on Ray: TorchTrainer starts the workers, a recorder actor listens to them, the driver watches."""
+"""A run on Ray: Ray Train starts the workers, a recorder actor listens to them, the driver watches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import re
 import tempfile
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, SpecError
@@ -26,11 +27,18 @@ from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.result import Result
 from lockstep.orchestration.shared_files import check_shared
 from lockstep.orchestration.signals import StopSignal
+from lockstep.orchestration.stages import Moments
 from lockstep.spec import Spec
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
+if TYPE_CHECKING:
+    from lockstep.orchestration.surroundings import Placement
+
 RAY_SETTINGS = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # 2 s by default: it delays the end of every run
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # 2 s by default: it delays the end of every attempt
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor for what the driver looks at itself
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # the controller is in the driver: it would take over its logging
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in a job mean the same in a worker
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -48,9 +56,11 @@ def train_on_ray(
     began_at: float,
     warnings: list[str],
     on_run_id: Callable[[str], None] | None = None,
+    chaos: str | None = None,
 ) -> Result:
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
     with connected(address, verbose=verbose) as own_cluster:
+        from lockstep.orchestration.chaos import Chaos, parse
         from lockstep.orchestration.supervisor import Supervisor
 
         stop.listen()  # Ray takes SIGTERM for itself when it connects
@@ -63,14 +73,17 @@ def train_on_ray(
             if on_run_id is not None:
                 on_run_id(run_id)
 
-        return Supervisor(
+        supervisor = Supervisor(
             spec, progress, stop, origin, environment, began_at, [*warnings, *found], tell
-        ).run()
+        )
+        if chaos is not None:
+            supervisor.chaos = Chaos(parse(chaos), spec.seed, progress.say)
+        return supervisor.run()
 
 
 @contextmanager
-def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
-    """A connection to Ray; gives whether the cluster was started here and ends with the run."""
+def connected(address: str | None, *, verbose: bool, for_workers: bool = False) -> Iterator[bool]:
+    """A connection to Ray; gives whether the cluster was started here and ends with the run. `for_workers`: every process that it starts there trains."""
     for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
     if starts_own_cluster(address):
@@ -85,7 +98,9 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    quiet = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
+    if for_workers and not starts_own_cluster(address):
+        quiet["runtime_env"] = {"env_vars": WORKER_ENVIRONMENT}
     try:
         context = ray.init(address=address, include_dashboard=None if address else False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -135,39 +150,59 @@ class Attempt:
         spec: Spec,
         origin: Origin,
         recorder: Any,
-        workers: int,
-        resources: dict[str, float],
+        place: Placement,
         environment: Mapping[str, str],
     ) -> None:
         self.over = threading.Event()
         self.error: LockstepError | None = None
+        self.moments = Moments()
+        self.origin = origin
+        self._spec = spec
+        self._trainer: Any = None
+        self._started = False
         self._config = {
             "spec": spec.document(),
             "origin": origin,
             "recorder": recorder,
             "folder": str(Path.cwd()),
         }
-        self._workers = workers
-        self._resources = resources
+        self._place = place
         self._environment = environment
 
     def start(self) -> None:
+        self._started = True
         threading.Thread(target=self._fit, name="lockstep-attempt", daemon=True).start()
+
+    def end(self) -> None:
+        """End its workers, and wait until that is known; nothing where it was not started."""
+        if not self._started:
+            return
+        if self._trainer is not None:
+            self._trainer.end_workers()
+        self.over.wait()
 
     def _fit(self) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
+        from ray.train.torch import TorchConfig
 
+        from lockstep.orchestration.noting import Noting
+        from lockstep.orchestration.standby import imports_ahead
+        from lockstep.orchestration.train_controller import DriverTrainer
         from lockstep.orchestration.worker_main import worker_main
         from lockstep.training.group import COLLECTIVE_TIMEOUT
 
-        gpu = "GPU" in self._resources
+        place, self.moments.at["decision"] = self._place, time.time()
+        gpu = "GPU" in place.each
+        ahead = imports_ahead(self._config["folder"], self._spec.job.use.partition(":")[0])
         try:
-            TorchTrainer(
+            self._trainer = DriverTrainer(
                 worker_main,
                 train_loop_config=self._config,
                 scaling_config=ScalingConfig(
-                    num_workers=self._workers, use_gpu=gpu, resources_per_worker=self._resources
+                    num_workers=place.workers,
+                    use_gpu=gpu,
+                    resources_per_worker=place.each,
+                    label_selector=elsewhere(place.unfit),
                 ),
                 torch_config=TorchConfig(
                     backend="nccl" if gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())
@@ -176,13 +211,21 @@ class Attempt:
                     name=f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray resumes a name that it has seen
                     storage_path=str(Path(tempfile.gettempdir(), "lockstep-ray-train")),
                     failure_config=FailureConfig(max_failures=0),
-                    worker_runtime_env={"env_vars": dict(self._environment)} if self._environment else None,
+                    worker_runtime_env={"env_vars": {**self._environment, **ahead}},
+                    callbacks=[Noting(self.moments)],
                 ),
-            ).fit()
+            )
+            self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - whatever ended the attempt is told by the driver
-            self.error = ClusterError(ended_by(error, self._workers))
+            self.error = ClusterError(ended_by(error, place.workers))
         finally:
+            self.moments.note("teardown")
             self.over.set()
+
+
+def elsewhere(nodes: Collection[str]) -> dict[str, str] | None:
+    """Ray's selector of all nodes but these: it would still place workers on one that it has not yet missed."""
+    return {"ray.io/node-id": f"!in({','.join(sorted(nodes))})"} if nodes else None
 
 
 def ended_by(error: BaseException, workers: int) -> str:
@@ -192,14 +235,25 @@ def ended_by(error: BaseException, workers: int) -> str:
         return f"the attempt on {workers} workers ended: {_first_line(error)}"
     ranks = ", ".join(str(rank) for rank in sorted(failures))
     text = " ".join(str(failure) for failure in failures.values())
-    if "OutOfMemory" in text or "low on memory" in text:
+    if of_memory(text):
         return (
             f"rank {ranks} of {workers} was ended for want of memory on its node; lower batch.micro or "
             "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
         )
+    return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
+
+
+def of_memory(text: str) -> bool:
+    """Whether Ray says that its memory monitor ended a process."""
+    return "OutOfMemory" in text or "low on memory" in text
+
+
+def why_lost(text: str) -> str:
+    """Why a process is gone, in one line, as far as Ray tells."""
+    if of_memory(text):
+        return "it was ended for want of memory on its node"
     exit_detail = re.search(r"Worker exit detail: ([^.\n]+)", text)
-    why = exit_detail[1] if exit_detail else _first_line(next(iter(failures.values())))
-    return f"rank {ranks} of {workers} was lost: {why}"
+    return exit_detail[1] if exit_detail else next(iter(text.strip().splitlines()), "no message")
 
 
 def _first_line(error: BaseException) -> str:

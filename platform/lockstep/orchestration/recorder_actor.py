@@ -13,12 +13,16 @@ from torch import Tensor
 
 from lockstep.errors import ClusterError, LockstepError, RecordError
 from lockstep.orchestration.attempts import pin_aliased
+from lockstep.orchestration.stages import Moments
 from lockstep.orchestration.watchdog import Member
 from lockstep.record.environment import git_state
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.spec import Spec
 from lockstep.training.weights import save_weights
+
+LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""What a call raises where the recorder's process is gone."""
 
 FLUSH_S = 0.25
 """How long rank 0 gathers rows before it sends them: a call costs about 0.2 ms of the training thread."""
@@ -41,8 +45,20 @@ class News(NamedTuple):
     recording: bool
     """Whether the run exists in its store."""
     warnings: tuple[str, ...]
+    moments: Mapping[str, float]
+    """When the attempt at hand came to the end of its stages in the worker of rank 0."""
+    stragglers: tuple[str, ...]
+    """Ranks of the attempt at hand that keep the others waiting, a line each."""
     alive: int
     """Grows with everything that the attempt at hand tells from its first step on; 0 before."""
+
+
+class Wishes(NamedTuple):
+    """What the driver asks of the workers."""
+
+    stop: bool
+    saves: int
+    """How many checkpoints it has asked for in this attempt."""
 
 
 class Ending(NamedTuple):
@@ -65,12 +81,15 @@ class RecorderActor:
         self._warnings: list[str] = []
         self._open = False
         self._stop = self._moving = False
+        self._saves = 0
         self._signal: int | None = None
         self._files: tuple[Path, ...] = ()
         self._total_steps: int | None = None
         self._summary: dict[str, Any] | None = None
         self._attempt = self._alive = 0
         self._members: dict[int, Member] = {}
+        self._moments = Moments()
+        self._stragglers: list[str] = []
         self._error: LockstepError | None = None
         self._details = ""
 
@@ -91,6 +110,13 @@ class RecorderActor:
         if attempt == self._attempt:
             self._members[member.rank] = member
 
+    @ray.method(concurrency_group="write")
+    def moments(self, attempt: int, ends: Mapping[str, float]) -> None:
+        """When stages of an attempt ended in the worker of rank 0."""
+        if attempt == self._attempt:
+            for stage, at in ends.items():
+                self._moments.note(stage, at)
+
     @ray.method(concurrency_group="news")
     def members(self) -> list[Member]:
         """The workers of the attempt at hand."""
@@ -107,12 +133,19 @@ class RecorderActor:
     @ray.method(concurrency_group="write")
     def steps(self, rows: Sequence[StepRow]) -> None:
         self._recorder.steps(rows)
-        self._alive += rows[-1].attempt == self._attempt
+        if rows[-1].attempt == self._attempt:
+            self._alive += 1
+            self._moments.note("first_step", rows[0].wall_clock)
 
     @ray.method(concurrency_group="write")
     def evaluation(self, row: EvaluationRow) -> None:
         self._recorder.evaluation(row)
         self._alive += bool(self._alive)
+
+    @ray.method(concurrency_group="write")
+    def straggling(self, attempt: int, text: str) -> None:
+        if attempt == self._attempt:
+            self._stragglers.append(text)
 
     @ray.method(concurrency_group="write")
     def checkpoint(self, row: CheckpointRow) -> None:
@@ -157,8 +190,9 @@ class RecorderActor:
     def begin(self, attempt: int) -> None:
         """Another attempt begins: what ended the one before is no longer this run's end."""
         self._attempt, self._error, self._details = attempt, None, ""
-        self._members, self._alive = {}, 0
-        self._stop, self._moving, self._summary = False, False, None
+        self._members, self._alive, self._moments = {}, 0, Moments()
+        self._stragglers = []
+        self._stop, self._moving, self._saves, self._summary = False, False, 0, None
 
     @ray.method(concurrency_group="write")
     def account(self, attempts: Sequence[Mapping[str, Any]]) -> None:
@@ -212,6 +246,8 @@ class RecorderActor:
             self._recorder.failure(),
             self._recorder.opened,
             tuple(self._warnings),
+            dict(self._moments.at),
+            tuple(self._stragglers),
             self._alive,
         )
 
@@ -221,8 +257,13 @@ class RecorderActor:
         self._stop, self._moving, self._signal = True, moving, signal_number
 
     @ray.method(concurrency_group="news")
-    def stopping(self) -> bool:
-        return self._stop
+    def save(self) -> None:
+        """Ask the workers for a checkpoint after their next step; the attempt goes on."""
+        self._saves += 1
+
+    @ray.method(concurrency_group="news")
+    def wishes(self) -> Wishes:
+        return Wishes(self._stop, self._saves)
 
     @ray.method(concurrency_group="news")
     def ending(self) -> Ending:
@@ -244,17 +285,23 @@ def start_recorder(spec: Spec, environment: Mapping[str, str], run_id: str | Non
 class RemoteRecord:
     """The record of rank 0 in a Ray worker: rows go to the actor in small packs, and nothing waits for them."""
 
-    def __init__(self, actor: Any, folder: Path) -> None:
+    def __init__(self, actor: Any, folder: Path, attempt: int) -> None:
         self._actor = actor
+        self._attempt = attempt
         self._folder = folder
         self._rows: list[StepRow] = []
         self._sent_at = 0.0
         self._alive_at = 0.0
-        self._stopping = False
+        self._wishes = Wishes(False, 0)
+        self._saves = 0
         self._asked: Any = None
 
     def started(self, facts: Mapping[str, Any]) -> None:
+        self._actor.moments.remote(self._attempt, {"preparation": time.time()})
         self._actor.started.remote({**facts, "git": git_state(self._folder)})
+
+    def loaded(self) -> None:
+        self._actor.moments.remote(self._attempt, {"checkpoint": time.time()})
 
     def restored(self, history: History) -> None:
         for start in range(0, len(history.steps), ROWS_PER_CALL):
@@ -271,13 +318,20 @@ class RemoteRecord:
         self._flush()
         self._actor.evaluation.remote(row)
 
+    def straggling(self, text: str) -> None:
+        self._actor.straggling.remote(self._attempt, text)
+
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._flush()
         files = save_weights(ray.get(self._actor.run_folder.remote()), weights)
         ray.get(self._actor.finished.remote(dict(summary), files))
 
     def stopping(self) -> bool:
-        return self._stopping
+        return self._wishes.stop
+
+    def saving(self) -> bool:
+        asked, self._saves = self._wishes.saves > self._saves, self._wishes.saves
+        return asked
 
     def run_id(self) -> str:
         run_id: str = ray.get(self._actor.run_id.remote())
@@ -303,6 +357,6 @@ class RemoteRecord:
     def _hear(self) -> None:
         """Take in an answer that has come, and ask again."""
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
-            self._stopping, self._asked = ray.get(self._asked), None
+            self._wishes, self._asked = ray.get(self._asked), None
         if self._asked is None:
-            self._asked = self._actor.stopping.remote()
+            self._asked = self._actor.wishes.remote()

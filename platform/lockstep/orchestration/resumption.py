@@ -30,6 +30,7 @@ def resume(
     progress: Progress | None = None,
     verbose: bool = False,
     began_at: float | None = None,
+    chaos: str | None = None,
 ) -> Result:
     """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
 
@@ -56,6 +57,7 @@ def resume(
             progress=progress,
             verbose=verbose,
             began_at=began_at,
+            chaos=chaos,
         )
     return continue_run(
         found,
@@ -66,6 +68,7 @@ def resume(
         progress=progress,
         verbose=verbose,
         began_at=began_at,
+        chaos=chaos,
     )
 
 
@@ -79,6 +82,7 @@ def continue_run(
     progress: Progress,
     verbose: bool,
     began_at: float,
+    chaos: str | None = None,
 ) -> Result:
     """Continue a recorded run as `spec` places it. SpecError where `spec` is another run."""
     run_id, store = found.run_id, spec.record.uri or ""
@@ -108,6 +112,7 @@ def continue_run(
         address=address,
         verbose=verbose,
         began_at=began_at,
+        chaos=chaos,
     )
 
 

@@ -33,13 +33,14 @@ def train(
     verbose: bool = False,
     began_at: float | None = None,
     on_run_id: Callable[[str], None] | None = None,
+    chaos: str | None = None,
 ) -> Result:
     """Train one run to its end.
 
     `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `local` trains in this one
     process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. A SIGTERM or SIGINT
-    stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. Raises
-    LockstepError.
+    stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. `chaos`, such
+    as `worker:0.02`, kills parts of the run on purpose. Raises LockstepError.
     """
     progress = progress or Silent()
     loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
@@ -52,6 +53,7 @@ def train(
         verbose=verbose,
         began_at=began_at or time.time(),
         on_run_id=on_run_id,
+        chaos=chaos,
     )
 
 
@@ -65,6 +67,7 @@ def run_attempt(
     verbose: bool,
     began_at: float,
     on_run_id: Callable[[str], None] | None = None,
+    chaos: str | None = None,
 ) -> Result:
     """Train one attempt of a run, to its end or to a signal."""
     if str(Path.cwd()) not in sys.path:
@@ -75,6 +78,8 @@ def run_attempt(
     spec = find_initial_weights(spec)
     check_job_source(spec.job.use)
     check_storage(spec)
+    if local and chaos is not None:
+        raise SpecError("chaos: kills what runs on Ray; leave out --local")
     if local:
         from lockstep.orchestration.local import train_here
 
@@ -98,6 +103,7 @@ def run_attempt(
             began_at=began_at,
             warnings=warnings,
             on_run_id=on_run_id,
+            chaos=chaos,
         )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
+from lockstep.errors import SpecError
 from lockstep.orchestration.ray_trainer import place
 from lockstep.orchestration.watchdog import Member
 from lockstep.spec import Spec
@@ -20,18 +22,33 @@ LOOK_S = 1.0
 CONNECT_S = 2.0
 """How long a node may take to answer."""
 
+NEAR_S = 20.0
+"""How long before the deadline of a node that is waited for the last checkpoint is asked for."""
+
 STEADY_S = 3.0
 """How long room has to be there before an attempt moves for it."""
 
 
-def live_resources() -> dict[str, float]:
-    """What the nodes have that are alive and stay so."""
+class Placement(NamedTuple):
+    """Where an attempt runs: so many workers of `each` so many resources, on any node but the `unfit` ones."""
+
+    workers: int
+    each: dict[str, float]
+    unfit: frozenset[str] = frozenset()
+
+
+def find_place(spec: Spec) -> Placement:
+    """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`."""
     drained = draining()
-    total: Counter[str] = Counter()
+    unfit, total = set[str](), Counter[str]()
     for node in ray.nodes():
-        if node["Alive"] and node["NodeID"] not in drained and answers(node):
+        if not node["Alive"]:
+            continue
+        if node["NodeID"] in drained or not answers(node):
+            unfit.add(node["NodeID"])
+        else:
             total.update(node["Resources"])
-    return dict(total)
+    return Placement(*place(spec, total), frozenset(unfit))
 
 
 def answers(node: Mapping[str, Any]) -> bool:
@@ -43,9 +60,10 @@ def answers(node: Mapping[str, Any]) -> bool:
     return True
 
 
-def draining() -> frozenset[str]:
-    """The nodes that have been told to go: preempted, scaled down, or drained by hand."""
-    return frozenset(ray._private.state.state.get_draining_nodes() or ())
+def draining() -> dict[str, float]:
+    """The nodes that have been told to go (preempted, scaled down, or drained by hand), and when at the latest: Unix seconds, infinity where nobody said."""
+    nodes: Mapping[str, int] = ray._private.state.state.get_draining_nodes() or {}
+    return {node: deadline_ms / 1000 if deadline_ms else math.inf for node, deadline_ms in nodes.items()}
 
 
 def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
@@ -54,28 +72,53 @@ def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str,
     return max(workers, min(spec.workers.max, spec.batch.micro_batches, workers + more))
 
 
-class Surroundings:
-    """Watches the cluster for one attempt on `workers` workers of `each` so many resources."""
+class Advice(NamedTuple):
+    """What an attempt should do, each with its reason: save and go on, or save, end, and go on elsewhere."""
 
-    def __init__(self, spec: Spec, workers: int, each: Mapping[str, float]) -> None:
-        self.spec, self.workers, self.each = spec, workers, each
+    save: str | None = None
+    move: str | None = None
+
+
+class Surroundings:
+    """Watches the cluster for one attempt, which runs at `place`."""
+
+    def __init__(self, spec: Spec, place: Placement) -> None:
+        self.spec, self.workers, self.each = spec, place.workers, place.each
         self._looked = 0.0
+        self._noticed = 0
+        """For a notice that is waited out: 1 after the first save, 2 after that near the deadline."""
         self._roomy_since: float | None = None
 
-    def reason_to_move(self, members: Sequence[Member]) -> str | None:
-        """Why the attempt should end after a checkpoint and go on elsewhere; None as long as it should not."""
+    def advice(self, members: Sequence[Member]) -> Advice:
+        """What the attempt of these workers should do now."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
-            return None
+            return Advice()
         self._looked = now
-        leaving = draining() & {member.node for member in members}
-        if leaving:
-            return f"node {', '.join(sorted(node[:8] for node in leaving))} is being drained"
+        gone = draining()
+        leaving = {node: gone[node] for node in {member.node for member in members} if node in gone}
+        return self._on_notice(leaving) if leaving else Advice(move=self._room_to_grow(now))
+
+    def _on_notice(self, leaving: Mapping[str, float]) -> Advice:
+        """Nodes with workers are about to go: move at once where there is room elsewhere, else save now and again when they are about to."""
+        names = ", ".join(sorted(node[:8] for node in leaving))
+        notice = f"node {names} is being drained"
+        try:
+            find_place(self.spec)
+        except SpecError as error:
+            near = min(leaving.values()) - time.time() < NEAR_S
+            if self._noticed < 1 + near:
+                self._noticed = 1 + near
+                return Advice(save=f"{notice}, and nowhere else is room ({error})")
+            return Advice()
+        return Advice(move=notice)
+
+    def _room_to_grow(self, now: float) -> str | None:
         if self.workers >= min(self.spec.workers.max, self.spec.batch.micro_batches):
             return None
         possible = room(self.spec, self.workers, self.each, ray.available_resources())
         if possible > self.workers:  # of what is free, a part may be about to go
-            possible = min(possible, place(self.spec, live_resources())[0])
+            possible = min(possible, find_place(self.spec).workers)
         if possible <= self.workers:
             self._roomy_since = None
             return None

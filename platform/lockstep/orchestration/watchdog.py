@@ -55,12 +55,15 @@ class Patience:
 
 
 class Member(NamedTuple):
-    """A worker, as the watchdog finds it: the file is where it writes its stacks on SIGUSR1."""
+    """A worker, as it is found: the file is where it writes its stacks on SIGUSR1. Times are Unix seconds."""
 
     rank: int
     node: str
     pid: int
     file: Path
+    process_began: float
+    runtime_env: str
+    """Ray's name for the environment of its process."""
 
 
 def listening(rank: int) -> Member:
@@ -68,7 +71,15 @@ def listening(rank: int) -> Member:
     path = Path(tempfile.gettempdir(), f"lockstep-stacks-{os.getpid()}.txt")
     stream = path.open("w", encoding="utf-8")  # open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
-    return Member(rank, ray.get_runtime_context().get_node_id(), os.getpid(), path)
+    context = ray.get_runtime_context()
+    return Member(
+        rank,
+        context.get_node_id(),
+        os.getpid(),
+        path,
+        psutil.Process().create_time(),
+        context.get_runtime_env_string(),
+    )
 
 
 def end(members: Sequence[Member]) -> Mapping[int, str]:

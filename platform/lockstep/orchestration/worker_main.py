@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -39,13 +40,15 @@ def _tell_output(recorder: Any, attempt: int, rank: int, stream: str, text: str)
 
 def worker_main(config: dict[str, Any]) -> None:
     """Train as one worker. `config`: the spec's document, the recorder actor, the folder that it was started in, and which attempt of which run this is."""
-    folder = config["folder"]
+    arrived, folder = time.time(), config["folder"]
     if folder not in sys.path:
         sys.path.insert(0, folder)
     group = Group.join(ray.train.torch.get_device())
     recorder, attempt = config["recorder"], config["origin"].attempt
     recorder.joined.remote(attempt, listening(group.rank))
-    record: RunRecord = RemoteRecord(recorder, Path(folder)) if group.rank == 0 else NoRecord()
+    if group.rank == 0:
+        recorder.moments.remote(attempt, {"arrival": arrived})
+    record: RunRecord = RemoteRecord(recorder, Path(folder), attempt) if group.rank == 0 else NoRecord()
     try:
         spec = validate(config["spec"])
         with system_recorded(recorder), output_told(partial(_tell_output, recorder, attempt, group.rank)):

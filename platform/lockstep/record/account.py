@@ -6,6 +6,7 @@ Every document is written to the run's folder first and sent from there.
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ class Account:
         self._facts: dict[str, Any] = {}
         self._violation = ""
         self._figures: list[str] = []
+        self._stragglers: list[str] = []
         self.working = False
         self._uploads = Uploads(store, self._not_copied)
 
@@ -84,9 +86,16 @@ class Account:
                 self.document(f"{name}.json", documents.as_json(value))
 
     def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
-        """What is known of each attempt so far."""
-        self._tag({"attempts": len(attempts)})
-        self.document("attempts.json", documents.as_json(list(attempts)))
+        """What is known of each attempt so far; those of an earlier driver stay as it left them."""
+        told = {attempt["attempt"]: attempt for attempt in [*self._earlier_attempts(), *attempts]}
+        self._stragglers = [line for attempt in told.values() for line in attempt.get("stragglers", ())]
+        self._tag({"attempts": len(told), "stragglers": "; ".join(self._stragglers[-3:])})
+        self.document("attempts.json", documents.as_json([told[number] for number in sorted(told)]))
+
+    def _earlier_attempts(self) -> list[dict[str, Any]]:
+        path = self._folder / "attempts.json"
+        found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        return found
 
     def checkpoint(self, row: CheckpointRow) -> None:
         """A checkpoint was saved, or given up."""
@@ -183,6 +192,8 @@ class Account:
 
     def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
         broken = f" · **not exact: {self._violation}**" if self._violation else ""
+        if self._stragglers:
+            details = {"straggler": self._stragglers[-1], **details}
         shown = [f"{figures.FOLDER}/{name}" for name in self._figures]
         self._tag({"note": documents.note(verdict + broken, details, shown, self._folder.name)})
 

@@ -43,6 +43,9 @@ class RunReader(Protocol):
     def artifacts(self, run_id: str) -> list[str]:
         """The paths of all that is kept with a run."""
 
+    def text(self, run_id: str, path: str) -> str:
+        """One of them."""
+
 
 def reader(uri: str, storage: Path) -> RunReader:
     """A reader of the store at `uri`, or of the folders below `storage` where that is `off`."""
@@ -93,6 +96,9 @@ class FolderReader:
             tags=known["tags"],
             url="",
         )
+
+    def text(self, run_id: str, path: str) -> str:
+        return (self._storage / run_id / path).read_text(encoding="utf-8")
 
     def artifacts(self, run_id: str) -> list[str]:
         folder = self._storage / run_id

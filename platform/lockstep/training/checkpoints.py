@@ -21,11 +21,12 @@ from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, Origin, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
 from lockstep.checkpoint.storage import open_storage
-from lockstep.errors import LockstepError, SpecError, StorageError
+from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
 from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64
 from lockstep.record.ledger import CheckpointRow, History
 from lockstep.spec import Spec
+from lockstep.training.digest import tree_digest
 from lockstep.training.group import Group
 from lockstep.training.schedule import rate_factor
 from lockstep.training.state import TrainState
@@ -39,6 +40,12 @@ class CheckpointRecord(Protocol):
 
     def run_id(self) -> str:
         """Wait until the run exists; its id."""
+
+    def loaded(self) -> None:
+        """The checkpoint that this attempt starts from is read, if there is one."""
+
+    def saving(self) -> bool:
+        """Whether someone asks for a checkpoint after the next step, once for each time that it is asked. Never waits."""
 
     def checkpoint(self, row: CheckpointRow) -> None:
         """A save is done, or was given up."""
@@ -158,6 +165,19 @@ def restore(start: Start, spec: Spec, plan: Plan, state: TrainState) -> History:
     return History.restored(sections)
 
 
+def check_same_state(group: Group, state: TrainState) -> None:
+    """DriftError where the ranks do not hold the same state, down to the optimizer's last bit, after it was restored."""
+    if group.size == 1:
+        return
+    digests = group.gather(tree_digest(state.sections()))
+    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if strays:
+        raise DriftError(
+            f"after step {state.counters.step} was restored ranks {strays} hold another state than rank 0; "
+            "they read the same checkpoint: look for a job.load_state_dict that is not the same on every rank, or a fault of the machine"
+        )
+
+
 # --- saving -------------------------------------------------------------------------------------------------
 
 
@@ -189,22 +209,26 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def wanted(self) -> bool:
-        """The vote of this rank to save after the step at hand: that of rank 0's clock, where the cadence is one of time."""
+        """The vote of this rank to save after the step at hand: rank 0's, when it is asked to or the cadence is one of time."""
         every = self.spec.checkpoint.every
-        if self.origin is None or self.group.rank > 0 or every is None or every.seconds is None:
+        if self.origin is None or self.group.rank > 0:
             return False
-        return time.monotonic() - self._saved_at >= every.seconds
+        if self.record.saving():
+            return True
+        return (
+            every is not None
+            and every.seconds is not None
+            and time.monotonic() - self._saved_at >= every.seconds
+        )
 
     def due(self, position: Position, *, agreed: bool) -> bool:
         """Whether the state is saved after this step."""
         every, done = self.spec.checkpoint.every, position.step + 1
-        if self.origin is None or every is None:
-            return False
+        if self.origin is None or agreed or every is None:
+            return agreed and self.origin is not None
         if every.steps is not None:
             return done % every.steps == 0
-        if every.epochs is not None:
-            return position.ends_epoch and (position.epoch + 1) % every.epochs == 0
-        return agreed
+        return position.ends_epoch and every.epochs is not None and (position.epoch + 1) % every.epochs == 0
 
     def save(self) -> None:
         """Copy the state as it is and have it written. All ranks call it at the same step.

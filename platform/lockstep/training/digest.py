@@ -1,12 +1,15 @@
-"""The digest of a model's weights: two models with one digest hold the same bits."""
+"""Digests of weights and of a whole state: two that have one digest hold the same bits."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from lockstep.checkpoint.tree import pack
 
 
 def weights_digest(state: Mapping[str, Any]) -> str:
@@ -22,4 +25,12 @@ def weights_digest(state: Mapping[str, Any]) -> str:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def tree_digest(tree: Any) -> str:
+    """sha256 over a tree of tensors and plain values, as a checkpoint would hold it."""
+    packed = pack(tree)
+    digest = hashlib.sha256(json.dumps(packed.skeleton, sort_keys=True).encode())
+    digest.update(weights_digest(packed.tensors).encode())
     return digest.hexdigest()

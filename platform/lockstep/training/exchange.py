@@ -33,19 +33,20 @@ class Totals(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks agree on: the step's totals, the buffers that were written to, and whether any asks to stop or to save."""
+    """What the ranks know of each other: the step's totals, the buffers that were written to, whether any asks to stop or to save, and how long each takes for a micro-batch."""
 
     totals: Totals
     flagged: list[int]
     stop: bool
     save: bool
+    pace: list[float]
 
 
 class Exchange:
     """Collects one row a micro-batch and one flag a buffer, and gives every rank all of them.
 
     What a rank sends, in float64: a row for each micro-batch of its range, as many as in the longest range (total
-    and weight of the loss, then of each part); the flags; its wishes to stop and to save.
+    and weight of the loss, then of each part); the flags; its wishes to stop and to save; its own pace.
     """
 
     def __init__(self, group: Group, micro_batches: int, parts: Sequence[str], flags: int) -> None:
@@ -81,14 +82,14 @@ class Exchange:
         """Note whether this rank asks to end the run after this step, or to save its state then."""
         self._votes = float(stop), float(save)
 
-    def close(self) -> None:
-        """All is noted: what this rank has to say is ready to be sent."""
+    def close(self, pace: float = 0.0) -> None:
+        """All is noted: what this rank has to say is ready to be sent. `pace` is its time for a micro-batch, in seconds."""
         device = self.group.device
-        length = self.rows * self.width + self.flags + len(self._votes)
+        length = self.rows * self.width + self.flags + len(self._votes) + 1
         sent = self._values + [0.0] * (length - len(self._values))
         for b in self._flagged:
             sent[self.rows * self.width + b] = 1.0
-        sent[-2:] = self._votes
+        sent[-3:] = *self._votes, pace
         self._values, self._flagged = [], ()
         self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
@@ -128,10 +129,10 @@ class Exchange:
             for own, message in zip(self.ranges, messages, strict=True)
             for i in range(len(clip(own, micro_batches)))
         ]
-        flags = messages[0][self.rows * self.width : -2]  # rank 0 is the one that runs micro-batch 0
+        flags = messages[0][self.rows * self.width : -3]  # rank 0 is the one that runs micro-batch 0
         flagged = [b for b, value in enumerate(flags) if value]
-        stop, save = (any(message[i] for message in messages) for i in (-2, -1))
-        return Agreed(self._totals(rows), flagged, stop, save)
+        stop, save = (any(message[i] for message in messages) for i in (-3, -2))
+        return Agreed(self._totals(rows), flagged, stop, save, [message[-1] for message in messages])
 
     def _totals(self, rows: list[list[float]]) -> Totals:
         columns = [_sum_in_order(column) for column in zip(*rows, strict=True)]

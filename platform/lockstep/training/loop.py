@@ -20,6 +20,7 @@ from lockstep.training.checkpoints import CheckpointRecord
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.group import Group
+from lockstep.training.pace import Pace
 from lockstep.training.setup import Run, prepare
 from lockstep.training.state import tensors
 from lockstep.training.step import StepResult
@@ -40,6 +41,9 @@ class RunRecord(CheckpointRecord, Protocol):
     def evaluation(self, row: EvaluationRow) -> None:
         """One evaluation is done."""
 
+    def straggling(self, text: str) -> None:
+        """A rank keeps the others waiting, in so many steps."""
+
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         """The run is over: its figures, and the weights to keep by name (`final`, `best`)."""
 
@@ -56,10 +60,10 @@ def fit(
     Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
     """
     with determinism(spec.determinism, spec.threads):
-        run = prepare(spec, job, group, origin, record.warn)
+        run = prepare(spec, job, group, record, origin)
         record.started(run.facts)
         record.restored(run.history)
-        clock = Clock(origin)
+        clock, pace = Clock(origin), Pace(group)
         stopped = False
 
         with run.checkpoints(record, origin) as checkpoints, closing(run.loader()) as batches:
@@ -67,6 +71,8 @@ def fit(
             for position in run.ahead(over):
                 result = run.step(position, batches, stop=record.stopping(), save=checkpoints.wanted())
                 note_step(run, record, clock.row(run, position, result, batches))
+                for straggler in pace.add(position.step + 1, result.pace):
+                    record.straggling(straggler)
                 stopped = result.stop and position.step + 1 < run.plan.total_steps
                 if stopped:
                     break

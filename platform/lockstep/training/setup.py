@@ -32,6 +32,7 @@ from lockstep.training.checkpoints import (
     Checkpoints,
     Start,
     check_identity,
+    check_same_state,
     find_start,
     restore,
 )
@@ -99,11 +100,12 @@ def prepare(
     spec: Spec,
     job: Job,
     group: Group,
+    record: CheckpointRecord,
     origin: Origin | None = None,
-    warn: Callable[[str], None] = lambda text: None,
 ) -> Run:
     """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state."""
-    start = find_start(spec, group, origin, warn)
+    start = find_start(spec, group, origin, record.warn)
+    record.loaded()
     train_data, eval_data = _data(job, spec.seed)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
@@ -135,12 +137,13 @@ def prepare(
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if group.rank == 0:
-        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, warn)
+        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, record.warn)
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     history = History()
     if start is not None:
         check_identity(start, facts["fields"])
         history = restore(start, spec, plan, state)
+        check_same_state(group, state)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
     return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
 

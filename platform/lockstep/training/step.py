@@ -27,6 +27,7 @@ from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Exchange, Totals
 from lockstep.training.failure import told
 from lockstep.training.group import Group
+from lockstep.training.pace import Stopwatch
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
 from lockstep.training.schedule import rate_factor, set_rates
 from lockstep.training.state import TrainState, power_of_two
@@ -48,6 +49,8 @@ class StepResult:
     """Whether a rank asked to end the run after this step."""
     save: bool
     """Whether a rank asked to save the state after this step."""
+    pace: list[float]
+    """What each rank takes for a micro-batch of its own, in seconds."""
 
 
 class LossModule(nn.Module):
@@ -110,6 +113,7 @@ class Stepper:
         self.module = LossModule(job, state.model)
         self.reduction: Reduction | None = None
         self.wrapped: nn.Module = self.module
+        self.watch = Stopwatch(group.device)
         self._cuda = group.device if group.device.type == "cuda" else None
         if group.size > 1:
             self.wrapped = self._in_ddp()
@@ -155,14 +159,14 @@ class Stepper:
         self._forget_gradients()
         for m in own[:-1]:
             with self._no_sync():
-                self._backward(position, m, next(batches), down, last=False)
+                self._backward(position, m, batches, down, last=False)
             if self.spec.reduction == "exact":
                 tree.add(range(m, m + 1), self._take_gradients(position, m))
         folded, apart = tree.close(own[-1]) if own else ([], [])
         if self.reduction is not None:
             self.reduction.begin(position, folded, apart)
         if own:
-            self._backward(position, own[-1], next(batches), down, last=True)
+            self._backward(position, own[-1], batches, down, last=True)
         else:
             self._backward_nothing()
         if self.reduction is not None and not self.reduction.finished:
@@ -172,22 +176,35 @@ class Stepper:
             for total in folded:
                 torch._foreach_add_(gradients, total)
 
-    def _backward(self, position: Position, m: int, batch: Any, down: float, *, last: bool) -> None:
-        seed_all(self.spec.seed, "step", position.step, m, cuda=self._cuda)
+    def _backward(
+        self, position: Position, m: int, batches: Iterator[Any], down: float, *, last: bool
+    ) -> None:
+        with self.watch:
+            batch = next(batches)
+            loss = self._forward(position, m, batch)
         try:
-            with self.state.precision.autocast():
-                loss: Loss = self.wrapped(batch)
             self.exchange.put(loss)
             if m == 0:
                 self.exchange.flag(self.buffers.keep())
             if last:
-                self.exchange.close()
+                self.exchange.close(self.watch.take())
             torch.autograd.backward(self.state.precision.scaled(loss.total * down))
         except LockstepError:
             raise
         except Exception as error:
             raise told(error, self._where(position, m)) from error
         self.buffers.restore()
+
+    def _forward(self, position: Position, m: int, batch: Any) -> Loss:
+        seed_all(self.spec.seed, "step", position.step, m, cuda=self._cuda)
+        try:
+            with self.state.precision.autocast():
+                loss: Loss = self.wrapped(batch)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise told(error, self._where(position, m)) from error
+        return loss
 
     def _backward_nothing(self) -> None:
         loss: Loss = self.wrapped(None)
@@ -267,6 +284,7 @@ class Stepper:
             skipped=skipped,
             stop=agreed.stop,
             save=agreed.save,
+            pace=agreed.pace,
         )
 
     def _where(self, position: Position, m: int) -> str:

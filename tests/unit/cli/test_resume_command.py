@@ -98,7 +98,8 @@ def told(folder: Path, result: dict[str, Any]) -> Told:
     rows = read_parquet(run / "ledger.parquet")
     with sqlite3.connect(folder / "mlflow.db") as database:
         history = database.execute(
-            "select key, step, value, is_nan from metrics where run_uuid = ? and key not like 'perf/%' order by key, step, timestamp",
+            "select key, step, value, is_nan from metrics where run_uuid = ? and key not like 'perf/%' and key not like 'system/%' "
+            "order by key, step, timestamp",
             (result["run_id"],),
         ).fetchall()
         ((status,),) = database.execute(

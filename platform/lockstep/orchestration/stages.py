@@ -1,0 +1,45 @@
+"""Where the seconds of a restart go: the stages between the last step of one attempt and the first of the next. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+STAGES = (
+    "detection",
+    "teardown",
+    "decision",
+    "placement",
+    "processes",
+    "group",
+    "arrival",
+    "checkpoint",
+    "preparation",
+    "first_step",
+)
+"""In order. What each one is stands in docs/attempts.md."""
+
+
+class Moments:
+    """When an attempt came to the end of each stage, in Unix seconds; the first time counts."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, float] = {}
+
+    def note(self, stage: str, at: float | None = None) -> None:
+        """The stage ends now, or ended then."""
+        self.at.setdefault(stage, time.time() if at is None else at)
+
+
+def breakdown(last_step_at: float, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by stage, from the last step of an attempt that ended (`before`) to the first one of the next (`now`).
+
+    They add up to the whole. A stage whose end is not known counts in the one after it.
+    """
+    ends = {stage: (before if stage in STAGES[:2] else now).get(stage) for stage in STAGES}
+    seconds, mark = {}, last_step_at
+    for stage, end in ends.items():
+        if end is not None:
+            seconds[stage] = max(0.0, end - mark)
+            mark = max(mark, end)
+    return seconds

@@ -1,0 +1,194 @@
+"""Seconds and steps lost per killed worker and per lost node: Lockstep beside a bare Ray Train script, in turn.
+
+    python -m tests.benchmarks.restart --rounds 2
+
+Both train on two of three one-CPU nodes of one local cluster with Ray's default settings, save every tenth step of about
+0.2 s, and lose a worker, then a node (another one has joined before). Lost is the time from the last step before to the first one after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.chaos.cluster import ENVIRONMENT, Nodes, started
+
+ROOT = Path(__file__).parents[2]
+EVERY, PAUSE_S = 10, 0.2
+CALM_S = 40.0
+"""How long a run trains undisturbed before it loses something."""
+
+GAP_S = 2.5
+"""No step takes so long."""
+
+PATIENCE_S = 400.0
+
+
+class Lost(NamedTuple):
+    """What one kill cost."""
+
+    seconds: float
+    steps: int
+    stages: str = ""
+
+
+class Bare:
+    """The bare script; it logs each step."""
+
+    def __init__(self, nodes: Nodes, folder: Path) -> None:
+        self.out = folder / "steps"
+        self.process = launch(
+            folder, ["tests/benchmarks/bare_restart.py", nodes.address, str(folder), "100000", str(PAUSE_S), str(EVERY)],
+            kept=("RAY_AUTH_MODE",),
+        )  # fmt: skip
+
+    def attempts(self) -> list[list[tuple[float, int]]]:
+        """The steps of each attempt: time and number; one that starts again is known by its number, or by the gap before it."""
+        found: list[list[tuple[float, int]]] = []
+        for line in self.out.read_text().splitlines() if self.out.exists() else []:
+            at, step = line.split()
+            if not found or int(step) <= found[-1][-1][1] or float(at) - found[-1][-1][0] > GAP_S:
+                found.append([])
+            found[-1].append((float(at), int(step)))
+        return found
+
+    def lost(self, number: int) -> Lost | None:
+        """What the loss of attempt `number`, from 1, cost, once it trains again."""
+        every = self.attempts()
+        if len(every) <= number:
+            return None
+        before, after = every[number - 1], every[number]
+        return Lost(after[0][0] - before[-1][0], before[-1][1] - after[0][1] + 1)
+
+    def trains(self, number: int) -> bool:
+        return len(self.attempts()) >= number
+
+
+class Ours(Bare):
+    """Lockstep, by its own account of each attempt."""
+
+    def __init__(self, nodes: Nodes, folder: Path) -> None:
+        self.folder = folder
+        # On two workers each of two micro-batches takes half of the step's pause.
+        self.process = launch(
+            folder,
+            [
+                "-m", "lockstep", "train", "jobs/digits/train.yaml", "--address", nodes.address, "--uri", f"sqlite:///{folder}/mlflow.db",
+                "job.use=tests.cluster.broken_jobs:SlowDigits", f"job.params={{width: 32, pause_s: {PAUSE_S / 2}}}", "length.epochs=100000",
+                f"checkpoint.every.steps={EVERY}", "evaluate.every.epochs=100000", "workers.min=2", "workers.max=2", f"checkpoint.storage={folder}/runs",
+            ],
+            kept=tuple(ENVIRONMENT),
+        )  # fmt: skip
+
+    def accounts(self) -> list[dict[str, object]]:
+        for path in self.folder.glob("runs/*/attempts.json"):
+            found: list[dict[str, object]] = json.loads(path.read_text())
+            return found
+        return []
+
+    def lost(self, number: int) -> Lost | None:
+        every = self.accounts()
+        if len(every) <= number:
+            return None
+        stages = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in every[number]["seconds"].items())  # type: ignore[attr-defined]
+        return Lost(every[number]["lost_s"], every[number]["repeated"], stages)  # type: ignore[arg-type]
+
+    def trains(self, number: int) -> bool:
+        return len(self.accounts()) >= number
+
+
+def launch(folder: Path, words: list[str], kept: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """A driver; the bare one has none of Lockstep's settings."""
+    own = {name: ENVIRONMENT[name] for name in kept}
+    others = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    path = os.pathsep.join([str(ROOT / "platform"), str(ROOT)])
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env={**others, **own, "PYTHONPATH": path},
+            stdout=log,
+            stderr=log,
+        )
+
+
+def kill_worker(nodes: Nodes) -> None:
+    nodes.workers(nodes.busy()[-1])[0].kill()
+
+
+def kill_node(nodes: Nodes) -> None:
+    nodes.kill(nodes.busy()[-1])
+
+
+def measure(kind: type[Bare], nodes: Nodes, kills: list[Callable[[Nodes], None]]) -> list[Lost]:
+    """What each of these kills costs, one after another in one run."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="lockstep-restart-") as name:
+        run = kind(nodes, Path(name))
+        try:
+            for number, kill in enumerate(kills, 1):
+                wait(run, lambda n=number: run.trains(n))  # type: ignore[misc]
+                time.sleep(CALM_S)
+                kill(nodes)
+                wait(run, lambda n=number: run.lost(n) is not None)  # type: ignore[misc]
+                lost = run.lost(number)
+                assert lost is not None
+                found.append(lost)
+        except BaseException:
+            print(Path(name, "log").read_text()[-3000:], file=sys.stderr)
+            raise
+        finally:
+            run.process.kill()
+            run.process.wait()
+    return found
+
+
+def wait(run: Bare, done: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not done():
+        if time.monotonic() > until or run.process.poll() is not None:
+            raise SystemExit(f"{type(run).__name__} did not go on within {PATIENCE_S:.0f} s")
+        time.sleep(0.2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    given = parser.parse_args()
+    kills = {"worker": kill_worker, "node": kill_node}
+    rows: list[dict[str, list[Lost]]] = []
+    for number in range(given.rounds):
+        row = {}
+        for kind in (Bare, Ours) if number % 2 == 0 else (Ours, Bare):
+            with started(3) as nodes:
+                row[kind.__name__] = measure(kind, nodes, list(kills.values()))
+        rows.append(row)
+        for i, name in enumerate(kills):
+            bare, ours = row["Bare"][i], row["Ours"][i]
+            print(
+                f"round {number + 1}, a {name} is killed: bare Ray Train {bare.seconds:.1f} s and {bare.steps} steps, Lockstep "
+                f"{ours.seconds:.1f} s and {ours.steps} steps ({ours.stages}); load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
+    for i, name in enumerate(kills):
+        ratios = sorted(row["Ours"][i].seconds / row["Bare"][i].seconds for row in rows)
+        seconds = statistics.median(row["Ours"][i].seconds for row in rows)
+        print(
+            f"{name}: Lockstep / bare Ray Train: median {statistics.median(ratios):.2f} "
+            f"({ratios[0]:.2f} … {ratios[-1]:.2f}, {len(rows)} rounds); Lockstep {seconds:.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
