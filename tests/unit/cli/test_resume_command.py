@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from lockstep import train
-from lockstep.cli.main import app
 from lockstep.orchestration.result import Result
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.training import bits
+from tests.in_process import here
 from tests.unit.cli.test_command import ROOT, command, environment
 from tests.unit.record.conftest import THIRD_PARTY
 
@@ -193,17 +193,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     return (folder, *stop(folder, "checkpoint.every.steps=2"))
 
 
-def here(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: str
-) -> tuple[int, str, str]:
-    """A command that ends before it trains, in this process: its exit code, and what it prints."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    capfd.readouterr()
-    code = app(list(words), standalone_mode=False) or 0
-    return (code, *capfd.readouterr())
-
-
 @pytest.mark.parametrize(
     ("more", "code", "line"),
     [
@@ -221,7 +210,7 @@ def test_a_refused_resume_is_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder, run_id, _ = stopped
-    found, out, err = here(monkeypatch, capfd, "resume", *words(folder), run_id, *more)
+    found, out, err = here(monkeypatch, capfd, ROOT, "resume", *words(folder), run_id, *more)
     assert (found, out) == (code, ""), err
     (only,) = err.splitlines()
     assert only.startswith(line)
@@ -232,7 +221,7 @@ def test_an_unknown_run_is_one_line(
 ) -> None:
     folder, *_ = stopped
     for uri in (f"sqlite:///{folder}/mlflow.db", f"sqlite:///{folder}/no.db", "off"):
-        found, _, err = here(monkeypatch, capfd, "resume", "--local", "--uri", uri, "0" * 32)
+        found, _, err = here(monkeypatch, capfd, ROOT, "resume", "--local", "--uri", uri, "0" * 32)
         assert found == 1
         (only,) = err.splitlines()
         assert "0" * 32 in only
@@ -258,7 +247,7 @@ def test_a_run_asked_to_stop_says_how_to_go_on_and_does(
     assert (result["step"], result["metrics"]) == (undisturbed.step, undisturbed.metrics)
 
     # A finished run is left as it is; a fork extends it.
-    found, _, err = here(monkeypatch, capfd, "resume", *words(folder), run_id)
+    found, _, err = here(monkeypatch, capfd, ROOT, "resume", *words(folder), run_id)
     assert found == 0
     assert f"run {run_id} is finished" in err
     longer, _ = done(folder, "resume", run_id, "--fork", "length.epochs=6")

@@ -21,6 +21,7 @@ from lockstep.record.points import Point, step_points
 from lockstep.record.recorder import Recorder
 from lockstep.record.sync import sync
 from lockstep.spec import Spec
+from tests.in_process import here
 from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server
 
@@ -115,6 +116,22 @@ def deterministic(folder: Path) -> list[tuple[str, ...]]:
     ]
 
 
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def ask(server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ask:
+    """The answer of a command that is called in a folder, in this process."""
+
+    def answered(folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
+        found, out, err = here(monkeypatch, capfd, folder, *words, "--json", "--uri", server.uri)
+        assert found == code, err
+        told: dict[str, Any] = json.loads(out)
+        return told
+
+    return answered
+
+
 @pytest.fixture(scope="module")
 def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing happened to."""
@@ -142,7 +159,7 @@ def test_a_server_that_is_killed_and_comes_back_gets_every_step_once(
 
 @pytest.mark.exact  # a minute
 def test_killed_drivers_and_servers_leave_no_trace_in_a_run_that_is_resumed(
-    server: Server, undisturbed: Path, tmp_path: Path
+    server: Server, undisturbed: Path, tmp_path: Path, ask: Ask
 ) -> None:
     """G4 with all of it: the server killed, the driver killed while it is away, and both again in the next attempt."""
     process = training(server.uri, tmp_path)
@@ -152,7 +169,7 @@ def test_killed_drivers_and_servers_leave_no_trace_in_a_run_that_is_resumed(
     process.send_signal(signal.SIGKILL)
     process.communicate()
     server.start()
-    seen = answer(command(server.uri, tmp_path, "show", folder.name))
+    seen = ask(tmp_path, "show", folder.name)
     assert (seen["status"], seen["step"] < STEPS) == ("FAILED", True)
 
     second = command(server.uri, tmp_path, "resume", folder.name, "--local")
@@ -172,13 +189,13 @@ def test_killed_drivers_and_servers_leave_no_trace_in_a_run_that_is_resumed(
     assert deterministic(folder) == deterministic(undisturbed)
     ledger = read_parquet(folder / "ledger.parquet")
     assert {row.attempt for row in ledger} == {1, 2, 3}
-    after = answer(command(server.uri, tmp_path, "show", folder.name))
+    after = ask(tmp_path, "show", folder.name)
     assert after["status"] == "FINISHED"
     assert after["tags"]["lockstep.error"] == after["tags"]["lockstep.vanished"] == ""
     assert "lockstep.violation" not in after["tags"]
 
 
-def test_a_killed_driver_is_marked_and_what_it_left_is_sent(server: Server, tmp_path: Path) -> None:
+def test_a_killed_driver_is_marked_and_what_it_left_is_sent(server: Server, tmp_path: Path, ask: Ask) -> None:
     """SIGKILL while the server is away: the journal has what MLflow has not, until `record sync`."""
     process = training(server.uri, tmp_path, steps=100_000)
     folder = wait_for_steps(tmp_path, 200, process)
@@ -192,28 +209,26 @@ def test_a_killed_driver_is_marked_and_what_it_left_is_sent(server: Server, tmp_
     left = read_steps(folder)
     assert told < len(left)
 
-    seen = answer(command(server.uri, tmp_path, "show", run_id))
+    seen = ask(tmp_path, "show", run_id)
     assert seen["status"] == "FAILED"
     assert "the process that recorded it is gone" in seen["tags"]["lockstep.error"]
-    (listed,) = [
-        run for run in answer(command(server.uri, tmp_path, "runs"))["runs"] if run["run_id"] == run_id
-    ]
+    (listed,) = [run for run in ask(tmp_path, "runs")["runs"] if run["run_id"] == run_id]
     assert (listed["status"], listed["step"]) == ("FAILED", seen["step"])
 
-    done = answer(command(server.uri, tmp_path, "record", "sync", run_id))
+    done = ask(tmp_path, "record", "sync", run_id)
     assert (done["sent"], done["step"]) == (True, len(left))
     found = recorded(server.uri, run_id)
     for key, points in expected(left).items():
         assert found[key] == points, key
     assert read_parquet(folder / "ledger.parquet") == left
-    after = answer(command(server.uri, tmp_path, "show", run_id))
+    after = ask(tmp_path, "show", run_id)
     assert (after["status"], after["step"]) == ("FAILED", len(left))
     assert "ledger.parquet" in after["artifacts"]
-    assert answer(command(server.uri, tmp_path, "record", "sync", run_id))["sent"] is False
+    assert ask(tmp_path, "record", "sync", run_id)["sent"] is False
 
 
 def test_a_server_that_stays_away_costs_the_run_nothing_but_its_record(
-    server: Server, spec: Callable[..., Spec]
+    server: Server, spec: Callable[..., Spec], ask: Ask
 ) -> None:
     """The steps are in the folder; the message says what to type, and that is enough."""
     recorder = Recorder(spec(server.uri))
@@ -230,11 +245,11 @@ def test_a_server_that_stays_away_costs_the_run_nothing_but_its_record(
     assert sync(folder).sent
     found = recorded(server.uri, folder.name)
     assert {key: found[key] for key in expected(rows)} == expected(rows)
-    assert answer(command(server.uri, folder, "show", folder.name))["status"] == "FINISHED"
+    assert ask(folder, "show", folder.name)["status"] == "FINISHED"
     assert not sync(folder).sent
 
 
-def test_without_a_journal_there_is_nothing_to_send(server: Server, tmp_path: Path) -> None:
+def test_without_a_journal_there_is_nothing_to_send(server: Server, tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "runs" / ("0" * 32)).mkdir(parents=True)
-    refused = answer(command(server.uri, tmp_path, "record", "sync", "0" * 32), code=2)
+    refused = ask(tmp_path, "record", "sync", "0" * 32, code=2)
     assert "there is no journal.jsonl" in refused["error"]

@@ -21,9 +21,7 @@ from lockstep.record.run_store import CheckpointCopy, Recorded, recorded
 
 def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
     """The run of this id in an MLflow store. RecordError where there is none, or the store does not answer."""
-    shown = without_password(uri)
-    if _is_new(uri):
-        raise RecordError(f"run {run_id}: there is no record at {shown!r}; name its store with --uri")
+    _check_there(uri, run_id)
     with connecting(uri) as (client, _):
         run = client.get_run(run_id)
         names = {item.path for item in client.list_artifacts(run_id)}
@@ -35,18 +33,21 @@ def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
                 for name in ("spec.yaml", "summary.json")
             )
     url = page_url(uri, run.info.experiment_id, run_id)
-    return recorded(run_id, run.info.status, spec, summary, url, repr(shown))
+    return recorded(run_id, run.info.status, spec, summary, url, repr(without_password(uri)))
 
 
-def _is_new(uri: str) -> bool:
-    """Whether the store is a SQLite file that is not there: to look into it would make it."""
-    return uri.startswith("sqlite:") and not Path(urlsplit(uri).path[1:]).exists()
+def _check_there(uri: str, run_id: str) -> None:
+    """RecordError where the store would be a new file, which MLflow makes of any name."""
+    database = urlsplit(uri).path[1:] if uri.startswith("sqlite:") else ""
+    if database and not Path(database).exists():
+        raise RecordError(
+            f"run {run_id}: there is no record at {without_password(uri)!r}; name its store with --uri"
+        )
 
 
 def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path) -> list[str]:
     """Download those of the named files that the run has into `folder`; their names."""
-    if _is_new(uri):
-        return []
+    _check_there(uri, run_id)
     with connecting(uri) as (client, _):
         there = {item.path for item in client.list_artifacts(run_id)}
         found = [name for name in names if name in there]
