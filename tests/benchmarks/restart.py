@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.orchestration.authentication import LOOPBACK_ONLY
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ class Bare:
         self.out = folder / "steps"
         self.process = launch(
             folder, ["tests/benchmarks/bare_restart.py", nodes.address, str(folder), "100000", str(PAUSE_S), str(EVERY)],
-            kept=("RAY_AUTH_MODE",),
+            kept=("RAY_AUTH_MODE", *LOOPBACK_ONLY),
         )  # fmt: skip
 
     def attempts(self) -> list[list[tuple[float, int]]]:
