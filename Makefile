@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 
+# Tests wait for processes as often as they compute. One Ray cluster and one pool of workers run at a time, whatever the number.
+TEST_PROCESSES ?= 2
+
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
@@ -27,7 +30,7 @@ imports: $(INSTALLED_TEST)
 	$(BIN)/lint-imports
 
 unit: $(INSTALLED_TEST)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 # Before the first matrix product of this process, and for the processes that tests start.
 os.environ.setdefault("MKL_CBWR", "AVX2")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Tests have more threads than a small machine has cores: one that waits for others shall not spin meanwhile.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 WARNINGS_OF_OTHERS = (
     # From python 3.12 on: loader processes are forked on purpose, and run nothing of torch's threads.
@@ -28,8 +31,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+def together(path: Path) -> str:
+    """Which tests stay in one process where several run them: those of a file, of the one Ray cluster, of the one pool."""
+    folder = path.relative_to(Path(__file__).parent).parts[0]
+    return folder if folder in {"cluster", "distributed"} else path.as_posix()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the full products to `-m exact`; the default run has a covering part of each."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(together(item.path)))
     if "exact" in config.option.markexpr:
         return
     left = [item for item in items if item.get_closest_marker("exact")]

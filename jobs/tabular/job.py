@@ -16,17 +16,17 @@ class Tabular(lockstep.Job):
     """Predicts a label from the numbers of a row."""
 
     class Params(lockstep.Params):
-        train: str = "data/tabular/train"
+        train: lockstep.Placement[str] = "data/tabular/train"
         """Parquet or Arrow: a file, a folder, a glob, or a URI such as s3://bucket/train."""
-        evaluation: str | None = "data/tabular/eval"
+        evaluation: lockstep.Placement[str | None] = "data/tabular/eval"
         features: tuple[str, ...] = ("features",)
         """Columns of numbers, or one column of vectors."""
         label: str = "label"
         width: PositiveInt = 64
         inputs: PositiveInt = 64
         """Numbers in a row."""
-        memory_mb: float | None = None
-        """Most memory that a table may take on a node; a larger one is read by row group, with data.shuffle=blocks."""
+        memory_mb: lockstep.Placement[float | None] = None
+        """Most memory that a table's rows may take, in MiB; a larger one is read by row group, with data.shuffle=blocks."""
 
     params: Params
 

@@ -1,6 +1,6 @@
 """Lockstep: distributed training for PyTorch in which a run is exact.
 
-What a job needs (`Job`, `Params`, `Loss`, `Mean`, `rng`) and what runs it (`train`, `resume`). Names are imported when
+What a job needs (`Job`, `Params`, `Placement`, `Loss`, `Mean`, `rng`) and what runs it (`train`, `resume`, `sweep`). Names are imported when
 they are first used, so that `import lockstep` costs nothing.
 """
 
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.errors import LockstepError
-    from lockstep.job import Job, Loss, Mean, Params
+    from lockstep.job import Job, Loss, Mean, Params, Placement
     from lockstep.orchestration.result import Result
     from lockstep.orchestration.resumption import resume
     from lockstep.orchestration.runs import train
+    from lockstep.orchestration.sweeps.driver import SweepResult, sweep
     from lockstep.randomness import rng
     from lockstep.spec import Spec, load_spec
 
@@ -24,11 +25,14 @@ __all__ = [
     "Loss",
     "Mean",
     "Params",
+    "Placement",
     "Result",
     "Spec",
+    "SweepResult",
     "load_spec",
     "resume",
     "rng",
+    "sweep",
     "train",
 ]
 
@@ -38,11 +42,14 @@ _HOME = {
     "Loss": "lockstep.job",
     "Mean": "lockstep.job",
     "Params": "lockstep.job",
+    "Placement": "lockstep.job",
     "Result": "lockstep.orchestration.result",
     "Spec": "lockstep.spec",
+    "SweepResult": "lockstep.orchestration.sweeps.driver",
     "load_spec": "lockstep.spec",
     "resume": "lockstep.orchestration.resumption",
     "rng": "lockstep.randomness",
+    "sweep": "lockstep.orchestration.sweeps.driver",
     "train": "lockstep.orchestration.runs",
 }
 

@@ -17,7 +17,7 @@ from lockstep.source import job_source_digest
 from lockstep.spec import Spec
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults"})
-"""Sections of the spec that are no part of the identity; `data.loader_processes` is another."""
+"""Sections of the spec that are no part of the identity; `data.loader_processes` and a job's placement params are others."""
 
 
 def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     With `reduction: native` the sum depends on the workers and on the buckets, so these enter as well.
     """
     document = _deciding(spec)
+    _take_placement(spec.job.use, document)
     for name in ("initial_weights", "fork"):  # what they lead to is told by the facts
         document.pop(name)
     fields = dict(_flat(document))
@@ -41,7 +42,11 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed_fields(before: Spec, after: Spec) -> list[tuple[str, Any, Any]]:
     """The fields of the identity in which two specs differ: dotted name, value before, value after."""
-    old, new = (dict(_flat(_deciding(spec))) for spec in (before, after))
+    documents = [_deciding(spec) for spec in (before, after)]
+    if before.job.params != after.job.params:  # else there is no need to import the job
+        for document in documents:
+            _take_placement(after.job.use, document)
+    old, new = (dict(_flat(document)) for document in documents)
     return [(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]
 
 
@@ -50,6 +55,14 @@ def _deciding(spec: Spec) -> dict[str, Any]:
     document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
     document["data"] = {key: value for key, value in document["data"].items() if key != "loader_processes"}
     return document
+
+
+def _take_placement(use: str, document: dict[str, Any]) -> None:
+    """Take the params out that the job declares as placement."""
+    from lockstep.job import placement_params
+
+    placed, job = placement_params(use), document["job"]
+    document["job"] = {**job, "params": {k: v for k, v in job["params"].items() if k not in placed}}
 
 
 def identity_digest(fields: Mapping[str, Any]) -> str:

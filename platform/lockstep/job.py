@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic
 import torch
@@ -20,6 +20,16 @@ from torch.utils.data import Dataset, default_collate
 
 from lockstep.errors import JobError, JobImportError, SpecError, nearest
 from lockstep.spec_errors import one_line
+
+T = TypeVar("T")
+
+_IS_PLACEMENT = object()
+
+Placement = Annotated[T, _IS_PLACEMENT]
+"""The type of a param that says where something lies or what it may take, never what it is: `train: Placement[str]`.
+
+It is no part of a run's identity, so a resume may change it. Data that are moved are the same data by their fingerprint.
+"""
 
 
 class Params(pydantic.BaseModel):
@@ -130,6 +140,14 @@ def load_job(use: str, params: Mapping[str, Any]) -> Job:
         return job_class(job_class.Params.model_validate(dict(params)))
     except pydantic.ValidationError as error:
         raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
+
+
+def placement_params(use: str) -> frozenset[str]:
+    """The names of the job's params that are placement, as a spec writes them. Raises JobImportError."""
+    fields = _job_class(use).Params.model_fields.items()
+    return frozenset(
+        field.alias or name for name, field in fields if any(one is _IS_PLACEMENT for one in field.metadata)
+    )
 
 
 def _job_class(use: str) -> type[Job]:

@@ -5,21 +5,18 @@ URIs become absolute, defaults are filled in. What leaves this module is complet
 
 Types are strict, for a spec is compared and digested: a number is no text and no truth value, "3" is not 3.
 A whole number will do where any number is wanted. (`job.params` are the job's own; pydantic's usual rules
-hold there.) Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3` is a number.
+hold there.)
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -34,13 +31,14 @@ from pydantic import (
 )
 
 from lockstep.errors import SpecError
-from lockstep.spec_errors import one_line, shown
+from lockstep.spec_errors import one_line
+from lockstep.spec_file import override, read_document
+from lockstep.spec_places import absolute, absolute_weights, tracking_uri
 
-RECORD_OFF = "off"
-"""The value of `record.uri` that keeps a run out of MLflow."""
 
+class Section(pydantic.BaseModel):
+    """Strict, immutable, without unknown keys."""
 
-class _Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True
     )
@@ -59,14 +57,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class JobSpec(_Section):
+class JobSpec(Section):
     """Which job, with which params."""
 
     use: str = Field(examples=['"package.module:Class"'])
     params: dict[str, Annotated[Any, AfterValidator(_plain)]] = {}
 
 
-class _Count(_Section):
+class _Count(Section):
     """Whole epochs, or optimizer steps: exactly one of the two."""
 
     epochs: PositiveInt | None = None
@@ -87,7 +85,7 @@ class Every(_Count):
     """A cadence: each so many epochs, or each so many steps."""
 
 
-class Batch(_Section):
+class Batch(Section):
     """Samples of a step and of one forward/backward; their ratio is the number of micro-batches M."""
 
     global_: PositiveInt = Field(default=64, alias="global")
@@ -125,7 +123,7 @@ def _spread(size: int) -> int:
     return next(size // parts for parts in range(8, 0, -1) if size % parts == 0)
 
 
-class Data(_Section):
+class Data(Section):
     """The order of the samples and who fetches them."""
 
     shuffle: Literal["full", "hashed", "blocks", "none"] = "full"
@@ -138,7 +136,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]  # a list, as YAML has no tuples
 
 
-class AdamW(_Section):
+class AdamW(Section):
     """torch.optim.AdamW."""
 
     name: Literal["adamw"] = "adamw"
@@ -148,7 +146,7 @@ class AdamW(_Section):
     eps: PositiveFloat = 1e-8
 
 
-class Adam(_Section):
+class Adam(Section):
     """torch.optim.Adam."""
 
     name: Literal["adam"] = "adam"
@@ -158,7 +156,7 @@ class Adam(_Section):
     eps: PositiveFloat = 1e-8
 
 
-class SGD(_Section):
+class SGD(Section):
     """torch.optim.SGD."""
 
     name: Literal["sgd"] = "sgd"
@@ -175,14 +173,14 @@ class SGD(_Section):
         return nesterov
 
 
-class Constant(_Section):
+class Constant(Section):
     """The learning rate stays, after an optional linear warm-up."""
 
     name: Literal["constant"] = "constant"
     warmup_steps: NonNegativeInt = 0
 
 
-class Linear(_Section):
+class Linear(Section):
     """Falls in a straight line to `final` times the learning rate at the last step."""
 
     name: Literal["linear"] = "linear"
@@ -190,7 +188,7 @@ class Linear(_Section):
     final: NonNegativeFloat = 0.0
 
 
-class Cosine(_Section):
+class Cosine(Section):
     """Falls along half a cosine to `final` times the learning rate at the last step."""
 
     name: Literal["cosine"] = "cosine"
@@ -198,7 +196,7 @@ class Cosine(_Section):
     final: NonNegativeFloat = 0.0
 
 
-class StepDecay(_Section):
+class StepDecay(Section):
     """Multiplied by `gamma` after every `every` steps that follow the warm-up."""
 
     name: Literal["step"] = "step"
@@ -207,13 +205,13 @@ class StepDecay(_Section):
     gamma: PositiveFloat = 0.1
 
 
-class Evaluate(_Section):
+class Evaluate(Section):
     """When the held-out data are evaluated; the end of the run always is."""
 
     every: Every = Every(epochs=1)
 
 
-class EarlyStop(_Section):
+class EarlyStop(Section):
     """Stop after `patience` evaluations without a better metric; the best weights are kept."""
 
     metric: str = "eval/loss"
@@ -221,7 +219,7 @@ class EarlyStop(_Section):
     patience: PositiveInt = 5
 
 
-class Workers(_Section):
+class Workers(Section):
     """How many processes execute the run, and what each is given."""
 
     min: PositiveInt = 1
@@ -239,7 +237,7 @@ class Workers(_Section):
         return most
 
 
-class Cadence(_Section):
+class Cadence(Section):
     """When the state is saved: each so many epochs, steps or seconds, exactly one of the three."""
 
     epochs: PositiveInt | None = None
@@ -253,14 +251,14 @@ class Cadence(_Section):
         return self
 
 
-class KeepBest(_Section):
+class KeepBest(Section):
     """The checkpoint with the best value of an evaluation's metric is kept."""
 
     metric: str = "eval/loss"
     mode: Literal["min", "max"] = "min"
 
 
-class Checkpoint(_Section):
+class Checkpoint(Section):
     """Where the files of runs are kept, `<storage>/<run_id>/`; when the state is saved, and which checkpoints stay."""
 
     storage: str = "runs"
@@ -270,7 +268,7 @@ class Checkpoint(_Section):
     keep_every: PositiveInt | None = None
 
 
-class Fork(_Section):
+class Fork(Section):
     """A run that starts from the state that another one had after a step, its counters and optimizer included."""
 
     run: str
@@ -278,7 +276,7 @@ class Fork(_Section):
     storage: str | None = None
 
 
-class Record(_Section):
+class Record(Section):
     """The MLflow tracking store, and the folder of the files beside it, `<folder>/<run_id>/`; `uri: off` records there alone."""
 
     uri: str | None = None
@@ -287,7 +285,7 @@ class Record(_Section):
     checkpoints: Literal["reference", "artifact"] = "reference"
 
 
-class Faults(_Section):
+class Faults(Section):
     """How often an attempt may end early before the run does: for workers that were lost, and for errors of the job."""
 
     max_worker_failures: NonNegativeInt = 3
@@ -314,7 +312,7 @@ Schedule = Annotated[
 ]
 
 
-class Spec(_Section):
+class Spec(Section):
     """A run as it is configured. The shortest valid one names a job and nothing else."""
 
     name: Annotated[str, AfterValidator(_one_word)] = ""
@@ -367,8 +365,8 @@ def load_spec(
     An override replaces what is at its dotted key, whole sections included, and creates the sections above it.
     Raises SpecError: one line that names the field, what was got and what is wanted.
     """
-    document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(Path(source))
-    _override(document, overrides)
+    document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
+    override(document, overrides)
     spec = validate(document)
     return _resolve(spec, default_name=spec.name or _default_name(source, spec), uri=uri)
 
@@ -381,107 +379,6 @@ def validate(document: Mapping[str, Any]) -> Spec:
         raise SpecError(one_line(error, Spec, document)) from error
 
 
-# --- reading ----------------------------------------------------------------------------------------------
-
-
-class _Yaml(yaml.SafeLoader):
-    """Reads plain words as YAML 1.2 does, and refuses a key that is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for i, key in enumerate(keys):
-            if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} is given twice", key.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-_Yaml.yaml_implicit_resolvers = {}  # none of YAML 1.1's
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-    ("merge", "<<", ["<"]),
-):
-    _Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-
-
-def _parse(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Yaml)
-    except (yaml.YAMLError, ValueError) as error:  # `!!int x` is a ValueError
-        mark = getattr(error, "problem_mark", None)
-        words = [
-            getattr(error, "context", None),
-            getattr(error, "problem", None) or str(error).splitlines()[0],
-        ]
-        line = f"line {mark.line + 1}, " if mark else ""
-        raise SpecError(f"{what} is not YAML: {line}{', '.join(filter(None, words))}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"spec: cannot read {str(path)!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SpecError(
-            f"spec: {str(path)!r} is not text in UTF-8: {error.reason} at byte {error.start}"
-        ) from error
-    document = _parse(text, f"spec: {str(path)!r}")
-    if document is None:
-        raise SpecError(f'spec: {str(path)!r} is empty; name at least a job: {{use: "package.module:Class"}}')
-    if not isinstance(document, dict):
-        raise SpecError(f"spec: {str(path)!r} holds {shown(document)}, wanted a mapping of fields")
-    return document
-
-
-def _override(document: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Apply `key=value` pairs. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
-    pairs = [_pair(override) for override in overrides]
-    given = {key for key, _ in pairs}
-    rivals = {"epochs", "steps", "seconds"}
-    for key, value in pairs:
-        above, _, leaf = key.rpartition(".")
-        section = _section(document, key)
-        section[leaf] = value
-        if value is None or leaf not in rivals or above.startswith("job."):
-            continue
-        for rival in rivals - {leaf}:
-            if f"{above}.{rival}" not in given:
-                section.pop(rival, None)
-
-
-def _pair(override: str) -> tuple[str, Any]:
-    key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise SpecError(f"override: got {override!r}, wanted key=value such as optimizer.lr=1e-3")
-    return key, _parse(text, f"{key}: {text!r}")
-
-
-def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
-    """The mapping that holds the dotted `key`; what is missing on the way is created."""
-    *above, _ = key.split(".")
-    section = document
-    for depth, part in enumerate(above, start=1):
-        if section.get(part) is None:
-            section[part] = {}
-        if not isinstance(section[part], dict):
-            name = ".".join(above[:depth])
-            raise SpecError(f"{key}: {name} is {shown(section[part])} and has no fields; set {name} itself")
-        section = section[part]
-    return section
-
-
-# --- names, paths and URIs --------------------------------------------------------------------------------
-
-
 def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
     if not isinstance(source, Mapping) and Path(source).stem not in {"train", "spec"}:
         return Path(source).stem
@@ -489,45 +386,19 @@ def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
 
 
 def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
-    record, storage = spec.record, _absolute(spec.checkpoint.storage)
+    record, storage = spec.record, absolute(spec.checkpoint.storage)
     folder = record.folder or ("runs" if "://" in storage else storage)
     return spec.model_copy(
         update={
             "name": default_name,
-            "initial_weights": _absolute_weights(spec.initial_weights) if spec.initial_weights else None,
+            "initial_weights": absolute_weights(spec.initial_weights) if spec.initial_weights else None,
             "checkpoint": spec.checkpoint.model_copy(update={"storage": storage}),
             "record": record.model_copy(
                 update={
                     "uri": tracking_uri(uri or record.uri),
                     "experiment": record.experiment or default_name,
-                    "folder": _absolute(folder),
+                    "folder": absolute(folder),
                 }
             ),
         }
     )
-
-
-def _absolute(path: str) -> str:
-    return path if "://" in path else str(Path(path).expanduser().absolute())
-
-
-def _absolute_weights(given: str) -> str:
-    """A run id stays as it is: a word of hexadecimal digits that is no file here."""
-    return given if re.fullmatch("[0-9a-f]{32}", given) and not Path(given).exists() else _absolute(given)
-
-
-def tracking_uri(given: str | None) -> str:
-    """The tracking URI where `given` is what was asked for: else MLFLOW_TRACKING_URI, else a file in the working directory."""
-    return _absolute_uri(given or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db")
-
-
-def _absolute_uri(uri: str) -> str:
-    """A tracking URI that means the same from every working directory."""
-    if uri.partition(":")[0] in {RECORD_OFF, "databricks", "databricks-uc", "uc"}:
-        return uri
-    scheme, separator, rest = uri.partition(":///")
-    if separator and scheme.startswith("sqlite") and rest and rest != ":memory:":
-        return f"{scheme}:///{Path(rest).expanduser().absolute()}"
-    if uri.startswith("file:") and not uri.startswith("file:/"):
-        return Path(uri.removeprefix("file:")).absolute().as_uri()
-    return uri if ":" in uri else _absolute(uri)

@@ -74,7 +74,10 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(tmp_path: Path) -> None:
     """SIGKILL of the driver, of Ray and of two workers; then three workers take the run up, in the same record."""
-    spec = ["jobs/digits/train.yaml", "length.epochs=12", "job.params.width=8", "checkpoint.every.steps=5"]
+    spec = [
+        "jobs/digits/train.yaml", "job.use=tests.untraced_jobs:UntracedDigits", "length.epochs=12", "job.params.width=8",
+        "checkpoint.every.steps=5",
+    ]  # fmt: skip
     on_ray = ["--address", "local", "workers={min: 1, max: 3, cpus_each: 0.5}"]
     process = call(
         tmp_path, "train", *spec, "--address", "local", "workers.min=2", f"checkpoint.storage={tmp_path}/runs"

@@ -117,6 +117,14 @@ def test_the_nodes_are_there_and_listen_on_loopback_alone(nodes: Nodes) -> None:
     assert open_ == []
 
 
+def test_another_cluster_on_this_machine_is_not_in_the_way(nodes: Nodes) -> None:
+    """A job's driver finds this cluster, not any that runs here; no agent wants Ray's one port, without which no job is taken."""
+    from ray._private.services import find_bootstrap_address
+
+    assert find_bootstrap_address(nodes.cluster.folder) == nodes.cluster.address
+    assert 52365 not in {place.port for _, place in listeners(nodes)}
+
+
 def test_the_token_is_for_its_owner_alone_and_in_no_process_list(nodes: Nodes) -> None:
     file = Path(nodes.cluster.token or "")
     token = file.read_text()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep import train
-from lockstep.errors import JobError, LockstepError, SpecError
+from lockstep.errors import SpecError
 from lockstep.orchestration.result import Result
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
 
@@ -40,27 +40,27 @@ def columns(result: Result) -> list[dict[str, Any]]:
     return [{name: repr(getattr(row, name)) for name in DETERMINISTIC} for row in rows]
 
 
-def test_digest_and_ledger_are_the_same_on_one_to_four_ray_workers(tmp_path: Path) -> None:
-    """G1 over workers, on Ray, with loader processes, and equal to the run in one plain process."""
-    here = train(spec(tmp_path), local=True)
-    for workers, loaders in ((1, 0), (2, 2), (3, 0), (4, 0)):
-        there = train(
-            spec(
-                tmp_path,
-                workers={"min": workers, "max": workers},
-                data={"drop_last": False, "loader_processes": loaders},
-            )
-        )
-        assert there.workers == workers
-        assert there.weights_digest == here.weights_digest
-        assert there.identity == here.identity
-        assert there.metrics == here.metrics
-        assert columns(there) == columns(here)
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The run in one plain process."""
+    return train(spec(tmp_path_factory.mktemp("here")), local=True)
 
 
-def test_a_run_takes_as_many_workers_as_there_are(tmp_path: Path) -> None:
-    """Asked for up to six, a cluster of four gives four."""
-    assert train(spec(tmp_path, length={"steps": 2}, workers={"min": 1, "max": 6})).workers == 4
+@pytest.mark.parametrize(
+    ("most", "loaders", "found"),
+    [pytest.param(1, 0, 1, marks=pytest.mark.exact), (2, 2, 2), (3, 0, 3), (6, 0, 4)],
+)
+def test_digest_and_ledger_are_those_of_one_process(
+    here: Result, tmp_path: Path, most: int, loaders: int, found: int
+) -> None:
+    """G1 over workers, on Ray, with loader processes. Asked for up to six, a cluster of four gives four."""
+    data = {"drop_last": False, "loader_processes": loaders}
+    there = train(spec(tmp_path, workers={"min": found, "max": most}, data=data))
+    assert there.workers == found
+    assert there.weights_digest == here.weights_digest
+    assert there.identity == here.identity
+    assert there.metrics == here.metrics
+    assert columns(there) == columns(here)
 
 
 def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
@@ -68,22 +68,6 @@ def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
         SpecError, match=r"^workers\.min: got 5 workers of 1 CPU each, but the cluster has 4 CPU"
     ):
         train(spec(tmp_path, workers={"min": 5, "max": 5}))
-
-
-def test_an_error_in_a_worker_reaches_the_driver_as_one_line(tmp_path: Path) -> None:
-    """G7: the job's own mistake, told with its place; the run is marked FAILED with the traceback kept."""
-    with pytest.raises(JobError, match="a label is out of range") as caught:
-        train(
-            spec(
-                tmp_path,
-                job={"use": "tests.cluster.broken_jobs:LabelsOutOfRange"},
-                workers={"min": 2, "max": 2},
-            )
-        )
-    assert isinstance(caught.value, LockstepError)
-    assert "\n" not in str(caught.value)
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert "IndexError" in (folder / "error.txt").read_text()
 
 
 def test_what_each_worker_prints_is_in_the_record(tmp_path: Path) -> None:

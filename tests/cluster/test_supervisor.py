@@ -138,15 +138,17 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None
     assert json.loads((run / "run.json").read_text())["status"] == "FAILED"
 
 
-def test_an_error_of_the_job_is_not_tried_again(tmp_path: Path) -> None:
-    """One attempt, and the user's own traceback."""
-    with pytest.raises(JobError, match="a label is out of range"):
+def test_an_error_of_the_job_reaches_the_driver_as_one_line_and_is_not_tried_again(tmp_path: Path) -> None:
+    """G7: told with its place, in one attempt; the run keeps the user's own traceback."""
+    with pytest.raises(JobError, match="a label is out of range") as caught:
         train(spec(tmp_path, job={"use": "tests.cluster.broken_jobs:LabelsOutOfRange", "params": {}}))
+    assert "\n" not in str(caught.value)
     (run,) = (tmp_path / "runs").iterdir()
     (account,) = json.loads((run / "attempts.json").read_text())
     assert "a label is out of range" in account["why"]
     assert os.path.basename(__file__) not in (run / "error.txt").read_text()  # noqa: PTH119
     assert "broken_jobs.py" in (run / "error.txt").read_text()
+    assert "IndexError" in (run / "error.txt").read_text()
 
 
 def test_a_rank_that_keeps_the_other_waiting_is_named(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ class Centre(nn.Module):
 
     mean: Tensor
 
-    def __init__(self, features: int, writes: str) -> None:
+    def __init__(self, features: int, writes: str, *, listed: bool) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("mean", torch.zeros(features), persistent=listed)
         self.writes = writes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,11 +100,14 @@ class Centred(Plain):
 
     class Params(Plain.Params):
         writes: Literal["in place", "data", "another"] = "in place"
+        listed: bool = True
+        """Whether the buffer is in the model's `state_dict`."""
 
     params: Params
 
     def model(self) -> nn.Module:
-        return nn.Sequential(Centre(8, self.params.writes), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        centre = Centre(8, self.params.writes, listed=self.params.listed)
+        return nn.Sequential(centre, nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Strided(Plain):

@@ -25,7 +25,7 @@ from lockstep.training.state import TrainState
 from tests.distributed import test_fp16, test_same_bits
 from tests.distributed.covering import covering, pairs
 from tests.distributed.pool import Pool
-from tests.distributed.training import Document, Trained, train, train_attempt
+from tests.distributed.training import Document, Trained, bits, train, train_attempt
 from tests.unit.checkpoint.conftest import s3  # noqa: F401
 
 RUN = "run"
@@ -59,9 +59,15 @@ PRODUCT = [Case(*row) for row in product(*FACTORS.values())]  # type: ignore[arg
 
 
 def document(job: str, precision: str = "fp32", **more: Any) -> Document:
-    """The runs of the other matrix; one whose loss scaler skips a step; one that early stopping ends."""
+    """The runs of the other matrix; one whose loss scaler skips a step; one that early stopping ends; one with a buffer that
+    `state_dict` leaves out, and that the forward pass reads.
+    """
     if job == "overflowing":
         return {**test_fp16.ONE_BOMB, "precision": precision, **more}
+    if job == "unlisted buffer":
+        centred = test_same_bits.centred()
+        centred["job"]["params"]["listed"] = False
+        return {**centred, "precision": precision, **more}
     if job == "stopped early":
         early: Document = {
             "optimizer": {"lr": 0.03},
@@ -283,6 +289,15 @@ def without_buffers(sections: dict[str, Any]) -> None:
     sections["model"] = {**sections["model"], "state": state}
 
 
+def without_unlisted_buffers(sections: dict[str, Any]) -> None:
+    fresh = {name: torch.zeros_like(tensor) for name, tensor in sections["model"]["unlisted_buffers"].items()}
+    sections["model"] = {**sections["model"], "unlisted_buffers": fresh}
+
+
+def without_metrics(sections: dict[str, Any]) -> None:
+    sections["metrics"] = {}
+
+
 def one_step_on(sections: dict[str, Any]) -> None:
     sections["counters"] = {**sections["counters"], "step": sections["counters"]["step"] + 1}
 
@@ -292,6 +307,13 @@ def one_step_on(sections: dict[str, Any]) -> None:
     [
         (without_optimizer, "digits", "fp32", 3),
         (without_buffers, "digits", "fp32", 3),
+        (without_unlisted_buffers, "unlisted buffer", "fp32", 3),
+        (
+            without_metrics,
+            "digits",
+            "fp32",
+            8,
+        ),  # the last step: what the run has to tell is in the checkpoint alone
         (one_step_on, "digits", "fp32", 3),
         (without_scaler, "overflowing", "fp16", 4),
         (forget("counters.skipped"), "overflowing", "fp16", 4),
@@ -311,21 +333,21 @@ def test_a_part_of_the_state_left_out_shows(
     """The negative control: the same comparison, and it fails."""
     whole, storage = undisturbed(job, precision), saved.storage(job, precision)
     resumed = resumed_without(change, job, precision, storage, step)
-    everything = (resumed.rows, resumed.evaluations, resumed.best, resumed.weights_digest, resumed.digests)
-    assert everything != (
-        whole.rows,
-        whole.evaluations,
-        whole.best,
-        whole.weights_digest,
-        whole.digests[step:],
-    )
+    assert everything(resumed) != (*everything(whole)[:-1], whole.digests[step:])
 
 
-def test_with_nothing_left_out_it_does_not(saved: SavedRuns) -> None:
+@pytest.mark.parametrize(("job", "step"), [("digits", 3), ("digits", 8), ("unlisted buffer", 3)])
+def test_with_nothing_left_out_it_does_not(saved: SavedRuns, job: str, step: int) -> None:
     """The control of the negative control."""
-    whole, storage = undisturbed("digits", "fp32"), saved.storage("digits")
-    resumed = resumed_without(lambda sections: None, "digits", "fp32", storage, 3)
-    assert (resumed.rows, resumed.digests) == (whole.rows, whole.digests[3:])
+    whole, storage = undisturbed(job, "fp32"), saved.storage(job)
+    resumed = resumed_without(lambda sections: None, job, "fp32", storage, step)
+    assert everything(resumed) == (*everything(whole)[:-1], whole.digests[step:])
+
+
+def everything(run: Trained) -> tuple[Any, ...]:
+    """All that a resumed run has to have in common with the undisturbed one, but for the digests of steps before."""
+    metrics = bits(run.summary["metrics"])
+    return (run.rows, run.evaluations, run.best, run.weights_digest, metrics, run.digests)
 
 
 def test_a_state_that_is_not_the_counters_is_refused(saved: SavedRuns) -> None:

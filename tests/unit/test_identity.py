@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.identity import identity_digest, identity_fields
+from lockstep.identity import changed_fields, identity_digest, identity_fields
 from lockstep.spec import load_spec
 
 FACTS = {"device": "cpu", "numerics_probe": "p", "data.train_samples": 100, "workers": 2}
@@ -58,6 +58,25 @@ def test_placement_is_no_part_of_the_identity(override: str) -> None:
 )
 def test_what_changes_the_bits_changes_the_identity(override: str) -> None:
     assert digest(override) != digest()
+
+
+def test_a_jobs_placement_is_no_part_of_it() -> None:
+    """Where a table lies and what memory it may take; its width is, in the same job."""
+
+    def of(**params: Any) -> str:
+        document = {"job": {"use": "jobs.tabular.job:Tabular", "params": params}}
+        return identity_digest(identity_fields(load_spec(document), FACTS))
+
+    assert of(train="here", memory_mb=3.0) == of(train="there") == of()
+    assert of(width=8) != of()
+
+
+def test_what_a_resume_changes_of_placement_is_no_change() -> None:
+    job = {"use": "jobs.tabular.job:Tabular", "params": {"train": "here", "width": 8}}
+    before = load_spec({"job": job})
+    assert changed_fields(before, load_spec({"job": job}, ["job.params.train=there"])) == []
+    moved = load_spec({"job": job}, ["job.params.train=there", "job.params.width=9"])
+    assert changed_fields(before, moved) == [("job.params.width", 8, 9)]
 
 
 @pytest.mark.parametrize("fact", [{"device": "H200"}, {"numerics_probe": "q"}, {"data.train_samples": 101}])

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
-from lockstep.spec import RECORD_OFF, SGD, Batch, JobSpec, Spec, StepDecay, load_spec, validate
+from lockstep.spec import SGD, Batch, JobSpec, Spec, StepDecay, load_spec, validate
 from lockstep.spec_errors import shown
+from lockstep.spec_places import RECORD_OFF
 
 JOB = {"job": {"use": "jobs.digits.job:Digits"}}
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -78,16 +78,18 @@ def snapshot(
             blocks[section] = content
         else:
             packed[section] = pack(content, section)
-    places = [(section, name) for section in packed for name in packed[section].tensors]
-    sources = [packed[section].tensors[name] for section, name in places]
-    shares = share_out([tensor.nbytes for tensor in sources], ranks)
+    sources = [tensor for found in packed.values() for tensor in found.tensors.values()]
+    shares = [range(len(sources))] if ranks == 1 else share_out([tensor.nbytes for tensor in sources], ranks)
     own = shares[rank] if rank < len(shares) else range(0)
     buffers = into.buffers if into is not None else Buffers()
-    copies, copied = buffers.copy([sources[i] for i in own])
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for i, copy in zip(own, copies, strict=True):
-        section, name = places[i]
-        tensors.setdefault(section, {})[name] = copy
+    copies, copied = buffers.copy(sources[own.start : own.stop])
+    tensors, start = dict[str, dict[str, Tensor]](), 0
+    for section, found in packed.items():
+        mine = range(max(own.start, start), min(own.stop, start + len(found.tensors)))
+        if mine:
+            names = islice(found.tensors, mine.start - start, mine.stop - start)
+            tensors[section] = dict(zip(names, copies[mine.start - own.start :], strict=False))
+        start += len(found.tensors)
     trees = {section: found.skeleton for section, found in packed.items()}
     return Snapshot(trees, blocks if rank == 0 else {}, tensors, rank, len(shares), buffers, copied)
 

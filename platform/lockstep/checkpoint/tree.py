@@ -57,6 +57,7 @@ DTYPES = {
 _STORED = frozenset(DTYPES.values())
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _DEEPEST = 100
+_NO_NAMES = ("", "__metadata__")  # safetensors keeps the second for itself
 _WORDS = frozenset({"$tensor", "$tuple", "$map", "$float", "$int"})
 
 
@@ -106,7 +107,8 @@ class _Packing:
     def __init__(self, where: str) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._where = where
-        self._known: dict[Any, str] = {}
+        self._at: dict[int, list[str]] = {}
+        """Names of the tensors that begin at an address."""
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         """`path` is the keys that lead to `value`, each with a `/` before it."""
@@ -152,18 +154,25 @@ class _Packing:
         if tensor.is_neg() or tensor.is_conj():
             tensor = tensor.resolve_conj().resolve_neg()
         tensor, order = _in_order_of_memory(tensor)
-        # An empty tensor has no memory that it could share.
-        place = tensor.data_ptr() if tensor.numel() else -len(self._known)
-        same = (place, tensor.dtype, tensor.shape, tensor.device)
-        name = self._known.get(same)
+        name = self._same_memory(tensor)
         if name is None:
-            name = self._known[same] = self._free_name(path[1:])
+            name = path[1:]
+            if name in self.tensors or name in _NO_NAMES:
+                name = self._free_name(name)
             self.tensors[name] = tensor
+            self._at.setdefault(tensor.data_ptr(), []).append(name)
         return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
 
+    def _same_memory(self, tensor: Tensor) -> str | None:
+        """The name of the tensor that is the same memory, if there is one. An empty one has no memory to share."""
+        for name in self._at.get(tensor.data_ptr(), ()):
+            other = self.tensors[name]
+            if (other.dtype, other.shape, other.device) == (tensor.dtype, tensor.shape, tensor.device):
+                return name if tensor.numel() else None
+        return None
+
     def _free_name(self, wanted: str) -> str:
-        if wanted in ("", "__metadata__"):  # safetensors keeps the second for itself
-            wanted = "tensor"
+        wanted = "tensor" if wanted in _NO_NAMES else wanted
         name, count = wanted, 1
         while name in self.tensors:
             count += 1

@@ -10,20 +10,25 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from lockstep.cli import records
 from lockstep.cli.answers import Json, Uri, Verbose, answered
-from lockstep.spec import RECORD_OFF
+from lockstep.errors import RecordError
+from lockstep.spec_places import RECORD_OFF
 
 if TYPE_CHECKING:
     from lockstep.orchestration.progress import Progress
     from lockstep.orchestration.result import Result
+    from lockstep.orchestration.sweeps.driver import SweepResult
+
+Ran = TypeVar("Ran")
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -82,7 +87,7 @@ def train(
     verbose: Verbose = False,
 ) -> None:
     """Train one run to its end."""
-    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         from lockstep.spec import load_spec
 
@@ -96,17 +101,7 @@ def train(
             return
         from lockstep.orchestration.named_runs import train_named
 
-        with shown(json_) as progress:
-            result = train_named(
-                loaded,
-                run_name,
-                local=local,
-                address=address,
-                progress=progress,
-                verbose=verbose,
-                began_at=began_at,
-                chaos=chaos,
-            )
+        result = options.lived(partial(train_named, loaded, run_name))
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
 
@@ -130,27 +125,41 @@ def resume(
     verbose: Verbose = False,
 ) -> None:
     """Continue a run from its newest good checkpoint, with the same bits."""
-    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.orchestration.resumption import resume as resume_run
+        from lockstep.orchestration.sweeps.driver import resume_sweep
 
-        with shown(json_) as progress:
-            result = resume_run(
-                run_id,
-                overrides or [],
-                step=from_step,
-                fork=fork,
-                local=local,
-                address=address,
-                uri=uri,
-                progress=progress,
-                verbose=verbose,
-                began_at=began_at,
-                chaos=chaos,
+        try:
+            result = options.lived(
+                partial(resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri)
             )
+        except RecordError:
+            swept = options.lived(partial(resume_sweep, run_id, overrides or [], uri=uri))
+            if swept is None:
+                raise
+            answer(swept.as_dict(), lambda: _sweeps.told(swept))
+            _exit(swept)
+            return
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
+
+
+class RunOptions:
+    """What every command that trains is given beside its spec, and how a run is lived under it."""
+
+    def __init__(
+        self, json_: bool, local: bool, address: str | None, verbose: bool, chaos: str | None
+    ) -> None:
+        self._as_json = json_
+        self._places = {"local": local, "address": address, "verbose": verbose, "chaos": chaos}
+        self._began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+
+    def lived(self, train: Callable[..., Ran]) -> Ran:
+        """The result of `train`, whose progress is shown meanwhile."""
+        with shown(self._as_json) as progress:
+            return train(progress=progress, began_at=self._began_at, **self._places)
 
 
 @contextmanager
@@ -166,7 +175,7 @@ def shown(as_json: bool) -> Iterator[Progress]:
         yield line
 
 
-def _exit(result: Result) -> None:
+def _exit(result: Result | SweepResult) -> None:
     if result.signal_number is not None:
         raise typer.Exit(128 + result.signal_number)
 
@@ -183,7 +192,7 @@ def ui(
     """Open the MLflow UI on the run store, on this machine only unless --host says otherwise."""
     with answered(as_json=False, verbose=verbose):
         from lockstep.orchestration.ui import Ui
-        from lockstep.spec import tracking_uri
+        from lockstep.spec_places import tracking_uri
 
         found = Ui(tracking_uri(uri), port, host)
         print(found.link, file=sys.stderr)
@@ -208,20 +217,22 @@ def _told(result: dict[str, Any]) -> str:
     ]
     if result["status"] == "KILLED":
         lines.append(
-            f"go on with it     lockstep resume {result['run_id']}{_uri_option(result['tracking_uri'])}"
+            f"go on with it     lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
         )
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")
     return "\n".join(lines)
 
 
-def _uri_option(tracking_uri: str) -> str:
+def uri_option(tracking_uri: str) -> str:
     """How a later command is told the store, where it would not find it by itself."""
-    from lockstep.spec import tracking_uri as default_uri
+    from lockstep.spec_places import tracking_uri as default_uri
 
     return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"
 
 
-from lockstep.cli import cluster as _cluster  # noqa: E402 - it shares what stands above
+from lockstep.cli import cluster as _cluster  # noqa: E402 - they share what stands above
+from lockstep.cli import sweeps as _sweeps  # noqa: E402
 
 _cluster.register(app)
+_sweeps.register(app)

@@ -7,14 +7,13 @@ A table is known by its columns and by its files, each with its rows and a hash 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.data.remembered import remembered
 from lockstep.errors import JobError
 from lockstep.randomness import seed_all
 
@@ -98,19 +97,15 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 def file_digest(table_files: Any, number: int, content: str) -> str:
     """sha256 of a file of a table, whole or in samples; remembered by the file's identity, so that it is read once."""
-    file = table_files.files[number]
-    identity = repr(
-        (file.path, file.size, file.changed_ns, _on_disk(file.path) if table_files.is_local else "", content)
-    )
-    remembered = _cache() / hashlib.sha256(identity.encode()).hexdigest()
-    try:
-        return remembered.read_text()
-    except OSError:  # not there, or not readable: it is computed
-        digest = hashlib.sha256(str(file.size).encode())
-    for piece in table_files.pieces(number, _spans(file.size, content)):
-        digest.update(piece)
-    _remember(remembered, digest.hexdigest())
-    return digest.hexdigest()
+
+    def find() -> str:
+        size = table_files.files[number].size
+        digest = hashlib.sha256(str(size).encode())
+        for piece in table_files.pieces(number, _spans(size, content)):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    return remembered("fingerprints", repr((*table_files.identity(number), content)), find)
 
 
 def _spans(size: int, content: str) -> Sequence[tuple[int, int]]:
@@ -118,23 +113,3 @@ def _spans(size: int, content: str) -> Sequence[tuple[int, int]]:
         return [(start, min(1 << 20, size - start)) for start in range(0, size, 1 << 20)]
     starts = [i * (size - SPAN_BYTES) // SPANS for i in range(SPANS + 1)]
     return [(start, SPAN_BYTES) for start in starts]
-
-
-def _on_disk(path: str) -> tuple[int, int]:
-    """What changes with a file though its size and its time were set back."""
-    found = Path(path).stat()
-    return found.st_ino, found.st_ctime_ns
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep", "fingerprints")
-
-
-def _remember(path: Path, digest: str) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(digest)
-        aside.replace(path)
-    except OSError:
-        return  # a home that cannot be written costs the time to read the files again, and nothing else

@@ -84,10 +84,13 @@ class MicroBatches(Dataset[Any]):
         samples: list[Any] = []
         try:
             if self.fetch_many is not None:
-                return self.fetch_many(batch.ids)
+                samples = self.fetch_many(batch.ids)
+                if batch.due:
+                    self.samples.read_ahead(batch.due)  # type: ignore[attr-defined]
+                return samples
             fetch = self.samples.__getitem__
             for sample_id in batch.ids:
-                samples.append(fetch(sample_id))  # noqa: PERF401 - their number tells which one failed
+                samples.append(fetch(sample_id))  # their number tells which one failed
         except LockstepError:
             raise
         except Exception as error:

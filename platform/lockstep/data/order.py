@@ -66,7 +66,7 @@ def epoch_order(
             raise SpecError(
                 "data.shuffle: got blocks, but train_data has none (no block_sizes); use a table, or data.shuffle=hashed"
             )
-        return _BlockOrder(np.asarray(blocks, np.int64), window, (seed, "order", epoch))
+        return BlockOrder(np.asarray(blocks, np.int64), window, (seed, "order", epoch))
     return _permutation(seed, epoch, samples)
 
 
@@ -98,7 +98,7 @@ class _HashedOrder:
         return self._bijection(_arange(positions))
 
 
-class _BlockOrder:
+class BlockOrder:
     """Blocks in keyed order, cut into windows of so many; the rows of a window in keyed order."""
 
     def __init__(self, sizes: Ids, window: int, key: tuple[int | str, ...]) -> None:
@@ -120,9 +120,25 @@ class _BlockOrder:
         parts = pairwise([0, *cuts.tolist(), len(asked)])
         return np.concatenate([self._in_window(int(low) + i, asked[a:b]) for i, (a, b) in enumerate(parts)])
 
+    def due(self, position: int) -> list[int]:
+        """Blocks of the next window that should be there once `position` is reached, for reading to keep pace with training.
+
+        They are the same share of them as lies behind of this window, so that all are there when the next one begins.
+        """
+        number = int(np.searchsorted(self._ends, position, side="right"))
+        start = self._start(number)
+        own = slice((number + 1) * self._window, (number + 2) * self._window)
+        blocks: list[int] = self._blocks[own].tolist()
+        behind = position + 1 - start
+        return blocks[: -(-len(blocks) * behind // (int(self._ends[number]) - start))]
+
+    def _start(self, number: int) -> int:
+        """The position at which a window begins."""
+        return int(self._ends[number - 1]) if number else 0
+
     def _in_window(self, number: int, positions: Ids) -> Ids:
         """Ids at positions that all lie in one window."""
-        start = int(self._ends[number - 1]) if number else 0
+        start = self._start(number)
         rows = Bijection(int(self._ends[number]) - start, (*self._key, number))(positions - start)
         own = slice(number * self._window, (number + 1) * self._window)
         ends = np.cumsum(self._sizes[own])

@@ -6,12 +6,12 @@ the worker's range, so seeking is arithmetic and a resume on other workers needs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, DistributedSampler
 
-from lockstep.data.order import WINDOW, Ids, Order, Shuffle, epoch_order
+from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
 from lockstep.plan import Plan, Position, clip
 
 EVALUATION = -1
@@ -21,12 +21,14 @@ EVALUATION = -1
 class MicroBatch(NamedTuple):
     """What a worker fetches at once: the samples `ids` of one micro-batch of one step, both from 0; EVALUATION for a step.
 
-    A dataset that `takes_arrays`, as a table does, is given its ids as an int64 array, any other as a list.
+    A dataset that `takes_arrays`, as a table does, is given its ids as an int64 array, any other as a list. One with
+    `read_ahead` is told the blocks that are `due` meanwhile, for micro-batches to come.
     """
 
     step: int
     micro_batch: int
     ids: list[int] | Ids
+    due: Sequence[int] = ()
 
 
 class MicroBatchSampler(DistributedSampler[MicroBatch]):
@@ -63,6 +65,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         self.window = window
         self.start = start
         self.takes_arrays: bool = getattr(dataset, "takes_arrays", False)
+        self.reads_ahead: bool = hasattr(dataset, "read_ahead")
 
     def __len__(self) -> int:
         positions = self.plan.positions(self.start)
@@ -81,5 +84,8 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         return epoch_order(self.seed, epoch, self.plan.samples, self.order, blocks=blocks, window=self.window)
 
     def _micro_batch(self, order: Order, position: Position, m: int) -> MicroBatch:
-        ids = order[self.plan.sample_slice(position, m)]
-        return MicroBatch(position.step, m, ids if self.takes_arrays else ids.tolist())
+        places = self.plan.sample_slice(position, m)
+        ids, due = order[places], list[int]()
+        if self.reads_ahead and isinstance(order, BlockOrder) and len(ids):
+            due = order.due(places.start)
+        return MicroBatch(position.step, m, ids if self.takes_arrays else ids.tolist(), due)

@@ -104,13 +104,18 @@ class TableFiles:
         ]
 
     def known_nulls(self, column: str) -> None:
-        """DataError for nulls that the statistics of a flat Parquet column tell, before anything is read."""
+        """DataError for nulls that Parquet's statistics tell, before anything is read.
+
+        Of flat columns and of lists of one fixed size: in lists of any length, an empty one counts as a null.
+        """
         for file in self.files:
+            if column in file.schema.names and _any_length(file.schema.field(column).type):
+                continue
             for group in range(file.metadata.num_row_groups if file.metadata else 0):
                 chunks = file.metadata.row_group(group)  # type: ignore[union-attr]
                 for i in range(chunks.num_columns):
                     chunk = chunks.column(i)
-                    if chunk.path_in_schema != column or chunk.statistics is None:
+                    if chunk.path_in_schema.partition(".")[0] != column or chunk.statistics is None:
                         continue
                     if chunk.statistics.has_null_count and chunk.statistics.null_count:
                         raise nulls(column, chunk.statistics.null_count, file.name, group)
@@ -145,7 +150,7 @@ class TableFiles:
             if not self.is_arrow:
                 with self._of[f].open(file.path) as source:
                     reader = pq.ParquetFile(source, metadata=file.metadata, pre_buffer=True)
-                    return reader.read_row_group(b, columns=stored)
+                    return _row_group(reader, b, stored, self.where(block))
             with self._of[f].open(file.path) as source:
                 return pa.Table.from_batches([_arrow_reader(source, stored).get_batch(b)])
 
@@ -170,6 +175,12 @@ class TableFiles:
                 return None
             tables.append(table)
         return tables
+
+    def identity(self, file: int) -> tuple[Any, ...]:
+        """What changes with a file; of one on a disk, though its size and its time were set back."""
+        found = self.files[file]
+        status = Path(found.path).stat() if self._of[file].is_local else None
+        return (found.path, found.size, found.changed_ns, status and (status.st_ino, status.st_ctime_ns))
 
     def pieces(self, file: int, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
         """Bytes of a file at (offset, length) spans."""
@@ -307,6 +318,26 @@ def _is_glob(part: str) -> bool:
 def _footer(place: _Place, path: str) -> pq.FileMetaData:
     with place.open(path) as source:
         return pq.ParquetFile(source).metadata
+
+
+def _row_group(reader: pq.ParquetFile, group: int, columns: Sequence[str], where: str) -> pa.Table:
+    """These columns of a row group. What cannot be read is told by its column."""
+    try:
+        return reader.read_row_group(group, columns=columns)
+    except pa.ArrowInvalid:
+        for name in columns:
+            try:
+                reader.read_row_group(group, columns=[name])
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"data: cannot read column {name!r} of {where}: {_one_line(error)}; a list of a fixed size is null, "
+                    "or the file is damaged: write the column without nulls"
+                ) from error
+        raise
+
+
+def _any_length(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _arrow_layout(place: _Place, path: str) -> tuple[pa.Schema, tuple[int, ...]]:

@@ -25,7 +25,8 @@ from lockstep.record.environment import git_state
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
-from lockstep.spec import RECORD_OFF, Spec
+from lockstep.spec import Spec
+from lockstep.spec_places import RECORD_OFF
 from lockstep.training.group import Group, distributed
 from lockstep.training.loop import fit
 from lockstep.training.weights import save_weights
@@ -189,9 +190,7 @@ def _train_as(
     if group.rank > 0:
         fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop), origin)
         return None
-    apart = (
-        spec.record.uri != RECORD_OFF
-    )  # MLflow's part takes the training thread 40 ms each second, a folder's none
+    apart = spec.record.uri != RECORD_OFF  # MLflow's part would take this process some 100 ms of each second
     record = DirectRecord(
         Recorder(spec, run_id=origin.run_id, on_aliases=partial(pin_aliased, spec), apart=apart),
         stop,

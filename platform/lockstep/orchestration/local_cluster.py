@@ -28,11 +28,11 @@ from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.orchestration.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
-START_S = 180.0
+START_S = 300.0
 """How long the nodes may take to start; three take some 10 s on two idle cores."""
 
-AGENTS_S = 60.0
-"""How long the nodes' agents are waited for; `lockstep submit` waits for them as well."""
+AGENTS_S = 180.0
+"""How long the nodes' agents may take to start, after the nodes; `lockstep submit` waits for them as well."""
 
 STOP_S = 20.0
 """How long the processes of a cluster may take to end by themselves."""
@@ -260,7 +260,12 @@ def hold(config: dict[str, Any]) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     host, folder = config["host"], Path(config["folder"])
-    each = {"num_cpus": config["cpus"], "object_store_memory": STORE_BYTES}
+    each = {
+        "num_cpus": config["cpus"],
+        "object_store_memory": STORE_BYTES,
+        # Ray's own choice for a head, 52365, may be another cluster's: then no job is ever taken.
+        "dashboard_agent_listen_port": 0,
+    }
     if not is_loopback(host) and host != "0.0.0.0":
         each["node_ip_address"] = host
     (folder / "ray").mkdir(mode=0o700)  # where Ray writes the address
@@ -273,6 +278,8 @@ def hold(config: dict[str, Any]) -> None:
             dashboard_port=config["port"],
             temp_dir=str(folder),
         )
+        # A job's driver looks for the address here; without it Ray takes any cluster that runs on this machine.
+        (folder / "ray_current_cluster").write_text(cluster.address)
         for number in range(1, config["nodes"]):
             # A folder of each node's own for what jobs bring along: in one, the nodes delete each other's copies.
             cluster.add_node(**each, runtime_env_dir_name=f"runtime_resources_{number}")
@@ -289,14 +296,18 @@ def hold(config: dict[str, Any]) -> None:
 
 
 def _wait_for_agents(cluster: Any, nodes: int) -> None:
-    """Until every node's agent is known, or AGENTS_S: before that the job API answers "No available agent"."""
+    """Until every node's agent is known: before that the job API answers "No available agent". ClusterError after AGENTS_S."""
     from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
     from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 
     known = cluster.head_node.get_gcs_client().internal_kv_keys
     prefix = DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX.encode()
     until = time.monotonic() + AGENTS_S
-    while len(known(prefix, namespace=KV_NAMESPACE_DASHBOARD)) < nodes and time.monotonic() < until:
+    while len(known(prefix, namespace=KV_NAMESPACE_DASHBOARD)) < nodes:
+        if time.monotonic() > until:
+            raise ClusterError(
+                f"the agents of its nodes did not start within {AGENTS_S:.0f} s, so it could take no job"
+            )
         time.sleep(0.1)
 
 

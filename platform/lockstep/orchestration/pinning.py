@@ -10,7 +10,8 @@ from lockstep.checkpoint.storage import open_storage
 from lockstep.errors import SpecError
 from lockstep.orchestration.attempts import saved_steps
 from lockstep.record.run_store import find_run
-from lockstep.spec import load_spec, tracking_uri
+from lockstep.spec import load_spec
+from lockstep.spec_places import tracking_uri
 
 
 def change_pin(run_id: str, step: int, *, uri: str | None, folder: Path, remove: bool) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep.record.ledger import EvaluationRow, StepRow
 
@@ -18,6 +18,9 @@ class Progress(Protocol):
     def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
         """Show the newest rows."""
 
+    def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
+        """Show how the trials of a sweep stand."""
+
 
 class Silent:
     """No progress, for `--json`, tests and calls from Python."""
@@ -27,6 +30,8 @@ class Silent:
     def show(
         self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None
     ) -> None: ...
+
+    def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 class Line:
@@ -63,6 +68,28 @@ class Line:
         elif step.epoch != self._epoch_shown:
             self._epoch_shown = step.epoch
             self.say(text)
+
+    def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
+        if self.console.is_terminal:
+            self._live.update(trial_table(headline, trials))
+
+
+def trial_table(headline: str, trials: Sequence[Mapping[str, Any]]) -> Any:
+    """The trials that go on and those that ended last, for a terminal."""
+    from rich.table import Table
+
+    table = Table(title=headline, title_justify="left", box=None, pad_edge=False)
+    for name in ("trial", "status", "step", "metric", "sets"):
+        table.add_column(name, justify="right" if name in {"trial", "step", "metric"} else "left")
+    running = [trial for trial in trials if trial["order"] is None]
+    ended = sorted(
+        (trial for trial in trials if trial["order"] is not None), key=lambda trial: trial["order"]
+    )
+    for trial in [*ended[-12:], *running]:
+        metric = "" if trial["metric"] is None else f"{trial['metric']:.6g}"
+        sets = " ".join(f"{name}={value}" for name, value in trial["fields"].items())
+        table.add_row(str(trial["trial"]), trial["status"], str(trial["step"]), metric, sets)
+    return table
 
 
 class Rate:

@@ -82,8 +82,8 @@ def train_on_ray(
 
 
 @contextmanager
-def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
-    """A connection to Ray; gives whether the cluster was started here and ends with the run."""
+def connected(address: str | None, *, verbose: bool, for_workers: bool = False) -> Iterator[bool]:
+    """A connection to Ray; gives whether the cluster was started here and ends with the run. `for_workers`: every process that it starts there trains."""
     for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
     if starts_own_cluster(address):
@@ -98,7 +98,9 @@ def connected(address: str | None, *, verbose: bool) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    quiet = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
+    if for_workers and not starts_own_cluster(address):
+        quiet["runtime_env"] = {"env_vars": WORKER_ENVIRONMENT}
     try:
         context = ray.init(address=address, include_dashboard=None if address else False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:

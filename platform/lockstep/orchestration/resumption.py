@@ -14,7 +14,8 @@ from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.runs import run_attempt, train
 from lockstep.record.run_store import Recorded, find_copies, find_run
-from lockstep.spec import Fork, Spec, load_spec, tracking_uri
+from lockstep.spec import Fork, Spec, load_spec
+from lockstep.spec_places import tracking_uri
 
 
 def resume(

@@ -27,6 +27,9 @@ POLL_S = 0.5
 PATIENCE_S = 60.0
 """How long a cluster that does not answer is waited for, while a job is followed."""
 
+NO_AGENT = "No available agent"
+"""Ray's words where the head node's agent has not started, or could not."""
+
 RUN_ID = re.compile(r"^run\s+([0-9a-f]{32})\s*$", re.MULTILINE)
 """The line by which a run says which one it is."""
 
@@ -88,6 +91,11 @@ def told(error: Exception, address: str) -> ClusterError:
         return ClusterError(
             f"address: {address} asks for another token than RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token has; "
             "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's"
+        )
+    if NO_AGENT in text:
+        return ClusterError(
+            f"address: {address} has no agent that takes jobs; another Ray cluster on its machine may hold the port of its "
+            "agent: start it with ray start --head --dashboard-agent-listen-port=0"
         )
     return ClusterError(f"address: {address} does not answer as Ray's job API does ({text})")
 
@@ -151,7 +159,7 @@ def submit(
                 metadata={"lockstep": what, **({"run": name} if name else {})},
             )
         except Exception as error:  # as in connect
-            if "No available agent" not in str(error) or time.monotonic() > until:
+            if NO_AGENT not in str(error) or time.monotonic() > until:
                 raise told(error, address) from error
             time.sleep(POLL_S)  # a cluster that has just started
         else:

@@ -12,7 +12,7 @@ from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
 from lockstep.record.journal import newest_step
 from lockstep.record.liveness import vanished
-from lockstep.spec import RECORD_OFF
+from lockstep.spec_places import RECORD_OFF
 
 
 class RunInfo(NamedTuple):

@@ -35,7 +35,7 @@ def draw(
         "time": _time(x, steps),
         **({"scale": _scale(x, steps)} if scaled else {}),
     }
-    return [_save(figure, folder / FOLDER / f"{name}.png") for name, figure in drawn.items()]
+    return [save(figure, folder / FOLDER / f"{name}.png") for name, figure in drawn.items()]
 
 
 def _loss(x: Any, steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow]) -> Any:
@@ -133,7 +133,8 @@ def _line(ax: Any, x: Any, y: Any, color: str, label: str) -> None:
     ax.plot(middle, np.add.reduceat(y, starts) / counts, color=color, linewidth=1, label=label)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure, whole or not at all."""
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=110)
     return path

@@ -36,6 +36,16 @@ def recorded_in_folder(storage: Path, run_id: str) -> Recorded:
     return recorded(run_id, status, spec, summary, "", repr(str(storage)))
 
 
+def finished_in_folder(storage: Path, identity: str) -> Recorded | None:
+    """The newest finished run of this identity, or None."""
+    found = []
+    for path in storage.glob("*/run.json"):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        if run["status"] == "FINISHED" and run["tags"].get("lockstep.identity") == identity:
+            found.append((run["started"], run["run_id"]))
+    return recorded_in_folder(storage, max(found)[1]) if found else None
+
+
 class FolderStore:
     """The RunStore of `record.uri: off`."""
 

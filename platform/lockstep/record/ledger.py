@@ -136,6 +136,15 @@ def read_evaluations(path: Path) -> list[EvaluationRow]:
     return _evaluation_rows(_read(path, _EVALUATION_TYPES))
 
 
+def read_history(folder: Path) -> History:
+    """All rows of a run that has ended, from its folder. StorageError where there are none to be read."""
+    history = History()
+    history.steps = read_parquet(folder / "ledger.parquet")
+    if (folder / "evaluations.parquet").exists():
+        history.evaluations = read_evaluations(folder / "evaluations.parquet")
+    return history
+
+
 Fields = list[tuple[dict[str, Any], dict[str, float]]]
 """Each row as its fields and the rest of its columns, without those that are null."""
 

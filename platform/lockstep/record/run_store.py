@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -10,13 +11,19 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 from lockstep.errors import RecordError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import without_password
+from lockstep.record.ledger import History, read_history
 from lockstep.record.points import Point
-from lockstep.spec import RECORD_OFF, Spec
+from lockstep.spec import Spec
+from lockstep.spec_places import RECORD_OFF
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 POINTS_PER_CALL = 1000
 """The most metric points that one call may bring; MLflow refuses more in one request."""
+
+
+SWEEP_FILE = "sweep.yaml"
+"""The document by which the run of a sweep is known."""
 
 
 class UnavailableError(RecordError):
@@ -106,6 +113,46 @@ def find_run(uri: str, run_id: str, folder: Path) -> Recorded:
     if uri == RECORD_OFF:
         return recorded_in_folder(folder, run_id)
     return recorded_in_mlflow(uri, run_id)
+
+
+def find_finished(uri: str, identity: str, folder: Path) -> Recorded | None:
+    """The newest finished run of this identity that has a ledger of its own, or None."""
+    from lockstep.record.folder_store import finished_in_folder
+    from lockstep.record.mlflow_store import finished_in_mlflow
+
+    return finished_in_folder(folder, identity) if uri == RECORD_OFF else finished_in_mlflow(uri, identity)
+
+
+def find_history(uri: str, run_id: str, folder: Path) -> History:
+    """All rows of a finished run, from its folder or else from its store."""
+    from lockstep.record.mlflow_store import files_from_mlflow
+
+    here = folder / run_id
+    if (here / "ledger.parquet").exists() or uri == RECORD_OFF:
+        return read_history(here)
+    with tempfile.TemporaryDirectory() as there:
+        files_from_mlflow(uri, run_id, ("ledger.parquet", "evaluations.parquet"), Path(there))
+        return read_history(Path(there))
+
+
+def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
+    """The document of the sweep that has this id, or None where the run is none."""
+    import yaml
+
+    from lockstep.record.mlflow_store import files_from_mlflow
+
+    here = folder / run_id / SWEEP_FILE
+    if here.exists():
+        text = here.read_text(encoding="utf-8")
+    elif uri == RECORD_OFF:
+        return None
+    else:
+        with tempfile.TemporaryDirectory() as there:
+            if not files_from_mlflow(uri, run_id, (SWEEP_FILE,), Path(there)):
+                return None
+            text = Path(there, SWEEP_FILE).read_text(encoding="utf-8")
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document
 
 
 def recorded(

@@ -5,7 +5,7 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,8 @@ def prepare(
         raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
+    if group.rank == 0:
+        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, record.warn)
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     history = History()
     if start is not None:
@@ -254,6 +256,23 @@ def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[st
         for name, data in every.items()
         for field, value in fingerprint(data.samples, dataset_size(data.samples, name), data.seed).items()
     }
+
+
+def _leaked_rows(train_data: Any, eval_data: Any, warn: Callable[[str], None]) -> int | None:
+    """Evaluation rows that are training rows too, which is warned of; None where they are not compared."""
+    if not (hasattr(train_data, "decoders") and hasattr(eval_data, "decoders")):
+        return None  # no tables, for whose sake pyarrow would be imported
+    from lockstep.data.leakage import known_leakage
+
+    found = known_leakage(train_data, eval_data)
+    if found is None:
+        return None
+    if found.rows:
+        warn(
+            f"data: {found.rows} of {len(eval_data)} evaluation rows are training rows too, the first is row {found.eval_row} "
+            f"(training row {found.train_row}); they flatter every metric: leave them out of one of the two"
+        )
+    return found.rows
 
 
 def _plan_facts(plan: Plan, evaluate: Evaluation | None) -> dict[str, int]:

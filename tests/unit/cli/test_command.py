@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SHORT = ["length.steps=3", "job.params.width=8", "record.uri=off"]
+TRAIN_SHORT = ["train", "jobs/digits/train.yaml", "--local", "--json", *SHORT]
 
 
 def command(*words: str) -> list[str]:
@@ -38,10 +39,15 @@ def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_json_is_one_object_on_one_line_of_standard_output(tmp_path: Path) -> None:
-    done = call(tmp_path, "train", "jobs/digits/train.yaml", "--local", "--json", *SHORT)
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Three steps, told as JSON."""
+    return call(tmp_path_factory.mktemp("short"), *TRAIN_SHORT)
+
+
+def test_json_is_one_object_on_one_line_of_standard_output(short: subprocess.CompletedProcess[str]) -> None:
+    assert short.returncode == 0, short.stderr
+    (line,) = short.stdout.splitlines()
     result = json.loads(line)
     for name in (
         "run_id", "status", "identity", "step", "epoch", "samples", "attempts", "workers", "metrics",
@@ -52,12 +58,12 @@ def test_json_is_one_object_on_one_line_of_standard_output(tmp_path: Path) -> No
     assert 0 < result["first_step_s"] < 120
 
 
-def test_two_runs_of_one_spec_have_one_digest_and_another_seed_has_another(tmp_path: Path) -> None:
+def test_two_runs_of_one_spec_have_one_digest_and_another_seed_has_another(
+    short: subprocess.CompletedProcess[str], tmp_path: Path
+) -> None:
     """G1 over repeats, in processes with random string hashing of their own; the seed is the negative control."""
-    words = ["train", "jobs/digits/train.yaml", "--local", "--json", *SHORT]
-    first, second, other = (
-        json.loads(call(tmp_path, *words, *more).stdout) for more in ([], [], ["seed=18"])
-    )
+    first = json.loads(short.stdout)
+    second, other = (json.loads(call(tmp_path, *TRAIN_SHORT, *more).stdout) for more in ([], ["seed=18"]))
     assert first["weights_digest"] == second["weights_digest"] != other["weights_digest"]
     assert first["identity"] == second["identity"] != other["identity"]
 

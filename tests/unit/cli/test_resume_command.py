@@ -12,19 +12,32 @@ import random
 import signal
 import sqlite3
 import subprocess
+import sys
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from lockstep import train
+from lockstep.cli.main import app
+from lockstep.orchestration.result import Result
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.training import bits
 from tests.unit.cli.test_command import ROOT, command, environment
+from tests.unit.record.conftest import THIRD_PARTY
+
+pytestmark = [
+    pytest.mark.filterwarnings(text) for text in THIRD_PARTY
+]  # some tests open MLflow in this process
+
+UNTRACED = ["jobs/digits/train.yaml", "job.use=tests.untraced_jobs:UntracedDigits"]
 
 JOBS = {
     "digits": [
-        "jobs/digits/train.yaml", "length.epochs=6", "early_stop={patience: 5}", "job.params.width=16",
+        *UNTRACED, "length.epochs=6", "early_stop={patience: 5}", "job.params.width=16",
     ],
     "gpt": [
         "jobs/stdlib_gpt/train.yaml", "length.steps=60", "evaluate.every.steps=20", "precision=bf16",
@@ -45,11 +58,22 @@ class Told(NamedTuple):
     status: str
 
 
+@cache
+def empty_store() -> bytes:
+    """An MLflow database without a run. To make one takes seconds, and is shown in the tests of the record."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = f"import mlflow; mlflow.MlflowClient('sqlite:///{folder}/mlflow.db').search_experiments()"
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+        return Path(folder, "mlflow.db").read_bytes()
+
+
 def words(folder: Path, *more: str) -> list[str]:
     return ["--local", "--uri", f"sqlite:///{folder}/mlflow.db", *more]
 
 
 def start(folder: Path, *more: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    if not (folder / "mlflow.db").exists():
+        (folder / "mlflow.db").write_bytes(empty_store())
     return subprocess.Popen(
         command(*more[:1], *words(folder), *more[1:]),
         cwd=cwd,
@@ -74,7 +98,8 @@ def told(folder: Path, result: dict[str, Any]) -> Told:
     rows = read_parquet(run / "ledger.parquet")
     with sqlite3.connect(folder / "mlflow.db") as database:
         history = database.execute(
-            "select key, step, value, is_nan from metrics where run_uuid = ? and key not like 'perf/%' and key not like 'system/%' order by key, step, timestamp",
+            "select key, step, value, is_nan from metrics where run_uuid = ? and key not like 'perf/%' and key not like 'system/%' "
+            "order by key, step, timestamp",
             (result["run_id"],),
         ).fetchall()
         ((status,),) = database.execute(
@@ -91,7 +116,7 @@ def told(folder: Path, result: dict[str, Any]) -> Told:
     )
 
 
-@pytest.fixture(scope="module", params=JOBS)
+@pytest.fixture(scope="module", params=["digits", pytest.param("gpt", marks=pytest.mark.exact)])
 def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Told]:
     folder = tmp_path_factory.mktemp("undisturbed")
     result, _ = done(folder, "train", *JOBS[request.param], f"checkpoint.storage={folder}/runs")
@@ -136,41 +161,47 @@ def test_a_killed_run_is_taken_up_with_the_same_bits(
     assert told(tmp_path, result) == whole
 
 
-def test_a_run_asked_to_stop_says_how_to_go_on_and_does(tmp_path: Path) -> None:
-    """SIGTERM: a checkpoint, exit code 143, KILLED; then from a clean directory, by the run id and the store alone."""
-    spec = [
-        "jobs/digits/train.yaml",
-        "length.epochs=20",
-        "job.params.width=8",
-        f"checkpoint.storage={tmp_path}/runs",
-    ]
-    process = start(tmp_path, "train", *spec, "checkpoint.every.steps=2")
+DIGITS = [*UNTRACED, "length.epochs=5", "job.params.width=8"]
+
+
+def stop(folder: Path, *more: str) -> tuple[str, str]:
+    """Train DIGITS and ask the run to stop once it has a checkpoint. Its id, and what it told."""
+    process = start(folder, "train", *DIGITS, f"checkpoint.storage={folder}/runs", *more)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
-        assert time.monotonic() < deadline
+    while not list(folder.glob("runs/*/step-*/manifest.json")):
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 143, err
-    (line,) = [line for line in out.splitlines() if "lockstep resume" in line]
-    run_id = line.split()[-3]
-    assert line.endswith(f"lockstep resume {run_id} --uri sqlite:///{tmp_path}/mlflow.db")
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    result, _ = done(tmp_path, "resume", run_id, cwd=folder)
-    whole, _ = done(tmp_path, "train", *spec[:3], f"checkpoint.storage={tmp_path}/whole")
-    assert result["weights_digest"] == whole["weights_digest"]
-    assert result["status"] == "FINISHED"
-    assert (result["step"], result["metrics"]) == (whole["step"], whole["metrics"])
+    (owner,) = folder.glob("runs/*/owner.json")
+    return owner.parent.name, out
 
-    # A finished run is left as it is; a fork extends it; a missing step is told.
-    again = start(tmp_path, "resume", run_id)
-    out, err = again.communicate(timeout=60)
-    assert again.returncode == 0
-    assert f"run {run_id} is finished" in err
-    longer, _ = done(tmp_path, "resume", run_id, "--fork", "length.epochs=21")
-    assert (longer["step"], longer["status"]) == (21 * 11, "FINISHED")
-    assert longer["run_id"] != run_id
+
+def whole(folder: Path) -> Result:
+    """The same run undisturbed, in this process and without MLflow."""
+    return train(
+        ROOT / DIGITS[0], [*DIGITS[1:], f"checkpoint.storage={folder}/whole", "record.uri=off"], local=True
+    )
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A run that was asked to stop: its folder, its id, what it told."""
+    folder = tmp_path_factory.mktemp("stopped")
+    return (folder, *stop(folder, "checkpoint.every.steps=2"))
+
+
+def here(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str, str]:
+    """A command that ends before it trains, in this process: its exit code, and what it prints."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    capfd.readouterr()
+    code = app(list(words), standalone_mode=False) or 0
+    return (code, *capfd.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -182,58 +213,62 @@ def test_a_run_asked_to_stop_says_how_to_go_on_and_does(tmp_path: Path) -> None:
     ],
 )
 def test_a_refused_resume_is_one_line(
-    stopped: tuple[Path, str], more: list[str], code: int, line: str
+    stopped: tuple[Path, str, str],
+    more: list[str],
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    folder, run_id = stopped
-    process = start(folder, "resume", run_id, *more)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    folder, run_id, _ = stopped
+    found, out, err = here(monkeypatch, capfd, "resume", *words(folder), run_id, *more)
+    assert (found, out) == (code, ""), err
     (only,) = err.splitlines()
     assert only.startswith(line)
 
 
-def test_an_unknown_run_is_one_line(stopped: tuple[Path, str]) -> None:
-    folder, _ = stopped
-    for uri in ((), ("--uri", f"sqlite:///{folder}/no.db"), ("--uri", "off")):
-        process = start(folder, "resume", "0" * 32, *uri)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 1
+def test_an_unknown_run_is_one_line(
+    stopped: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, *_ = stopped
+    for uri in (f"sqlite:///{folder}/mlflow.db", f"sqlite:///{folder}/no.db", "off"):
+        found, _, err = here(monkeypatch, capfd, "resume", "--local", "--uri", uri, "0" * 32)
+        assert found == 1
         (only,) = err.splitlines()
         assert "0" * 32 in only
     assert not (folder / "no.db").exists()
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run that was asked to stop after its first steps."""
-    folder = tmp_path_factory.mktemp("stopped")
-    process = start(
-        folder, "train", "jobs/digits/train.yaml", "length.epochs=1000", f"checkpoint.storage={folder}/runs", "checkpoint.every.steps=1"
-    )  # fmt: skip
-    while not list(folder.glob("runs/*/step-*/manifest.json")):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    (run,) = [path.parent for path in folder.glob("runs/*/owner.json")]
-    return folder, run.name
+def test_a_run_asked_to_stop_says_how_to_go_on_and_does(
+    stopped: tuple[Path, str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """SIGTERM: a checkpoint, exit code 143, KILLED; then from a clean directory, by the run id and the store alone."""
+    folder, run_id, out = stopped
+    (line,) = [line for line in out.splitlines() if "lockstep resume" in line]
+    assert line.endswith(f"lockstep resume {run_id} --uri sqlite:///{folder}/mlflow.db")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    result, _ = done(folder, "resume", run_id, cwd=elsewhere)
+    undisturbed = whole(tmp_path)
+    assert result["weights_digest"] == undisturbed.weights_digest
+    assert result["status"] == "FINISHED"
+    assert (result["step"], result["metrics"]) == (undisturbed.step, undisturbed.metrics)
+
+    # A finished run is left as it is; a fork extends it.
+    found, _, err = here(monkeypatch, capfd, "resume", *words(folder), run_id)
+    assert found == 0
+    assert f"run {run_id} is finished" in err
+    longer, _ = done(folder, "resume", run_id, "--fork", "length.epochs=6")
+    assert (longer["step"], longer["status"]) == (6 * 11, "FINISHED")
+    assert longer["run_id"] != run_id
 
 
 def test_a_run_is_resumed_from_its_record_alone(tmp_path: Path) -> None:
     """G6: with copies in MLflow, nothing but the tracking URI is needed; the storage is empty, as on another machine."""
-    spec = ["jobs/digits/train.yaml", "length.epochs=20", "job.params.width=8"]
-    process = start(
-        tmp_path, "train", *spec, f"checkpoint.storage={tmp_path}/runs", "checkpoint.every.steps=5", "record.checkpoints=artifact"
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 143, err
-    (owner,) = tmp_path.glob("runs/*/owner.json")
-    run_id = owner.parent.name
+    run_id, _ = stop(tmp_path, "checkpoint.every.steps=5", "record.checkpoints=artifact")
     (tmp_path / "runs").rename(tmp_path / "gone")
     process = start(
         tmp_path, "resume", run_id, f"checkpoint.storage={tmp_path}/here", f"record.folder={tmp_path}/here"
@@ -241,11 +276,11 @@ def test_a_run_is_resumed_from_its_record_alone(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "was downloaded from the record" in err
-    whole, _ = done(tmp_path, "train", *spec, f"checkpoint.storage={tmp_path}/whole")
-    assert whole["weights_digest"] in out
+    undisturbed = whole(tmp_path)
+    assert undisturbed.weights_digest in out
     rows = [
         [bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in read_parquet(folder / "ledger.parquet")]
-        for folder in (tmp_path / "here" / run_id, tmp_path / "whole" / whole["run_id"])
+        for folder in (tmp_path / "here" / run_id, Path(undisturbed.folder))
     ]  # fmt: skip
     assert rows[0] == rows[1]
     assert not (tmp_path / "runs").exists()

@@ -201,6 +201,21 @@ def first_seen(block: Any, window: int) -> Any:
     return ends[:-1]
 
 
+@pytest.mark.parametrize("window", [1, 4, 7])
+def test_the_blocks_of_the_next_window_are_due_as_this_one_is_read(window: int) -> None:
+    """In the order of the blocks, none before its share of the way, all of them before the window ends."""
+    rows = sizes(500, largest=30)
+    order: Any = epoch_order(SEED, 0, 500, "blocks", blocks=rows, window=window)
+    block = np.searchsorted(np.cumsum(rows), order[0:500], side="right")
+    starts = [0, *order._ends.tolist()]
+    windows = [set(block[a:b].tolist()) for a, b in pairwise(starts)]
+    for (start, end), after in zip(pairwise(starts), [*windows[1:], set()], strict=True):
+        due = [order.due(position) for position in range(start, end)]
+        assert all(later[: len(sooner)] == sooner for sooner, later in pairwise(due))
+        assert set(due[-1]) == after
+        assert all(len(d) <= len(after) * (i + 1) / len(due) + 1 for i, d in enumerate(due))
+
+
 def displacement(ids: Sequence[int]) -> float:
     """How far ids are from their place in the data, on average, as a part of the data's length."""
     return float(np.abs(np.asarray(ids) - np.arange(len(ids))).mean() / len(ids))

@@ -153,4 +153,4 @@ def test_a_sampler_without_a_rest_gives_nothing() -> None:
 def test_micro_batch_is_a_plain_value() -> None:
     """It is sent to loader processes."""
     key: Any = MicroBatch(3, 1, [4, 5])
-    assert key == (3, 1, [4, 5])
+    assert key == (3, 1, [4, 5], ())

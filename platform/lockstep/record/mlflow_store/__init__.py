@@ -1,6 +1,17 @@
 """Runs kept in MLflow: the only package that imports it, and only when a store is opened."""
 
-from lockstep.record.mlflow_store.reading import checkpoint_copies, recorded_in_mlflow
+from lockstep.record.mlflow_store.reading import (
+    checkpoint_copies,
+    files_from_mlflow,
+    finished_in_mlflow,
+    recorded_in_mlflow,
+)
 from lockstep.record.mlflow_store.run import MlflowStore
 
-__all__ = ["MlflowStore", "checkpoint_copies", "recorded_in_mlflow"]
+__all__ = [
+    "MlflowStore",
+    "checkpoint_copies",
+    "files_from_mlflow",
+    "finished_in_mlflow",
+    "recorded_in_mlflow",
+]

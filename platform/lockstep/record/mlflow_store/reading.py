@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,29 @@ def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
             )
     url = page_url(uri, run.info.experiment_id, run_id)
     return recorded(run_id, run.info.status, spec, summary, url, repr(shown))
+
+
+def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path) -> list[str]:
+    """Download those of the named files that the run has into `folder`; their names."""
+    with connecting(uri) as (client, _):
+        there = {item.path for item in client.list_artifacts(run_id)}
+        found = [name for name in names if name in there]
+        for name in found:
+            client.download_artifacts(run_id, name, str(folder))
+    return found
+
+
+def finished_in_mlflow(uri: str, identity: str) -> Recorded | None:
+    """The newest finished run of this identity, in whatever experiment, or None."""
+    with connecting(uri) as (client, _):
+        experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+        found = client.search_runs(
+            experiments,
+            f"tags.`lockstep.identity` = '{identity}' and attributes.status = 'FINISHED'",
+            max_results=1,
+            order_by=["attributes.start_time DESC"],
+        )
+    return recorded_in_mlflow(uri, found[0].info.run_id) if found else None
 
 
 def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:

@@ -29,6 +29,7 @@ _NAMES_IN_MLFLOW = {
     "lockstep.note": "mlflow.note.content",
     "lockstep.job": "mlflow.source.name",
     "lockstep.git_commit": "mlflow.source.git.commit",
+    "lockstep.parent": "mlflow.parentRunId",
 }
 """Tags that MLflow's pages know by a name of their own."""
 

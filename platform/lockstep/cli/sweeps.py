@@ -1,0 +1,120 @@
+"""The commands that search: `sweep` and `lr-find`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.cli.answers import Json, Uri, Verbose, answered
+from lockstep.cli.main import Address, Overrides, SpecFile, shown, uri_option
+from lockstep.spec_places import RECORD_OFF
+
+if TYPE_CHECKING:
+    from lockstep.orchestration.sweeps.driver import SweepResult
+
+SweepFile = Annotated[Path, typer.Argument(metavar="SWEEP", help="a YAML file; see docs/sweeps.md")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command()(sweep)
+    app.command("lr-find")(lr_find)
+
+
+def sweep(
+    sweep_file: SweepFile,
+    overrides: Overrides = None,
+    json_: Json = False,
+    address: Address = None,
+    uri: Uri = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the sweep and its trials, and train nothing")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Search learning rate, precision or any other field with Ray Tune."""
+    began_at = time.time()
+    with answered(json_, verbose) as answer:
+        sys.path.insert(0, str(Path.cwd()))
+        from lockstep.sweep_spec import load_sweep
+
+        loaded = load_sweep(sweep_file, overrides or [], uri=uri)
+        if dry_run:
+            report = planned(loaded)
+            answer(report, lambda: plan_as_text(report))
+            return
+        from lockstep.orchestration.sweeps.driver import sweep as run_sweep
+
+        with shown(json_) as progress:
+            result = run_sweep(loaded, address=address, progress=progress, verbose=verbose, began_at=began_at)
+        answer(result.as_dict(), lambda: told(result))
+    if result.signal_number is not None:
+        raise typer.Exit(128 + result.signal_number)
+
+
+def planned(sweep: Any) -> dict[str, Any]:
+    """What a dry run tells: the sweep, and the trials that are known beforehand."""
+    known = range(sweep.total) if sweep.search != "optuna" else ()
+    return {"sweep": sweep.document(), "trials": [sweep.sample(index) for index in known]}
+
+
+def plan_as_text(report: dict[str, Any]) -> str:
+    """The same for a person."""
+    import yaml
+
+    lines = [
+        f"trial {i:<4} " + "  ".join(f"{k}={v}" for k, v in fields.items())
+        for i, fields in enumerate(report["trials"])
+    ]
+    return yaml.safe_dump(report["sweep"], sort_keys=False, default_flow_style=None) + "\n" + "\n".join(lines)
+
+
+def told(result: SweepResult) -> str:
+    """How a sweep ended, for a person: the best trials first."""
+    reverse = result.mode == "max"
+    ranked = sorted(
+        (t for t in result.trials if t["metric"] is not None), key=lambda t: t["metric"], reverse=reverse
+    )
+    counts = ", ".join(f"{count} {status}" for status, count in result.counts.items())
+    lines = [f"{result.status.lower()}: {len(result.trials)} trials in {result.seconds:.0f} s ({counts})"]
+    for trial in ranked[:10]:
+        sets = "  ".join(f"{name}={value}" for name, value in trial["fields"].items())
+        lines.append(
+            f"  {result.metric} {trial['metric']:<10.6g} trial {trial['trial']:<3} {trial['status']:<9} step {trial['step']:<7} {sets}"
+        )
+    lines += [
+        f"  trial {t['trial']:<3} {t['status']}: {t['reason']}"
+        for t in result.trials
+        if t["status"] == "failed"
+    ]
+    if result.best is not None:
+        lines.append(f"best spec         {result.folder}/best.yaml")
+    lines += [f"sweep             {result.sweep_id}", f"folder            {result.folder}"]
+    if result.status != "FINISHED":
+        lines.append(f"go on with it     lockstep resume {result.sweep_id}{uri_option(result.tracking_uri)}")
+    if result.tracking_uri != RECORD_OFF:
+        lines.append(f"look at it        {result.url or 'lockstep ui --uri ' + result.tracking_uri}")
+    return "\n".join(lines)
+
+
+def lr_find(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    lowest: Annotated[float, typer.Option(help="the rate of the first step")] = 1e-7,
+    highest: Annotated[float, typer.Option(help="the rate of the last step")] = 10.0,
+    steps: Annotated[int, typer.Option(help="how many steps")] = 100,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find a learning rate: train one short run whose rate rises until the loss explodes."""
+    with answered(json_, verbose) as answer:
+        from lockstep.orchestration.lr_finder import as_text
+        from lockstep.orchestration.lr_finder import lr_find as find
+
+        sys.path.insert(0, str(Path.cwd()))
+        found = find(spec, overrides or [], lowest=lowest, highest=highest, steps=steps)
+        answer(found.as_dict(), lambda: as_text(found))

@@ -1,0 +1,75 @@
+"""What a sweep has decided so far, in the order in which it did: a line each, in a file beside the sweep's record.
+
+A sweep that is taken up again has its search and its scheduler live through this once more before anything new.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.record.files import write_text
+
+NAME = "decisions.jsonl"
+
+
+class Decisions:
+    """The file, and what it has. `began` are the fields of each trial by its number, `ends` how trials ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self.events: list[dict[str, Any]] = self._read()
+        self.began: dict[int, dict[str, Any]] = {
+            e["trial"]: e["fields"] for e in self.events if "fields" in e
+        }
+        self.ends: dict[int, dict[str, Any]] = {e["trial"]: e for e in self.events if "status" in e}
+        self._stops: dict[tuple[int, int], str] = {
+            (e["trial"], e["stop"]): e["reason"] for e in self.events if "stop" in e
+        }
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        whole = self._path.read_text(encoding="utf-8").rpartition("\n")[
+            0
+        ]  # a killed process may leave half a line
+        write_text(self._path, whole + "\n" if whole else "")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def begin(self, trial: int, fields: Mapping[str, Any]) -> None:
+        """A trial was made."""
+        if trial not in self.began:
+            self.began[trial] = dict(fields)
+            self._add({"trial": trial, "fields": dict(fields)})
+
+    def stop(self, trial: int, step: int, reason: str) -> None:
+        """A trial is to end after this step."""
+        if (trial, step) not in self._stops:
+            self._stops[trial, step] = reason
+            self._add({"trial": trial, "stop": step, "reason": reason})
+
+    def stopped(self, trial: int, step: int) -> str | None:
+        """Why it was to end there, or None where it was not."""
+        return self._stops.get((trial, step))
+
+    def end(self, trial: int, status: str, metric: float | None, reason: str) -> None:
+        """A trial has ended."""
+        if trial not in self.ends:
+            self.ends[trial] = event = {"trial": trial, "status": status, "metric": metric, "reason": reason}
+            self._add(event)
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class Unkept:
+    """What Tune need not keep with the state of an experiment: a sweep is taken up from its decisions."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}

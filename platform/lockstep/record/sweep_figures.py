@@ -1,0 +1,151 @@
+"""Figures of a sweep as PNG: the metric over each field, parallel coordinates, learning curves, rungs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.record.figures import FOLDER, save
+from lockstep.sweep_spec import SweepSpec
+
+_COLOURS = ("#1f6fb4", "#d9680c", "#2a8a4a", "#8d4bb0", "#b03a48", "#6b6b6b")
+_MARKS = {"finished": "o", "pruned": "v", "reused": "s"}
+
+Trials = Sequence[Mapping[str, Any]]
+
+
+def draw(sweep: SweepSpec, trials: Trials, folder: Path) -> list[Path]:
+    """Draw what the trials that have a finite value allow, into `<folder>/figures`. Returns the files."""
+    told = [trial for trial in trials if trial["metric"] is not None and math.isfinite(trial["metric"])]
+    if not told:
+        return []
+    numbers = [field for field in sweep.space if _is_number(told, field)]
+    words = [field for field in sweep.space if field not in numbers]
+    drawn = {f"metric_by_{field}": _scatter(sweep, told, field, words) for field in numbers}
+    if len(sweep.space) > 1:
+        drawn["parallel_coordinates"] = _parallel(sweep, told)
+    drawn["learning_curves"] = _curves(sweep, told)
+    if any(trial["status"] == "pruned" for trial in told):
+        drawn["rungs"] = _rungs(sweep, told)
+    return [save(figure, folder / FOLDER / f"{name}.png") for name, figure in drawn.items()]
+
+
+def _is_number(trials: Trials, field: str) -> bool:
+    values = [trial["fields"][field] for trial in trials if field in trial["fields"]]
+    return bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+
+def _is_log(sweep: SweepSpec, field: str) -> bool:
+    domain = sweep.space[field]
+    values = [v for v in domain.values or () if isinstance(v, int | float)]
+    return domain.loguniform is not None or bool(
+        values and min(values) > 0 and max(values) >= 30 * min(values)
+    )
+
+
+def _scatter(sweep: SweepSpec, trials: Trials, field: str, words: Sequence[str]) -> Any:
+    """The metric over one field, a colour for each value of the first field that is no number: lr by precision."""
+    figure, ax = _axes(f"{sweep.metric} by {field}")
+    by = words[0] if words else None
+    names = sorted({_word(trial, by) for trial in trials})
+    for name, colour in zip(names, _cycle(len(names)), strict=True):
+        own = [t for t in trials if _word(t, by) == name and field in t["fields"]]
+        for status in sorted({t["status"] for t in own}):
+            points = [t for t in own if t["status"] == status]
+            label = " ".join(filter(None, [name, "" if status == "finished" else status]))
+            ax.plot(
+                [t["fields"][field] for t in points],
+                [t["metric"] for t in points],
+                _MARKS.get(status, "x"),
+                color=colour,
+                label=label or None,
+            )
+    if _is_log(sweep, field):
+        ax.set_xscale("log")
+    ax.set(xlabel=field, ylabel=sweep.metric)
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(frameon=False, title=by)
+    return figure
+
+
+def _word(trial: Mapping[str, Any], field: str | None) -> str:
+    return "" if field is None else str(trial["fields"].get(field, "base"))
+
+
+def _parallel(sweep: SweepSpec, trials: Trials) -> Any:
+    """A line a trial through its values, coloured by the metric; each axis from its least to its greatest value."""
+    import matplotlib
+
+    figure, ax = _axes(f"{sweep.metric} in parallel coordinates")
+    fields = list(sweep.space)
+    columns = [_positions(sweep, trials, field) for field in fields]
+    metrics = [trial["metric"] for trial in trials]
+    low, high = min(metrics), max(metrics)
+    colours = matplotlib.colormaps["viridis_r" if sweep.mode == "min" else "viridis"]
+    every = list(range(len(fields) + 1))
+    for i, trial in enumerate(trials):
+        last = (trial["metric"] - low) / (high - low or 1.0)
+        ax.plot(every, [*(column[0][i] for column in columns), last], color=colours(last), alpha=0.8)
+    for x, (_, ends) in enumerate([*columns, ([], (f"{low:.4g}", f"{high:.4g}"))]):
+        ax.axvline(x, color="#888888", linewidth=0.8)
+        for y, text in zip((-0.06, 1.03), ends, strict=True):
+            ax.text(x, y, text, ha="center", fontsize=8)
+    ax.set_xticks(every, [*fields, sweep.metric])
+    ax.set_yticks([])
+    ax.set_ylim(-0.1, 1.1)
+    return figure
+
+
+def _positions(sweep: SweepSpec, trials: Trials, field: str) -> tuple[list[float], tuple[str, str]]:
+    """Each trial's place on an axis from 0 to 1, and what stands at its ends; a trial without the field is in the middle."""
+    values = [trial["fields"].get(field) for trial in trials]
+    if not _is_number(trials, field):
+        names = sorted({str(v) for v in values})
+        return [names.index(str(v)) / max(1, len(names) - 1) for v in values], (names[0], names[-1])
+    scale: Callable[[float], float] = math.log if _is_log(sweep, field) else float
+    told = [v for v in values if v is not None]
+    low, high = scale(min(told)), scale(max(told))
+    places = [0.5 if v is None else (scale(v) - low) / (high - low or 1.0) for v in values]
+    return places, (f"{min(told):.4g}", f"{max(told):.4g}")
+
+
+def _curves(sweep: SweepSpec, trials: Trials) -> Any:
+    figure, ax = _axes(f"{sweep.metric} of all trials")
+    ranked = sorted(trials, key=lambda t: t["metric"], reverse=sweep.mode == "max")
+    for place, trial in reversed(list(enumerate(ranked))):
+        steps, values = zip(*trial["curve"], strict=True)
+        colour, label = (_COLOURS[0], f"best: trial {trial['trial']}") if place == 0 else ("#999999", None)
+        ax.plot(
+            steps, values, ".-", color=colour, alpha=1.0 if place == 0 else 0.5, label=label, linewidth=1.0
+        )
+    ax.set(xlabel="step", ylabel=sweep.metric)
+    ax.legend(frameon=False)
+    return figure
+
+
+def _rungs(sweep: SweepSpec, trials: Trials) -> Any:
+    """Where each trial ended, by its order, and how far that is."""
+    figure, ax = _axes("How far each trial was trained")
+    for trial in trials:
+        ended = trial["status"] != "pruned"
+        ax.barh(trial["trial"], trial["step"], color=_COLOURS[0] if ended else "#bbbbbb")
+    ax.set(xlabel="step", ylabel="trial")
+    ax.invert_yaxis()
+    return figure
+
+
+def _axes(title: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot: no state, no window, any thread
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    ax = figure.subplots()
+    figure.suptitle(title)
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    return figure, ax
+
+
+def _cycle(count: int) -> list[str]:
+    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]

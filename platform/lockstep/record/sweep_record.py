@@ -1,0 +1,165 @@
+"""The run of a sweep in its store: the space, the table of trials, the best spec, figures. Each of its trials is a run below it.
+
+All of it is a function of the table, so it is written anew whenever that grows: what an outage has kept back is
+said by the next call, and the last one is repeated until it is heard.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lockstep.errors import RecordError
+from lockstep.record import documents, sweep_figures
+from lockstep.record.files import write_text
+from lockstep.record.liveness import process_tags
+from lockstep.record.points import Point
+from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError, store_for
+from lockstep.sweep_spec import SweepSpec
+
+PATIENCE_S = 60.0
+"""How long a store that does not answer is asked again at the end."""
+
+Trials = Sequence[Mapping[str, Any]]
+
+
+class SweepRecord:
+    """One sweep: a new one, or where `sweep_id` is given the one that goes on. RecordError where it cannot be opened."""
+
+    def __init__(self, sweep: SweepSpec, sweep_id: str | None) -> None:
+        self._sweep = sweep
+        base = sweep.base
+        self._store = store_for(base.model_copy(update={"name": sweep.name}), time.time())
+        self.run_id = self._store.open(sweep_id)
+        self.folder = base.folder / self.run_id
+        self.url = self._store.url()
+        self._told: set[int] = set(self._store.last_steps().values())
+        self._store.set_status("RUNNING")
+        self._document(SWEEP_FILE, documents.as_yaml(self._shown()))
+        self._store.log_params(
+            documents.flat({name: v for name, v in self._shown().items() if name != "spec"})
+        )
+        self._store.set_tags(
+            {
+                "lockstep.kind": "sweep",
+                "lockstep.folder": str(self.folder),
+                "lockstep.note": f"**RUNNING** · {sweep.name}: {sweep.total} trials",
+                "lockstep.error": "",
+                **process_tags(time.time()),
+            }
+        )
+
+    def _shown(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(documents.without_password(json.dumps(self._sweep.document())))
+        return document
+
+    def update(self, trials: Trials) -> str | None:
+        """Say how the trials stand. What could not be said, which the next call says again."""
+        return self._try(lambda: self._say(trials))
+
+    def end(self, trials: Trials, status: Status, verdict: str) -> str | None:
+        """Say the last of it. What could not be said within a minute."""
+
+        def say() -> None:
+            self._say(trials)
+            for path in sweep_figures.draw(self._sweep, trials, self.folder):
+                self._store.log_file(path, path.parent.name)
+            best = best_of(trials, self._sweep.mode)
+            shown = (
+                []
+                if best is None
+                else [f"{self._sweep.metric} {best['metric']:.6g}", f"trial {best['trial']}"]
+            )
+            figures = [f"figures/{path.name}" for path in sorted((self.folder / "figures").glob("*.png"))]
+            details = {} if best is None else {**best["fields"], "best run": best["run_id"]}
+            text = documents.note(
+                " · ".join([f"**{status}** {verdict}", *shown]), details, figures, self.run_id
+            )
+            self._store.set_tags({"lockstep.note": text})
+            self._store.set_status(status)
+
+        until = time.monotonic() + PATIENCE_S
+        while (failure := self._try(say)) and time.monotonic() < until:
+            time.sleep(1.0)
+        return failure
+
+    def _try(self, say: Callable[[], None]) -> str | None:
+        try:
+            say()
+        except UnavailableError as error:
+            return str(error)
+        except RecordError as error:
+            return str(error)
+        return None
+
+    def _say(self, trials: Trials) -> None:
+        self._store.set_tags(process_tags(time.time()))
+        best = best_of(trials, self._sweep.mode)
+        columns, rows = table(trials, list(self._sweep.space))
+        self._document("trials.json", json.dumps({"columns": columns, "data": rows}, default=str) + "\n")
+        self._document("trials.csv", _csv(columns, rows))
+        counts = {f"lockstep.trials_{status}": str(n) for status, n in sorted(tally(trials).items())}
+        tags = {**counts, "mlflow.loggedArtifacts": json.dumps([{"path": "trials.json", "type": "table"}])}
+        if best is not None:
+            self._document("best.yaml", documents.as_yaml(best["spec"]))
+            tags |= {"lockstep.best_trial": str(best["trial"]), "lockstep.best_run": best["run_id"]}
+        self._store.set_tags(tags)
+        self._store.log_metrics(self._points(trials))
+
+    def _points(self, trials: Trials) -> list[Point]:
+        """The best value after each trial that ended, in the order of their ends."""
+        ended = [trial for trial in trials if trial["order"] is not None]
+        points = []
+        for count, trial in enumerate(sorted(ended, key=lambda trial: trial["order"]), start=1):
+            best = best_of([t for t in ended if t["order"] <= trial["order"]], self._sweep.mode)
+            if best is not None and count not in self._told:
+                points.append(Point(f"best/{self._sweep.metric}", best["metric"], trial["ended"], count))
+                self._told.add(count)
+        return points
+
+    def _document(self, name: str, text: str) -> None:
+        write_text(self.folder / name, text)
+        self._store.log_file(self.folder / name, "")
+
+
+def best_of(trials: Trials, mode: str) -> Mapping[str, Any] | None:
+    """The trial with the best value; of equal ones the first. None where no trial has one."""
+    told = [trial for trial in trials if trial["metric"] is not None and trial["status"] != "failed"]
+    choose = min if mode == "min" else max
+    return choose(told, key=lambda trial: trial["metric"]) if told else None
+
+
+def tally(trials: Trials) -> dict[str, int]:
+    """How many trials have each status."""
+    counts: dict[str, int] = {}
+    for trial in trials:
+        counts[trial["status"]] = counts.get(trial["status"], 0) + 1
+    return counts
+
+
+def table(trials: Trials, fields: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
+    """The trials as columns and rows."""
+    columns = ["trial", "status", *fields, "metric", "step", "run_id", "reason"]
+    rows = [
+        [
+            t["trial"],
+            t["status"],
+            *(t["fields"].get(f) for f in fields),
+            t["metric"],
+            t["step"],
+            t["run_id"],
+            t["reason"],
+        ]
+        for t in trials
+    ]
+    return columns, rows
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows([columns, *rows])
+    return text.getvalue()

@@ -1,0 +1,284 @@
+"""Sweeps on a real cluster: trials are runs like any other, whatever is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep import SweepResult, sweep, train
+from lockstep.errors import SpecError
+from lockstep.orchestration.sweeps.driver import resume_sweep
+from lockstep.record.run_store import find_run
+from lockstep.spec import load_spec
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    # Ray and MLflow leave sockets and temporary folders to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+LR = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}}
+
+
+def document(folder: Path, **changes: Any) -> dict[str, Any]:
+    spec = {
+        "job": {"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.0}},
+        "length": {"epochs": 4},
+        "batch": {"global": 256, "micro": 64},
+        "checkpoint": {"storage": str(folder / "runs"), "every": {"steps": 4}},
+        "record": {"uri": "off"},
+    }
+    base = {"spec": spec, "space": LR, "trials": 3, "seed": 5, "metric": "eval/loss", "mode": "min"}
+    spec |= changes.pop("spec", {})
+    return {**base, **changes}
+
+
+def outcome(result: SweepResult) -> list[tuple[Any, ...]]:
+    """What must not depend on anything but the sweep."""
+    return [
+        (t["trial"], t["fields"], t["step"], t["metric"], t["curve"], t["weights_digest"], t["status"])
+        for t in result.trials
+    ]
+
+
+def statuses(result: SweepResult) -> dict[int, str]:
+    """What the record says of each trial's run."""
+    return {
+        t["trial"]: find_run(result.tracking_uri, t["run_id"], Path(result.folder).parent).status
+        for t in result.trials
+    }
+
+
+def all_is_given_back() -> None:
+    """Every CPU is free again, and no placement group is left."""
+    import ray
+    from ray.util import placement_group_table
+
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        left = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+        if not left and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]:
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"left: {left}, {ray.available_resources()}")
+
+
+def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Path) -> None:
+    space = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}, "precision": {"grid": ["fp32", "bf16"]}}
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    given = document(tmp_path, space=space, trials=4, spec={"record": {"uri": uri}, "workers": {"min": 2}})
+    first = sweep(given)
+    assert (first.status, first.counts) == ("FINISHED", {"finished": 4})
+    all_is_given_back()
+
+    alone = train(Path(first.folder, "best.yaml"), ["record.uri=off"], local=True)
+    assert first.best is not None
+    assert alone.weights_digest == first.best["weights_digest"], "one process against two workers of a sweep"
+
+    again = sweep(given)
+    assert again.counts == {"reused": 4}
+    assert [row[:5] for row in outcome(again)] == [row[:5] for row in outcome(first)]
+
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    for result in (first, again):
+        parent = client.get_run(result.sweep_id)
+        assert parent.info.status == "FINISHED"
+        assert parent.data.tags["lockstep.best_trial"] == str(first.best["trial"])
+        files = {item.path for item in client.list_artifacts(result.sweep_id)}
+        assert {"sweep.yaml", "best.yaml", "trials.json", "trials.csv", "figures"} <= files
+        children = client.search_runs(
+            [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{result.sweep_id}'"
+        )
+        assert {run.info.status for run in children} == {"FINISHED"}
+        found = {int(run.data.tags["lockstep.trial"]): run for run in children}
+        for trial in result.trials:
+            run = found[trial["trial"]]
+            assert run.info.run_id == trial["run_id"]
+            assert float(run.data.params["optimizer.lr"]) == trial["fields"]["optimizer.lr"]
+            history = client.get_metric_history(run.info.run_id, "eval/loss")
+            assert [(point.step, point.value) for point in history] == [tuple(p) for p in trial["curve"]]
+
+
+def test_halving_stops_trials_and_gives_all_back(tmp_path: Path) -> None:
+    given = document(
+        tmp_path, trials=6, scheduler={"name": "asha", "grace_steps": 5, "reduction_factor": 2}, concurrency=1
+    )
+    result = sweep(given)
+    all_is_given_back()
+    assert result.counts["pruned"] >= 1
+    assert result.counts["finished"] >= 1
+    expected = {t["trial"]: "KILLED" if t["status"] == "pruned" else "FINISHED" for t in result.trials}
+    assert statuses(result) == expected
+    assert all("asha" in t["reason"] for t in result.trials if t["status"] == "pruned")
+
+
+def test_a_trial_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
+    given = document(tmp_path, space={"optimizer.lr": {"grid": [1e-3, 1e30, 3e-3]}}, trials=None)
+    result = sweep(given)
+    assert [t["status"] for t in result.trials] == ["finished", "failed", "finished"]
+    assert "not finite" in result.trials[1]["reason"] or "nan" in result.trials[1]["reason"]
+    assert statuses(result)[1] == "FAILED"
+
+
+def trial_workers() -> list[psutil.Process]:
+    """The processes that train trials on this test's own cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "ray::" in (line := " ".join(process.cmdline())) and ("Trial" in line or "Peer" in line):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_killed_workers_change_no_trial(tmp_path: Path) -> None:
+    changes = {"spec": {"workers": {"min": 2}}}
+    expected = sweep(document(tmp_path / "undisturbed", **changes))
+    slow = {"params": {"width": 4, "pause_s": 0.05}}
+    given = document(tmp_path / "disturbed", **changes)
+    given["spec"]["job"] = {**given["spec"]["job"], **slow}
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill() -> None:
+        source = random.Random(3)
+        while len(killed) < 3 and not over.wait(4.0):
+            if alive := trial_workers():
+                victim = source.choice(alive)
+                victim.kill()
+                killed.append(victim.pid)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    result = sweep(given)
+    over.set()
+    killer.join()
+    assert killed, "nothing was killed"
+    assert outcome(result) == outcome(expected)
+    assert set(statuses(result).values()) == {"FINISHED"}
+
+
+def command(folder: Path, given: dict[str, Any]) -> subprocess.Popen[bytes]:
+    import yaml
+
+    folder.mkdir(exist_ok=True)
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(given))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}
+    environment.pop("RAY_ADDRESS", None)
+    arguments = [sys.executable, "-m", "lockstep", "sweep", str(folder / "sweep.yaml"), "--address", "local"]
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen([*arguments, "--json"], cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+
+def until(happened: Any, process: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not happened():
+        assert process.poll() is None, (folder / "log").read_text()
+        assert time.monotonic() < deadline, (folder / "log").read_text()
+        time.sleep(0.2)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    paths = list(folder.glob("runs/*/decisions.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "search": "optuna",
+            "trials": 5,
+            "scheduler": {"name": "asha", "grace_steps": 5, "reduction_factor": 2},
+        },
+        {"trials": 4, "scheduler": {"name": "pbt", "every_steps": 5, "quantile": 0.5}},
+    ],
+    ids=["optuna-asha", "pbt"],
+)
+def test_a_killed_sweep_ends_as_the_undisturbed_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """One trial at a time: every suggestion, every decision and every bit is the same."""
+    expected = sweep(document(tmp_path / "undisturbed", concurrency=1, **changes))
+    slow = document(tmp_path / "disturbed", concurrency=1, **changes)
+    slow["spec"]["job"]["params"]["pause_s"] = 0.02
+    process = command(tmp_path / "disturbed", slow)
+    until(
+        lambda: sum("fields" in e for e in events(tmp_path / "disturbed")) >= 3,
+        process,
+        tmp_path / "disturbed",
+    )
+    time.sleep(1.0)
+    for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        child.kill()
+    process.wait()
+    sweep_id = next((tmp_path / "disturbed").glob("runs/*/decisions.jsonl")).parent.name
+    result = resume_sweep(sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
+    assert result is not None
+    assert outcome(result) == outcome(expected)
+    assert "RUNNING" not in statuses(result).values()
+
+
+def test_a_signal_ends_trials_with_a_checkpoint_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    expected = sweep(document(tmp_path / "undisturbed"))
+    slow = document(tmp_path / "disturbed")
+    slow["spec"]["job"]["params"]["pause_s"] = 0.1
+    slow["spec"]["checkpoint"]["every"] = {"seconds": 1000}
+    process = command(tmp_path / "disturbed", slow)
+    until(lambda: events(tmp_path / "disturbed"), process, tmp_path / "disturbed")
+    time.sleep(4.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 143, (tmp_path / "disturbed/log").read_text()
+    told = json.loads((tmp_path / "disturbed/log").read_text().splitlines()[-1])
+    assert told["status"] == "KILLED"
+    assert any(t["status"] == "stopped" for t in told["trials"])
+    result = resume_sweep(told["sweep_id"], [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
+    assert result is not None
+    assert outcome(result) == outcome(expected)
+
+
+def test_a_member_of_a_population_can_be_trained_alone(tmp_path: Path) -> None:
+    given = document(tmp_path, trials=4, scheduler={"name": "pbt", "every_steps": 5, "quantile": 0.5})
+    result = sweep(given)
+    all_is_given_back()
+    moved = [t for t in result.trials if find_run("off", t["run_id"], tmp_path / "runs").spec["fork"]]
+    assert moved, "nobody has taken over another one's state"
+    recorded = find_run("off", moved[0]["run_id"], tmp_path / "runs").spec
+    alone = train(load_spec(recorded), local=True)
+    assert alone.weights_digest == moved[0]["weights_digest"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"metric": "eval/acuracy"},
+            "metric: the job gives no 'eval/acuracy'; did you mean 'eval/accuracy'?",
+        ),
+        ({"spec": {"workers": {"min": 64}, "batch": {"global": 64, "micro": 1}}}, "workers.min: got 64"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_trial(
+    tmp_path: Path, changes: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        sweep(document(tmp_path, **changes))
+    assert line in str(caught.value)
+    assert not list(tmp_path.glob("runs/*/ledger.parquet"))

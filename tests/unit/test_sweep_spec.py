@@ -1,0 +1,109 @@
+"""The space of a sweep: what it draws is a pure function, what is wrong with it is said in one line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import SpecError
+from lockstep.sweep_spec import SweepSpec, load_sweep
+
+BASE = {"job": {"use": "jobs.digits.job:Digits"}, "record": {"uri": "off"}}
+
+
+def sweep(space: dict[str, Any], **more: Any) -> SweepSpec:
+    return load_sweep({"spec": BASE, "space": space, "trials": 8, **more})
+
+
+def test_the_same_seed_draws_the_same_trials() -> None:
+    space = {"optimizer.lr": {"loguniform": [1e-4, 1e-1]}, "precision": {"choice": ["fp32", "bf16", "fp16"]}}
+    first, again, other = sweep(space, seed=3), sweep(space, seed=3), sweep(space, seed=4)
+    assert [first.sample(i) for i in range(8)] == [again.sample(i) for i in range(8)]
+    assert [first.sample(i) for i in range(8)] != [other.sample(i) for i in range(8)]
+
+
+def test_a_field_more_leaves_the_others_as_they_are() -> None:
+    lr = {"optimizer.lr": {"loguniform": [1e-4, 1e-1]}}
+    with_seed = sweep({"seed": {"randint": [0, 100]}, **lr})
+    assert [sweep(lr).sample(i)["optimizer.lr"] for i in range(8)] == [
+        with_seed.sample(i)["optimizer.lr"] for i in range(8)
+    ]
+
+
+def test_draws_lie_within_their_bounds() -> None:
+    space = {
+        "optimizer.lr": {"loguniform": [1e-4, 1e-1]},
+        "clip_norm": {"uniform": [0.5, 2.0]},
+        "seed": {"randint": [3, 6]},
+    }
+    drawn = [sweep(space, trials=300).sample(i) for i in range(300)]
+    assert all(1e-4 <= fields["optimizer.lr"] <= 1e-1 for fields in drawn)
+    assert all(0.5 <= fields["clip_norm"] <= 2.0 for fields in drawn)
+    assert {fields["seed"] for fields in drawn} == {3, 4, 5}
+    decades = Counter(int(-4 + 3 * (i / 300)) for i in range(300))
+    assert min(decades.values()) > 0
+    below = sum(fields["optimizer.lr"] < 10**-2.5 for fields in drawn)
+    assert 110 < below < 190, "half of the draws lie in the lower half of a logarithmic range"
+
+
+def test_grids_are_gone_through() -> None:
+    space = {"precision": {"grid": ["fp32", "bf16"]}, "batch.micro": {"grid": [8, 16, 32]}}
+    every = load_sweep({"spec": BASE, "space": space})
+    assert every.total == 6
+    assert len({tuple(every.sample(i).items()) for i in range(6)}) == 6
+    searched = load_sweep(
+        {"spec": BASE, "search": "grid", "space": {"precision": {"choice": ["fp32", "bf16"]}}}
+    )
+    assert [searched.sample(i)["precision"] for i in range(searched.total)] == ["fp32", "bf16"]
+
+
+def test_a_field_may_depend_on_another() -> None:
+    space = {
+        "schedule.name": {"choice": ["cosine", "step"]},
+        "schedule.every": {"randint": [10, 20], "when": {"schedule.name": "step"}},
+    }
+    drawn = [sweep(space, trials=40).sample(i) for i in range(40)]
+    assert {("schedule.every" in fields) == (fields["schedule.name"] == "step") for fields in drawn} == {True}
+    assert {fields["schedule.name"] for fields in drawn} == {"cosine", "step"}
+
+
+@pytest.mark.parametrize(
+    ("space", "more", "line"),
+    [
+        ({"optimizer.lrr": {"uniform": [0.1, 0.2]}}, {}, "did you mean 'lr'"),
+        ({"precision": {"choice": []}}, {}, "space.precision.choice: got []"),
+        ({"precision": {"choice": ["fp32", "fp8"]}}, {}, "precision: got 'fp8'"),
+        ({"optimizer.lr": {"loguniform": [0.0, 0.1]}}, {}, "wanted bounds above 0"),
+        ({"optimizer.lr": {"uniform": [0.2, 0.1]}}, {}, "lower below upper"),
+        ({"optimizer.lr": {"uniform": [0.1, 0.2], "choice": [1.0]}}, {}, "wanted exactly one of"),
+        ({"optimizer.lr": {"normal": [0.1, 0.2]}}, {}, "space.optimizer.lr.normal: unknown key"),
+        ({"workers.min": {"choice": [1, 2]}}, {}, "where a trial runs"),
+        ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"search": "grid"}, "search=grid wanted choice or grid"),
+        ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"trials": None}, "trials: missing"),
+        ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"scheduler": "asha2"}, "scheduler"),
+        (
+            {"optimizer.lr": {"uniform": [0.1, 0.2]}},
+            {"trial": 3},
+            "trial: unknown key; did you mean 'trials'",
+        ),
+        ({}, {}, "space"),
+    ],
+)
+def test_mistakes_are_one_line(space: dict[str, Any], more: dict[str, Any], line: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        sweep(space, **more)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_names_its_spec_and_overrides_reach_both(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text('job: {use: "jobs.digits.job:Digits"}\nlength: {epochs: 9}\n')
+    (tmp_path / "sweep.yaml").write_text(
+        "spec: train.yaml\ntrials: 2\nspace: {optimizer.lr: {loguniform: [1e-4, 1e-1]}}\n"
+    )
+    loaded = load_sweep(tmp_path / "sweep.yaml", ["trials=5", "spec.length.steps=3"], uri="off")
+    assert (loaded.total, loaded.base.length.steps, loaded.base.length.epochs) == (5, 3, None)
+    assert load_sweep(loaded.document()) == loaded, "what the record keeps is the sweep"
