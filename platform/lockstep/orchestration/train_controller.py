@@ -14,7 +14,9 @@ import ray
 from ray.train import Result
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
@@ -75,6 +77,18 @@ class Placed(FixedScalingPolicy):  # type: ignore[misc]
     def _maybe_send_resource_request(self) -> None: ...
 
 
+class Raised(FailurePolicy):  # type: ignore[misc]
+    """Whatever ends an attempt is told, and the supervisor decides: Ray would start the workers of a preempted node again by itself, from where the attempt began.
+
+    Only resources that others hold are waited for, as long as it takes.
+    """
+
+    def make_decision(self, training_failed_error: Any) -> FailureDecision:
+        cause = getattr(training_failed_error, "controller_failure", None)
+        held = isinstance(cause, WorkerGroupStartupTimeoutError)
+        return FailureDecision.RETRY if held else FailureDecision.RAISE
+
+
 class DriverTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer whose controller runs in the thread that calls `fit`."""
 
@@ -87,7 +101,13 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
         ]
 
     def _initialize_and_run_controller(self, **settings: Any) -> Result:
-        self._controller = Controller(**{**settings, "scaling_policy": Placed(self.scaling_config)})
+        self._controller = Controller(
+            **{
+                **settings,
+                "scaling_policy": Placed(self.scaling_config),
+                "failure_policy": Raised(self.run_config.failure_config),
+            }
+        )
         asyncio.run(self._controller.run())
         return self._controller.get_result()
 

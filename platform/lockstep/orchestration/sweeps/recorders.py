@@ -166,7 +166,7 @@ class RecordersActor:
         self._closing.append(thread)
 
 
-_GROUPS = {"known_run_id": "news", "news": "news", "stop": "news", "stopping": "news"} | dict.fromkeys(
+_GROUPS = {"known_run_id": "news", "news": "news", "stop": "news", "wishes": "news"} | dict.fromkeys(
     ("run_folder", "run_id", "names", "known_or_reused"), "ask"
 )
 
