@@ -210,7 +210,10 @@ def events(folder: Path) -> list[dict[str, Any]]:
             "trials": 5,
             "scheduler": {"name": "asha", "grace_steps": 5, "reduction_factor": 2},
         },
-        {"trials": 4, "scheduler": {"name": "pbt", "every_steps": 5, "quantile": 0.5}},
+        pytest.param(
+            {"trials": 4, "scheduler": {"name": "pbt", "every_steps": 5, "quantile": 0.5}},
+            marks=pytest.mark.exact,
+        ),
     ],
     ids=["optuna-asha", "pbt"],
 )
@@ -236,6 +239,7 @@ def test_a_killed_sweep_ends_as_the_undisturbed_one(tmp_path: Path, changes: dic
     assert "RUNNING" not in statuses(result).values()
 
 
+@pytest.mark.exact
 def test_a_signal_ends_trials_with_a_checkpoint_and_the_sweep_goes_on(tmp_path: Path) -> None:
     expected = sweep(document(tmp_path / "undisturbed"))
     slow = document(tmp_path / "disturbed")
