@@ -22,8 +22,7 @@ from lockstep.record.run_store import CheckpointCopy, Recorded, recorded
 def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
     """The run of this id in an MLflow store. RecordError where there is none, or the store does not answer."""
     shown = without_password(uri)
-    database = urlsplit(uri).path[1:] if uri.startswith("sqlite:") else ""
-    if database and not Path(database).exists():
+    if _is_new(uri):
         raise RecordError(f"run {run_id}: there is no record at {shown!r}; name its store with --uri")
     with connecting(uri) as (client, _):
         run = client.get_run(run_id)
@@ -39,8 +38,15 @@ def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
     return recorded(run_id, run.info.status, spec, summary, url, repr(shown))
 
 
+def _is_new(uri: str) -> bool:
+    """Whether the store is a SQLite file that is not there: to look into it would make it."""
+    return uri.startswith("sqlite:") and not Path(urlsplit(uri).path[1:]).exists()
+
+
 def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path) -> list[str]:
     """Download those of the named files that the run has into `folder`; their names."""
+    if _is_new(uri):
+        return []
     with connecting(uri) as (client, _):
         there = {item.path for item in client.list_artifacts(run_id)}
         found = [name for name in names if name in there]
