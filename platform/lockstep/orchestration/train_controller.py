@@ -26,6 +26,18 @@ from lockstep.orchestration.noting import Noting
 class Workers(WorkerGroup):  # type: ignore[misc]
     """A group of workers without a controller actor, which ends at once."""
 
+    def _start(self) -> None:
+        """Start, or leave nothing behind: Ray leaves a group that fails once its workers are there to the death of the controller's process."""
+        try:
+            super()._start()
+        except Exception:
+            if self.has_started():
+                for worker in self.get_workers():
+                    ray.kill(worker.actor)
+                self._worker_group_state.shutdown()
+                self._clear_state()
+            raise
+
     def _create_workers(self, *args: Any, **settings: Any) -> Any:
         self._note("placement")
         workers = super()._create_workers(*args, **settings)
