@@ -223,12 +223,8 @@ def test_a_killed_sweep_ends_as_the_undisturbed_one(tmp_path: Path, changes: dic
     slow = document(tmp_path / "disturbed", concurrency=1, **changes)
     slow["spec"]["job"]["params"]["pause_s"] = 0.02
     process = command(tmp_path / "disturbed", slow)
-    until(
-        lambda: sum("fields" in e for e in events(tmp_path / "disturbed")) >= 3,
-        process,
-        tmp_path / "disturbed",
-    )
-    time.sleep(1.0)
+    saved = "runs/*/step-*/manifest.json"
+    until(lambda: len(list((tmp_path / "disturbed").glob(saved))) >= 7, process, tmp_path / "disturbed")
     for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
         child.kill()
     process.wait()

@@ -20,17 +20,17 @@ from lockstep.sweep_spec import SweepSpec
 class TrialRecorder(RecorderActor):
     """The recorder of one trial. A run of the same identity that is finished already is found before this one exists."""
 
-    def __init__(self, spec: Spec, run_id: str | None) -> None:
+    def __init__(self, spec: Spec, run_id: str | None, *, may_reuse: bool) -> None:
         super().__init__(spec, run_id)
         self.spec = spec
-        self._is_new = run_id is None
+        self._looks = may_reuse and run_id is None
         self._looked = threading.Event()
         self.found: Recorded | None = None
         self.closed = False
 
     @ray.method(concurrency_group="write")
     def started(self, facts: Mapping[str, Any]) -> None:
-        if self._is_new and not self._open:
+        if self._looks and not self._open:
             self.found = find_finished(self.spec.record.uri or "", facts["identity"], self.spec.folder)
         if self.found is None:
             super().started(facts)
@@ -99,14 +99,14 @@ class RecordersActor:
     # --- its trials' -----------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="write")
-    def open(self, key: str, spec: Spec, run_id: str | None, attempt: int) -> None:
+    def open(self, key: str, spec: Spec, run_id: str | None, attempt: int, may_reuse: bool) -> None:
         """An attempt of a trial begins. One that goes on keeps its recorder; another run under the same key ends the one before."""
         recorder = self._recorders.get(key)
         if recorder is not None and (run_id is None or recorder.closed or recorder.known_run_id() != run_id):
             self._end(recorder, "another run has taken its place in the population", "KILLED")
             recorder = None
         if recorder is None:
-            recorder = self._recorders[key] = TrialRecorder(spec, run_id)
+            recorder = self._recorders[key] = TrialRecorder(spec, run_id, may_reuse=may_reuse)
         recorder.begin(attempt)
 
     @ray.method(concurrency_group="write")

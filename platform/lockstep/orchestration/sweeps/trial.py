@@ -13,17 +13,13 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
-import torch.distributed as dist
 from ray import tune
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.checkpoint.run_folder import Origin
@@ -31,17 +27,17 @@ from lockstep.checkpoint.storage import Storage, open_storage
 from lockstep.errors import ClusterError, LockstepError, StorageError
 from lockstep.identity import PLACEMENT
 from lockstep.job import load_job
-from lockstep.orchestration.attempts import claim
-from lockstep.orchestration.local import NoRecord
+from lockstep.orchestration.attempts import claim, steps_of
 from lockstep.orchestration.named_runs import give_name, run_of_name
-from lockstep.orchestration.recorder_actor import RemoteRecord
+from lockstep.orchestration.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.orchestration.sweeps.recorders import Channel
-from lockstep.record.ledger import CheckpointRow, EvaluationRow, History
+from lockstep.orchestration.sweeps.trial_record import LeftError, ReusedError, TrialRecord
+from lockstep.record.ledger import EvaluationRow, History
 from lockstep.record.run_store import Recorded, find_history, find_run
 from lockstep.spec import Spec
 from lockstep.sweep_spec import SweepSpec
 from lockstep.training.failure import told
-from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
+from lockstep.training.group import Group
 from lockstep.training.loop import fit
 
 PATIENCE_S = 10.0
@@ -111,6 +107,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             self._peers,
             Path(self._folder),
             self._ends.get(number),
+            may_reuse=self._sweep.scheduler.name
+            != "pbt",  # a population needs the checkpoints, not the rows alone
         )
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
@@ -144,7 +142,10 @@ class Training:
         peers: list[Any],
         folder: Path,
         end: Mapping[str, Any] | None,
+        *,
+        may_reuse: bool,
     ) -> None:
+        self._may_reuse = may_reuse
         self.spec, self.number, self.fork = spec, number, fork
         self.results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.run_id = ""
@@ -169,8 +170,9 @@ class Training:
     def saved(self) -> dict[str, Any]:
         """The checkpoint of the last result, once it is written."""
         step = int(self._last["step"])
-        self._record.wait_for_checkpoint(step)
-        return {"trial": self.number, "run": self._record.run_id(), "step": step, "fork": self.fork}
+        if step not in steps_of(self.spec, self.run_id):
+            self._record.wait_for_checkpoint(step)
+        return {"trial": self.number, "run": self.run_id, "step": step, "fork": self.fork}
 
     def leave(self) -> None:
         """End the thread where it waits; what has become of the trial is recorded by whoever decided it."""
@@ -203,7 +205,7 @@ class Training:
                 self._replay(found, history)
                 return
         origin = Origin() if run_id is None else claim(spec, run_id, None)
-        ray.get(self._recorders.open.remote(key, spec, run_id, origin.attempt))
+        ray.get(self._recorders.open.remote(key, spec, run_id, origin.attempt, self._may_reuse))
         self._record.begin(origin.attempt)
         if run_id is not None:
             self.run_id = run_id
@@ -311,171 +313,8 @@ class Training:
         self.results.put(end if last is None else {**self._result(last), **end})
 
 
-class TrialRecord(RemoteRecord):
-    """The record of rank 0, which holds `fit` between an evaluation and the next step until Tune wants to know more."""
-
-    def __init__(
-        self, channel: Any, folder: Path, facts: Mapping[str, Any], give: Callable[[EvaluationRow], None]
-    ) -> None:
-        super().__init__(channel, folder, attempt=1)
-        self.pending: EvaluationRow | None = None
-        """An evaluation that Tune has not been given yet."""
-        self.on_run_id: Callable[[str], None] | None = None
-        self._facts, self._give = dict(facts), give
-        self._asked_run: Any = None
-        self._wanted = threading.Event()
-        self._left = False
-        self._save_errors: dict[int, str | None] = {}
-        self._saved = threading.Condition()
-
-    # --- Tune's side -------------------------------------------------------------------------------------------
-
-    def begin(self, attempt: int) -> None:
-        self._attempt = attempt
-
-    def go_on(self) -> None:
-        self._wanted.set()
-
-    def leave(self) -> None:
-        self._left = True
-        self._wanted.set()
-
-    def wait_for_checkpoint(self, step: int) -> None:
-        """Until the checkpoint of a step is published. StorageError where it was given up."""
-        with self._saved:
-            self._saved.wait_for(lambda: step in self._save_errors)
-        if self._save_errors[step] is not None:
-            raise StorageError(f"the checkpoint of step {step} could not be saved: {self._save_errors[step]}")
-
-    # --- fit's -------------------------------------------------------------------------------------------------
-
-    def started(self, facts: Mapping[str, Any]) -> None:
-        super().started({**facts, **self._facts})
-        if self.on_run_id is not None:
-            self._asked_run = self._actor.known_or_reused.remote()
-
-    def restored(self, history: History) -> None:
-        super().restored(history)
-        for row in history.evaluations:
-            self._give(row)
-
-    def evaluation(self, row: EvaluationRow) -> None:
-        super().evaluation(row)
-        self._learn(wait=True)
-        self.pending = row
-
-    def stopping(self) -> bool:
-        self._learn(wait=False)
-        if self.pending is not None:
-            self._wanted.clear()
-            row, self.pending = self.pending, None
-            self._give(row)
-            self._wanted.wait()
-            if self._left:
-                raise LeftError
-        return super().stopping()
-
-    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self._learn(wait=True)
-        super().finished(summary, weights)
-
-    def run_id(self) -> str:
-        self._learn(wait=True)
-        return super().run_id()
-
-    def checkpoint(self, row: CheckpointRow) -> None:
-        super().checkpoint(row)
-        with self._saved:
-            self._save_errors[row.step] = row.error
-            self._saved.notify_all()
-
-    def _learn(self, *, wait: bool) -> None:
-        """Take in the id of a new run as soon as it has one; ReusedError where a finished one stands for it."""
-        if self._asked_run is None or not (wait or ray.wait([self._asked_run], timeout=0)[0]):
-            return
-        run_id = ray.get(self._asked_run)
-        self._asked_run = None
-        if run_id is None:
-            raise ReusedError
-        assert self.on_run_id is not None
-        self.on_run_id(run_id)
-
-
-class Peer:
-    """Another rank of a trial, in a process that stays for the trials that follow."""
-
-    def __init__(self, folder: str) -> None:
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-
-    def train(self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int) -> None:
-        """Train as this rank. What the job raises comes back as it is told on one line."""
-        try:
-            store = TCPStore(host, port, size, is_master=False)
-            with joined(store, rank, size):
-                fit(spec, load_job(spec.job.use, spec.job.params), Group.join(device()), NoRecord(), origin)
-        except Exception as error:
-            known = error if isinstance(error, LockstepError) else told(error, f"rank {rank}")
-            raise type(known)(str(known)) from error
-
-
-def start_peers(spec: Spec, folder: str) -> list[Any]:
-    """The other ranks of this actor's trials, in its placement group."""
-    group = ray.util.get_current_placement_group()
-    bundles = group.bundle_specs if group is not None else []
-    return [
-        ray.remote(Peer)
-        .options(
-            num_cpus=bundles[rank]["CPU"],
-            num_gpus=bundles[rank].get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-        )
-        .remote(folder)
-        for rank in range(1, spec.workers.min)
-    ]
-
-
-@contextmanager
-def joined(store: Any, rank: int, size: int) -> Iterator[None]:
-    """The process group of a trial, ended on the way out."""
-    backend = "nccl" if device().type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def device() -> torch.device:
-    """What Ray gave this process."""
-    return torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")
-
-
-def first_cause(others: list[Any], error: Exception) -> Exception:
-    """The error that another rank ended with, where rank 0 has only lost it."""
-    if not isinstance(error, ClusterError) and not isinstance(told(error, "rank 0"), ClusterError):
-        return error
-    for done in ray.wait(others, num_returns=len(others), timeout=10.0)[0]:
-        try:
-            ray.get(done)
-        except ray.exceptions.RayTaskError as failure:
-            if isinstance(failure.cause, LockstepError) and not isinstance(failure.cause, ClusterError):
-                return failure.cause
-        except ray.exceptions.RayError:
-            continue  # it is gone: that is what rank 0 says
-    return error
-
-
 class WorkersLostError(RuntimeError):
     """A worker of the trial is gone; the trial goes on in another attempt."""
-
-
-class LeftError(BaseException):
-    """Tune wants no more of this trial."""
-
-
-class ReusedError(BaseException):
-    """A finished run has this identity."""
 
 
 def run_name(sweep_id: str, number: int, spec: Spec) -> str:
