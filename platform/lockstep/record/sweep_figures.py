@@ -88,27 +88,28 @@ def _parallel(sweep: SweepSpec, trials: Trials) -> Any:
     for i, trial in enumerate(trials):
         last = (trial["metric"] - low) / (high - low or 1.0)
         ax.plot(every, [*(column[0][i] for column in columns), last], color=colours(last), alpha=0.8)
-    for x, (_, ends) in enumerate([*columns, ([], (f"{low:.4g}", f"{high:.4g}"))]):
+    for x, (_, labels) in enumerate([*columns, ([], {0.0: f"{low:.4g}", 1.0: f"{high:.4g}"})]):
         ax.axvline(x, color="#888888", linewidth=0.8)
-        for y, text in zip((-0.06, 1.03), ends, strict=True):
-            ax.text(x, y, text, ha="center", fontsize=8)
+        for y, text in labels.items():
+            ax.text(x + 0.02, y + 0.02, text, fontsize=8)
     ax.set_xticks(every, [*fields, sweep.metric])
     ax.set_yticks([])
     ax.set_ylim(-0.1, 1.1)
     return figure
 
 
-def _positions(sweep: SweepSpec, trials: Trials, field: str) -> tuple[list[float], tuple[str, str]]:
-    """Each trial's place on an axis from 0 to 1, and what stands at its ends; a trial without the field is in the middle."""
+def _positions(sweep: SweepSpec, trials: Trials, field: str) -> tuple[list[float], dict[float, str]]:
+    """Each trial's place on an axis from 0 to 1, and what stands where; a trial without the field is in the middle."""
     values = [trial["fields"].get(field) for trial in trials]
     if not _is_number(trials, field):
-        names = sorted({str(v) for v in values})
-        return [names.index(str(v)) / max(1, len(names) - 1) for v in values], (names[0], names[-1])
+        names = sorted({str(value) for value in values})
+        places = {name: i / max(1, len(names) - 1) for i, name in enumerate(names)}
+        return [places[str(value)] for value in values], {place: name for name, place in places.items()}
     scale: Callable[[float], float] = math.log if _is_log(sweep, field) else float
-    told = [v for v in values if v is not None]
+    told = [value for value in values if value is not None]
     low, high = scale(min(told)), scale(max(told))
-    places = [0.5 if v is None else (scale(v) - low) / (high - low or 1.0) for v in values]
-    return places, (f"{min(told):.4g}", f"{max(told):.4g}")
+    found = [0.5 if value is None else (scale(value) - low) / (high - low or 1.0) for value in values]
+    return found, {0.0: f"{min(told):.4g}", 1.0: f"{max(told):.4g}"}
 
 
 def _curves(sweep: SweepSpec, trials: Trials) -> Any:
