@@ -37,6 +37,7 @@ def together(path: Path) -> str:
     return folder if folder in {"cluster", "distributed"} else path.as_posix()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the full products to `-m exact`; the default run has a covering part of each."""
     if config.pluginmanager.hasplugin("xdist"):
