@@ -141,7 +141,7 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
         row |= {"status": status, "reason": reason, "ended": time.time(), "order": self._ends}
         self._ends += 1
         if status != "stopped":  # that one goes on when the sweep does
-            self._decisions.end(row["trial"], status, row["metric"], reason)
+            self._decisions.end(row["trial"], status, row["step"], row["metric"], reason)
         metric = "" if row["metric"] is None else f" · {self._sweep.metric} {row['metric']:.6g}"
         self._progress.say(
             f"trial {row['trial']} {status} at step {row['step']}{metric} · {shown(row['fields'])}"

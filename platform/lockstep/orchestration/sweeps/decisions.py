@@ -55,10 +55,11 @@ class Decisions:
         """Why it was to end there, or None where it was not."""
         return self._stops.get((trial, step))
 
-    def end(self, trial: int, status: str, metric: float | None, reason: str) -> None:
-        """A trial has ended."""
+    def end(self, trial: int, status: str, step: int, metric: float | None, reason: str) -> None:
+        """A trial has ended, with the metric of its evaluation after `step`."""
         if trial not in self.ends:
-            self.ends[trial] = event = {"trial": trial, "status": status, "metric": metric, "reason": reason}
+            event = {"trial": trial, "status": status, "step": step, "metric": metric, "reason": reason}
+            self.ends[trial] = event
             self._add(event)
 
     def _add(self, event: Mapping[str, Any]) -> None:

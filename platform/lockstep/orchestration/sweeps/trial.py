@@ -232,13 +232,15 @@ class Training:
         self._over("reused", f"run {found} has the same identity and is finished", digest)
 
     def _history(self, found: Recorded) -> History | None:
-        """The rows of a run that has ended; None where it was cut off before they were written, and has to be trained once more."""
+        """The rows of a run that has ended; None where it was cut off before all were written, and has to be trained once more."""
         try:
-            return find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
+            history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
         except StorageError:
             if found.status == "FINISHED":
                 raise
             return None
+        told = history.evaluations[-1].step if history.evaluations else 0
+        return history if found.status == "FINISHED" or told >= (self._end or {}).get("step", 0) else None
 
     def _replay(self, found: Recorded, history: History) -> None:
         """A trial that had ended before the sweep was taken up again: its results, and nothing else."""
