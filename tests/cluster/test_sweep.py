@@ -254,6 +254,7 @@ def test_a_signal_ends_trials_with_a_checkpoint_and_the_sweep_goes_on(tmp_path: 
     assert outcome(result) == outcome(expected)
 
 
+@pytest.mark.exact
 def test_a_member_of_a_population_can_be_trained_alone(tmp_path: Path) -> None:
     given = document(tmp_path, trials=4, scheduler={"name": "pbt", "every_steps": 5, "quantile": 0.5})
     result = sweep(given)

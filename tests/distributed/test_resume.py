@@ -7,6 +7,7 @@ the evaluations from the first step on, weights, best weights, identity; and the
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -254,10 +255,11 @@ def forget(part: str) -> Callable[[dict[str, Any]], None]:
 
 
 def resumed_without(
-    change: Callable[[dict[str, Any]], None], job: str, precision: str, storage: str, step: int
+    change: Callable[[dict[str, Any]], None], job: str, precision: str, saved: str, step: int, aside: Path
 ) -> Trained:
-    """The run taken up in this process, from a state that was tampered with."""
+    """The run taken up in this process, from a state that was tampered with: `aside`, for it saves its own end."""
     whole_restore = TrainState.restore
+    storage = str(shutil.copytree(saved, aside / "saved"))
 
     def restore(self: TrainState, sections: dict[str, Any], *, fork: bool = False) -> None:
         tampered = dict(sections)
@@ -328,19 +330,24 @@ def one_step_on(sections: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_part_of_the_state_left_out_shows(
-    saved: SavedRuns, change: Callable[[dict[str, Any]], None], job: str, precision: str, step: int
+    saved: SavedRuns,
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    job: str,
+    precision: str,
+    step: int,
 ) -> None:
     """The negative control: the same comparison, and it fails."""
     whole, storage = undisturbed(job, precision), saved.storage(job, precision)
-    resumed = resumed_without(change, job, precision, storage, step)
+    resumed = resumed_without(change, job, precision, storage, step, tmp_path)
     assert everything(resumed) != (*everything(whole)[:-1], whole.digests[step:])
 
 
 @pytest.mark.parametrize(("job", "step"), [("digits", 3), ("digits", 8), ("unlisted buffer", 3)])
-def test_with_nothing_left_out_it_does_not(saved: SavedRuns, job: str, step: int) -> None:
+def test_with_nothing_left_out_it_does_not(saved: SavedRuns, tmp_path: Path, job: str, step: int) -> None:
     """The control of the negative control."""
     whole, storage = undisturbed(job, "fp32"), saved.storage(job)
-    resumed = resumed_without(lambda sections: None, job, "fp32", storage, step)
+    resumed = resumed_without(lambda sections: None, job, "fp32", storage, step, tmp_path)
     assert everything(resumed) == (*everything(whole)[:-1], whole.digests[step:])
 
 
