@@ -19,6 +19,7 @@ from lockstep.checkpoint.storage import open_storage
 from lockstep.data import Table
 from lockstep.errors import DataError, DriftError, JobError, SpecError
 from lockstep.job import load_job
+from lockstep.orchestration.local import NoRecord
 from lockstep.spec import load_spec
 from lockstep.training.group import Group
 from lockstep.training.setup import prepare
@@ -164,10 +165,15 @@ def test_rows_in_both_tables_are_warned_of_and_recorded(pool: Pool, tmp_path: Pa
 
 def facts_of(spec: Document) -> tuple[int | None, tuple[str, ...]]:
     """What is recorded of leaked rows, and what is warned of."""
+
+    class Noting(NoRecord):
+        def warn(self, text: str) -> None:
+            warnings.append(text)
+
     loaded, warnings = load_spec(spec), list[str]()
     job = load_job(loaded.job.use, loaded.job.params)
     group = Group.join(torch.device("cpu"))
-    facts = prepare(loaded, job, group, None, warnings.append).facts
+    facts = prepare(loaded, job, group, Noting()).facts
     return facts.get("leaked_rows"), tuple(warnings)
 
 
