@@ -86,9 +86,10 @@ class TrialRecord(RemoteRecord):
             self._wanted.clear()
             row, self.pending = self.pending, None
             self._give(row)
-            self._wanted.wait()
-            if self._left:
-                raise LeftError
+            if not self._left:
+                self._wanted.wait()
+        if self._left:  # at the gate, or on the way there
+            raise LeftError
         return super().stopping()
 
     def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
