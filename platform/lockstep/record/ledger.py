@@ -219,7 +219,8 @@ def _rows(file: BinaryIO, types: Mapping[str, str], what: str) -> Fields:
     import pyarrow.parquet as pq
 
     try:
-        rows = pq.read_table(file).to_pylist()
+        # In this thread alone: Arrow's own, on their way out of a Python file, abort an interpreter that is ending.
+        rows = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False).to_pylist()
     except pa.ArrowException as error:
         raise StorageError(f"ledger: cannot read {what}: {error}") from error
     return [

@@ -18,7 +18,7 @@ from lockstep.record import documents, sweep_figures
 from lockstep.record.files import write_text
 from lockstep.record.liveness import process_tags
 from lockstep.record.points import Point
-from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError, store_for
+from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError, find_run, store_for
 from lockstep.sweep_spec import SweepSpec
 
 PATIENCE_S = 60.0
@@ -37,7 +37,8 @@ class SweepRecord:
         self.run_id = self._store.open(sweep_id)
         self.folder = base.folder / self.run_id
         self.url = self._store.url()
-        self._told: set[int] = set(self._store.last_steps().values())
+        self._told = max(self._store.last_steps().values(), default=0)
+        self._best = ""
         self._store.set_status("RUNNING")
         self._document(SWEEP_FILE, documents.as_yaml(self._shown()))
         self._store.log_params(
@@ -57,11 +58,11 @@ class SweepRecord:
         document: dict[str, Any] = json.loads(documents.without_password(json.dumps(self._sweep.document())))
         return document
 
-    def update(self, trials: Trials) -> str | None:
+    def update(self, trials: Trials) -> RecordError | None:
         """Say how the trials stand. What could not be said, which the next call says again."""
         return self._try(lambda: self._say(trials))
 
-    def end(self, trials: Trials, status: Status, verdict: str) -> str | None:
+    def end(self, trials: Trials, status: Status, verdict: str) -> RecordError | None:
         """Say the last of it. What could not be said within a minute."""
 
         def say() -> None:
@@ -83,17 +84,15 @@ class SweepRecord:
             self._store.set_status(status)
 
         until = time.monotonic() + PATIENCE_S
-        while (failure := self._try(say)) and time.monotonic() < until:
+        while isinstance(failure := self._try(say), UnavailableError) and time.monotonic() < until:
             time.sleep(1.0)
         return failure
 
-    def _try(self, say: Callable[[], None]) -> str | None:
+    def _try(self, say: Callable[[], None]) -> RecordError | None:
         try:
             say()
-        except UnavailableError as error:
-            return str(error)
         except RecordError as error:
-            return str(error)
+            return error
         return None
 
     def _say(self, trials: Trials) -> None:
@@ -105,21 +104,31 @@ class SweepRecord:
         counts = {f"lockstep.trials_{status}": str(n) for status, n in sorted(tally(trials).items())}
         tags = {**counts, "mlflow.loggedArtifacts": json.dumps([{"path": "trials.json", "type": "table"}])}
         if best is not None:
-            self._document("best.yaml", documents.as_yaml(best["spec"]))
+            self._keep_best(best["run_id"])
             tags |= {"lockstep.best_trial": str(best["trial"]), "lockstep.best_run": best["run_id"]}
         self._store.set_tags(tags)
-        self._store.log_metrics(self._points(trials))
+        points = self._points(trials)
+        self._store.log_metrics(points)
+        self._told = max([self._told, *(point.step for point in points)])
 
     def _points(self, trials: Trials) -> list[Point]:
         """The best value after each trial that ended, in the order of their ends."""
-        ended = [trial for trial in trials if trial["order"] is not None]
+        ended = sorted((t for t in trials if t["order"] is not None), key=lambda trial: trial["order"])
         points = []
-        for count, trial in enumerate(sorted(ended, key=lambda trial: trial["order"]), start=1):
-            best = best_of([t for t in ended if t["order"] <= trial["order"]], self._sweep.mode)
-            if best is not None and count not in self._told:
-                points.append(Point(f"best/{self._sweep.metric}", best["metric"], trial["ended"], count))
-                self._told.add(count)
+        for count in range(self._told + 1, len(ended) + 1):
+            best = best_of(ended[:count], self._sweep.mode)
+            if best is not None:
+                at = int(1000 * ended[count - 1]["ended"])
+                points.append(Point(f"best/{self._sweep.metric}", best["metric"], at, count))
         return points
+
+    def _keep_best(self, run_id: str) -> None:
+        """The spec that the best trial has on record: a member of a population has a fork in it."""
+        if run_id != self._best:
+            base = self._sweep.base
+            found = find_run(base.record.uri or "", run_id, base.folder)
+            self._document("best.yaml", documents.as_yaml(found.spec))
+            self._best = run_id
 
     def _document(self, name: str, text: str) -> None:
         write_text(self.folder / name, text)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,24 @@ def test_evaluations_come_back_bit_for_bit(tmp_path: Path) -> None:
     write_evaluations(rows, tmp_path / "evaluations.parquet")
     found = read_evaluations(tmp_path / "evaluations.parquet")
     assert [row_bits(row) for row in found] == [row_bits(row) for row in rows]
+
+
+def test_reading_leaves_no_threads_that_could_abort_the_end_of_the_process(tmp_path: Path) -> None:
+    """Arrow's threads drop a Python file when they get to it: in an interpreter that ends, that is an abort."""
+    write_parquet([step_row(i) for i in range(1, 100)], tmp_path / "ledger.parquet")
+    script = (
+        "import os, sys\nfrom pathlib import Path\nimport pyarrow.parquet\n"
+        "from lockstep.record.ledger import read_parquet\n"
+        "before = set(os.listdir('/proc/self/task'))\n"
+        "rows = read_parquet(Path(sys.argv[1]))\n"
+        "started = set(os.listdir('/proc/self/task')) - before\n"
+        "names = [Path(f'/proc/self/task/{thread}/comm').read_text().strip() for thread in started]\n"
+        "print(len(rows), [name for name in names if not name.startswith('jemalloc')])\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "ledger.parquet")], capture_output=True, text=True
+    )
+    assert (process.returncode, process.stdout.strip(), process.stderr) == (0, "99 []", "")
 
 
 def test_every_column_is_either_deterministic_or_timing() -> None:

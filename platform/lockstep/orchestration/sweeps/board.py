@@ -157,11 +157,7 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
         """Send the table to the record, where the last one has arrived."""
         if self._update is None or ray.wait([self._update], timeout=0)[0]:
             self._recorded_at = time.monotonic()
-            self._update = self._recorders.update_sweep.remote(self.recorded())
-
-    def recorded(self) -> list[dict[str, Any]]:
-        """The rows as the record wants them: the specs as well."""
-        return [{**row, "spec": self._sweep.trial(row["fields"]).document()} for row in self.table]
+            self._update = self._recorders.update_sweep.remote(self.table)
 
     def _show(self) -> None:
         best = best_of(self.table, self._sweep.mode)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import LockstepError, RecordError, SpecError
+from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.runs import advise, check_storage, find_initial_weights
 from lockstep.orchestration.signals import StopSignal
@@ -80,6 +80,8 @@ def sweep(
         sys.path.insert(0, str(Path.cwd()))
     loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
     base = find_initial_weights(loaded.base)
+    if base != loaded.base:
+        loaded = load_sweep({**loaded.document(), "spec": base.document()})
     warnings = advise(base)
     check_job_source(base.job.use)
     check_storage(base)
@@ -153,29 +155,33 @@ class _Driver:
         for text in (found := check_shared(self.spec.base)):
             self.progress.say(f"warning: {text}")
         recorders = start_recorders(concurrency)
-        opened = recorders.open_sweep.remote(self.spec, self._sweep_id)
+        recorders.prepare.remote(self.spec.base.record.uri or "")
+        # Before the sweep's run is created, which a mistake would leave behind.
         facts = preflight(self.spec, gpu="GPU" in bundles[0])
-        sweep_id, url, folder = ray.get(opened)
+        sweep_id, url, folder = ray.get(recorders.open_sweep.remote(self.spec, self._sweep_id))
         self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
 
         decisions = Decisions(Path(folder))
         board = Board(self.spec, decisions, recorders, self.progress, self.stop)
-        rule = make_scheduler(self.spec, facts["total_steps"], facts["first_evaluation"])
-        scheduler = Decided(rule, self.spec, decisions, board.pruned, concurrency)
-        search = Search(self.spec, decisions, lambda: board.over is None and scheduler.room())
         error: LockstepError | None = None
         try:
-            self._tune(search, scheduler, board, recorders, sweep_id, decisions, bundles)
-        except LockstepError as failure:
-            error = failure
+            rule = make_scheduler(self.spec, facts["total_steps"], facts["first_evaluation"])
+            scheduler = Decided(rule, self.spec, decisions, board.pruned, concurrency)
+            search = Search(self.spec, decisions, lambda: board.over is None and scheduler.room())
+            self._tune(
+                search, scheduler, board, recorders, sweep_id, decisions, bundles, Path(folder, "tune")
+            )
+        except LockstepError as raised:
+            error = raised
+        except Exception as raised:  # noqa: BLE001 - whatever ends a sweep is recorded, and raised
+            error = ClusterError(f"Ray Tune ended: {raised!r}")
+        shutil.rmtree(Path(folder, "tune"), ignore_errors=True)
         status = "KILLED" if self.stop.asked else "FAILED" if error else "FINISHED"
         failures = ray.get(recorders.close.remote(board.over or "the sweep is over"))
         verdict = str(error or board.over or f"{len(board.rows)} trials")
-        unsaid = ray.get(recorders.end_sweep.remote(board.recorded(), status, verdict))
-        if error is not None:
-            raise error
-        if failures or unsaid:
-            raise failures[0] if failures else RecordError(unsaid or "")
+        unsaid = ray.get(recorders.end_sweep.remote(board.table, status, verdict))
+        for failure in filter(None, [error, *failures, unsaid]):
+            raise failure
         return SweepResult(
             sweep_id=sweep_id,
             status=status,
@@ -217,7 +223,9 @@ class _Driver:
         sweep_id: str,
         decisions: Any,
         bundles: list[dict[str, float]],
+        aside: Path,
     ) -> None:
+        """`aside` is for Tune's own files; all nodes see it."""
         begin = self.spec.total if self.spec.scheduler.name == "pbt" else 1
         os.environ.update({**TUNE_SETTINGS, "TUNE_MAX_PENDING_TRIALS_PG": str(begin)})
         from ray import tune
@@ -246,7 +254,7 @@ class _Driver:
             ),
             run_config=tune.RunConfig(
                 name=f"lockstep-{uuid.uuid4().hex[:12]}",
-                storage_path=str(Path(tempfile.gettempdir(), "lockstep-ray-tune")),
+                storage_path=str(aside),
                 callbacks=[board],
                 stop=board,
                 failure_config=tune.FailureConfig(max_failures=self.spec.base.faults.max_worker_failures),

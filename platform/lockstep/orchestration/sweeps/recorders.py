@@ -14,6 +14,7 @@ from lockstep.record.ledger import EvaluationRow
 from lockstep.record.run_store import Recorded, find_finished, find_history
 from lockstep.record.sweep_record import SweepRecord
 from lockstep.spec import Spec
+from lockstep.spec_places import RECORD_OFF
 from lockstep.sweep_spec import SweepSpec
 
 
@@ -77,8 +78,17 @@ class RecordersActor:
         self._sweep: SweepRecord
         self._closing: list[threading.Thread] = []
         self._failures: list[RecordError] = []
+        self._stop: tuple[bool, int | None] | None = None
 
     # --- the sweep's own run --------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="sweep")
+    def prepare(self, uri: str) -> None:
+        """Import what a store needs: some seconds, in which the driver has other things to do."""
+        if uri != RECORD_OFF:
+            from lockstep.record.mlflow_store.client import import_mlflow
+
+            import_mlflow()
 
     @ray.method(concurrency_group="sweep")
     def open_sweep(self, sweep: SweepSpec, sweep_id: str | None) -> tuple[str, str, str]:
@@ -87,12 +97,12 @@ class RecordersActor:
         return self._sweep.run_id, self._sweep.url, str(self._sweep.folder)
 
     @ray.method(concurrency_group="sweep")
-    def update_sweep(self, trials: Sequence[Mapping[str, Any]]) -> str | None:
-        """The table of trials as it is now; what could not be recorded, in words."""
+    def update_sweep(self, trials: Sequence[Mapping[str, Any]]) -> RecordError | None:
+        """The table of trials as it is now; what could not be recorded."""
         return self._sweep.update(trials)
 
     @ray.method(concurrency_group="sweep")
-    def end_sweep(self, trials: Sequence[Mapping[str, Any]], status: str, verdict: str) -> str | None:
+    def end_sweep(self, trials: Sequence[Mapping[str, Any]], status: str, verdict: str) -> RecordError | None:
         """The sweep is over."""
         return self._sweep.end(trials, status, verdict)  # type: ignore[arg-type]
 
@@ -108,6 +118,8 @@ class RecordersActor:
         if recorder is None:
             recorder = self._recorders[key] = TrialRecorder(spec, run_id, may_reuse=may_reuse)
         recorder.begin(attempt)
+        if self._stop is not None:  # it was asked to before this one began
+            recorder.stop(*self._stop)
 
     @ray.method(concurrency_group="write")
     def write(self, key: str, method: str, *arguments: Any) -> Any:
@@ -135,8 +147,9 @@ class RecordersActor:
     @ray.method(concurrency_group="news")
     def stop_all(self, signal_number: int | None) -> None:
         """Ask every trial to end after its next step, with a checkpoint."""
+        self._stop = (False, signal_number)
         for recorder in list(self._recorders.values()):
-            recorder.stop(False, signal_number)
+            recorder.stop(*self._stop)
 
     @ray.method(concurrency_group="write")
     def close(self, message: str) -> list[RecordError]:

@@ -85,17 +85,10 @@ class Trial(tune.Trainable):  # type: ignore[misc]
 
     def _start(self) -> Training:
         number, fields = self._config["trial"], self._config["fields"]
-        fork = None
-        if self._taken is not None:
-            fork = (
-                self._taken["fork"]
-                if self._taken["trial"] == number
-                else {
-                    "run": self._taken["run"],
-                    "step": self._taken["step"],
-                    "storage": self._sweep.base.checkpoint.storage,
-                }
-            )
+        fork = None if self._taken is None else self._taken["fork"]
+        if self._taken is not None and self._taken["trial"] != number:  # another one's state
+            storage = self._sweep.base.checkpoint.storage
+            fork = {"run": self._taken["run"], "step": self._taken["step"], "storage": storage}
         name = f"{self._sweep.base.name}-{number}"
         spec = self._sweep.trial(fields, name=name, **({"fork": fork} if fork else {}))
         return Training(
@@ -107,9 +100,13 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             self._peers,
             Path(self._folder),
             self._ends.get(number),
-            may_reuse=self._sweep.scheduler.name
-            != "pbt",  # a population needs the checkpoints, not the rows alone
+            may_reuse=self._may_reuse,
         )
+
+    @property
+    def _may_reuse(self) -> bool:
+        """Whether a finished run may stand for a trial: it has all its bits, and a population needs checkpoints besides."""
+        return self._sweep.base.determinism == "strict" and self._sweep.scheduler.name != "pbt"
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
         """Where the state is that the last result came from: Tune's checkpoint is no more than that."""
