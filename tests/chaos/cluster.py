@@ -46,7 +46,7 @@ class Nodes:
 
     def workers(self, node: Any) -> list[psutil.Process]:
         """The processes of Ray Train's workers on a node."""
-        return _named(node, "RayTrainWorker")
+        return self.named(node, "RayTrainWorker")
 
     def busy(self) -> list[Any]:
         """The nodes with workers."""
@@ -54,24 +54,24 @@ class Nodes:
 
     def recorders(self) -> list[psutil.Process]:
         """The recorder's process, on the driver's node."""
-        return _named(self.cluster.head_node, "RecorderActor")
+        return self.named(self.cluster.head_node, "RecorderActor")
+
+    def named(self, node: Any, name: str) -> list[psutil.Process]:
+        """The processes of actors of this class on a node."""
+        raylet = node.all_processes["raylet"][0].process.pid
+        found = []
+        for process in psutil.Process(raylet).children(recursive=True):
+            try:
+                if f"ray::{name}" in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
 
     def kill(self, node: Any) -> None:
         """SIGKILL to the raylet; its workers end with it."""
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
-
-
-def _named(node: Any, name: str) -> list[psutil.Process]:
-    raylet = node.all_processes["raylet"][0].process.pid
-    found = []
-    for process in psutil.Process(raylet).children(recursive=True):
-        try:
-            if f"ray::{name}" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def trial_workers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if "ray::" in (line := " ".join(process.cmdline())) and ("Trial" in line or "Peer" in line):
+            if " ".join(process.cmdline()).startswith(("ray::ResourceTrainable", "ray::Peer")):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

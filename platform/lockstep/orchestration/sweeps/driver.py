@@ -142,19 +142,24 @@ class _Driver:
 
     def run(self) -> SweepResult:
         """Search until the trials, the budget or a signal end it."""
-        import ray
-
         from lockstep.orchestration.shared_files import check_shared
-        from lockstep.orchestration.sweeps.board import Board
-        from lockstep.orchestration.sweeps.decisions import Decisions
-        from lockstep.orchestration.sweeps.recorders import start_recorders
-        from lockstep.orchestration.sweeps.schedulers import Decided, make_scheduler
-        from lockstep.orchestration.sweeps.search import Search
+        from lockstep.orchestration.sweeps.recorders import recorders_here
 
         concurrency, bundles = self._places()
         for text in (found := check_shared(self.spec.base)):
             self.progress.say(f"warning: {text}")
-        recorders = start_recorders(concurrency)
+        self.warnings += found
+        with recorders_here(concurrency) as recorders:
+            return self._search(recorders, concurrency, bundles)
+
+    def _search(self, recorders: Any, concurrency: int, bundles: list[dict[str, float]]) -> SweepResult:
+        import ray
+
+        from lockstep.orchestration.sweeps.board import Board
+        from lockstep.orchestration.sweeps.decisions import Decisions
+        from lockstep.orchestration.sweeps.schedulers import Decided, make_scheduler
+        from lockstep.orchestration.sweeps.search import Search
+
         recorders.prepare.remote(self.spec.base.record.uri or "")
         # Before the sweep's run is created, which a mistake would leave behind.
         facts = preflight(self.spec, gpu="GPU" in bundles[0])
@@ -195,7 +200,7 @@ class _Driver:
             tracking_uri=self.spec.base.record.uri or "",
             folder=folder,
             signal_number=self.stop.number,
-            warnings=[*self.warnings, *found],
+            warnings=self.warnings,
         )
 
     def _places(self) -> tuple[int, list[dict[str, float]]]:

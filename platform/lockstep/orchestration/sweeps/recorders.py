@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -202,14 +203,19 @@ class _Method:
         return self._call.remote(self._key, self._method, *arguments)
 
 
-def start_recorders(concurrency: int) -> Any:
-    """The actor, on this node; it takes no CPU from the trials."""
+@contextmanager
+def recorders_here(concurrency: int) -> Iterator[Any]:
+    """The actor, on this node, while the block runs; it takes no CPU from the trials."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
     groups = {"write": 1, "ask": concurrency + 1, "news": 2, "sweep": 1}
-    return (
+    actor = (
         ray.remote(num_cpus=0, concurrency_groups=groups)(RecordersActor)
         .options(scheduling_strategy=here)
         .remote()
     )
+    try:
+        yield actor
+    finally:  # Tune keeps what it was given, and would keep this with it
+        ray.kill(actor)
