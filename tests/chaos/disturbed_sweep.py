@@ -172,7 +172,9 @@ def outcome(result: dict[str, Any], uri: str) -> dict[str, Any]:
         "status": result["status"],
         "best": result["best"]["trial"],
         "trials": sorted([[t[key] for key in keys] for t in result["trials"]], key=lambda trial: trial[0]),
-        "runs": sorted(run.info.status for run in runs),
+        "finished": sum(run.info.status == "FINISHED" for run in runs),
+        "running": sum(run.info.status == "RUNNING" for run in runs),
+        "given up": len(runs) - 1 - len(result["trials"]),
     }
 
 
@@ -194,7 +196,9 @@ def main() -> None:
             with Sweep(nodes, folder, document(folder, name, 0.15)) as sweep:
                 done = disturb(sweep, int(kills), given.seed * 1000 + number)
                 found = outcome(sweep.told(), sweep.uri)
-            assert set(expected["runs"]) <= {"FINISHED", "KILLED"}, expected["runs"]
+            assert expected["running"] == expected["given up"] == 0
+            # A driver may die between the creation of a run and the moment when the sweep knows of it.
+            found["given up"] = max(0, found["given up"] - done["driver"])
             other = [key for key in expected if found[key] != expected[key]]
             total += sum(done.values())
             if other:

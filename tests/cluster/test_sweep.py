@@ -177,6 +177,31 @@ def test_killed_workers_change_no_trial(tmp_path: Path) -> None:
     assert set(statuses(result).values()) == {"FINISHED"}
 
 
+@pytest.mark.exact  # a minute
+def test_a_trial_that_hangs_is_found_and_goes_on(tmp_path: Path) -> None:
+    """SIGSTOP to a worker: no error, no end, only silence; the sweep itself has no clock."""
+    expected = sweep(document(tmp_path / "undisturbed", trials=2))
+    given = document(tmp_path / "disturbed", trials=2, concurrency=1, spec={"faults": {"longest_silence_s": 6.0}})
+    given["spec"]["job"]["params"]["pause_s"] = 0.05
+    stopped: list[int] = []
+
+    def stop_one() -> None:
+        while not list(tmp_path.glob("disturbed/runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        victim = trial_workers()[-1]
+        victim.suspend()
+        stopped.append(victim.pid)
+
+    thread = threading.Thread(target=stop_one, daemon=True)
+    thread.start()
+    result = sweep(given)
+    assert stopped
+    assert outcome(result) == outcome(expected)
+    assert sum(trial["restarts"] for trial in result.trials) == 1
+    (stacks,) = tmp_path.glob("disturbed/runs/*/stacks-attempt-1.txt")
+    assert "stopped" in stacks.read_text()
+
+
 def command(folder: Path, given: dict[str, Any]) -> subprocess.Popen[bytes]:
     import yaml
 

@@ -223,9 +223,8 @@ class Supervisor:
     def _end_hung(self, attempt: Attempt, bound_s: float) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
         self.progress.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
-        stacks = end(self._members())
+        text = end(self._members())
         name = f"stacks-attempt-{self.origin.attempt}.txt"
-        text = "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(stacks.items()))
         self.recorder.document.remote(name, text)
         attempt.over.wait()
         attempt.error = ClusterError(

@@ -12,8 +12,9 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ class Member(NamedTuple):
     """Ray's name for the environment of its process."""
 
 
+@cache
 def listening(rank: int) -> Member:
     """Have this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs."""
     path = Path(tempfile.gettempdir(), f"lockstep-stacks-{os.getpid()}.txt")
@@ -82,8 +84,8 @@ def listening(rank: int) -> Member:
     )
 
 
-def end(members: Sequence[Member]) -> Mapping[int, str]:
-    """Kill these workers, each on its own node. What each was doing, by rank."""
+def end(members: Sequence[Member]) -> str:
+    """Kill these workers, each on its own node. What each was doing."""
     by_node: dict[str, list[Member]] = {}
     for member in members:
         by_node.setdefault(member.node, []).append(member)
@@ -96,7 +98,7 @@ def end(members: Sequence[Member]) -> Mapping[int, str]:
     for call in calls:
         with suppress(ray.exceptions.RayError):  # a node that is gone has taken its workers with it
             found |= ray.get(call, timeout=30.0)
-    return found
+    return "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(found.items()))
 
 
 def end_here(members: Sequence[Member]) -> dict[int, str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.record import documents, sweep_figures
+from lockstep.record.catalogue import reader
 from lockstep.record.files import write_text
 from lockstep.record.liveness import process_tags
 from lockstep.record.points import Point
@@ -23,6 +24,9 @@ from lockstep.sweep_spec import SweepSpec
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""
+
+SEEN = 1000
+"""How many of the newest runs are looked through for those that a killed driver has left."""
 
 Trials = Sequence[Mapping[str, Any]]
 
@@ -40,6 +44,8 @@ class SweepRecord:
         self._told = max(self._store.last_steps().values(), default=0)
         self._best = ""
         self._store.set_status("RUNNING")
+        if sweep_id is not None:  # runs that a killed driver has left RUNNING are marked where they are read
+            reader(base.record.uri or "", base.folder).runs(None, SEEN)
         self._document(SWEEP_FILE, documents.as_yaml(self._shown()))
         self._store.log_params(
             documents.flat({name: v for name, v in self._shown().items() if name != "spec"})

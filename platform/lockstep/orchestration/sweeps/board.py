@@ -12,6 +12,7 @@ from ray import tune
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.signals import StopSignal
 from lockstep.orchestration.sweeps.decisions import Decisions, Unkept
+from lockstep.orchestration.sweeps.watch import Watch
 from lockstep.record.sweep_record import best_of, tally
 from lockstep.sweep_spec import SweepSpec
 
@@ -35,6 +36,7 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
         """Why no other trial begins and those that run end after their next step."""
         self._sweep, self._decisions, self._recorders = sweep, decisions, recorders
         self._progress, self._stop = progress, stop
+        self._watch = Watch(recorders, sweep.base.faults.longest_silence_s)
         self._began = time.monotonic()
         self._recorded_at = time.monotonic()
         self._update: Any = None
@@ -72,12 +74,14 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         row = self._row(trial)
-        reason = str(trial.get_error() or "the trial's workers were lost").strip().splitlines()[-1]
+        told = str(trial.get_error() or "the trial's workers were lost").strip().splitlines()[-1]
+        reason = row["reason"] or told
         self._recorders.end_trial.remote(str(row["trial"]), reason, "", "FAILED")
         self._end(row, "failed", f"{trial.num_failures} attempts ended early, the last with: {reason}")
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._row(trial)["restarts"] += 1
+        row = self._row(trial)
+        row["restarts"] += 1
 
     def pruned(self, number: int, reason: str) -> None:
         """The scheduler ends a trial."""
@@ -91,6 +95,9 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
 
     def stop_all(self) -> bool:
         self._record_now_and_then()
+        for number, why in self._watch.end_hung().items():
+            self.rows[number]["reason"] = why
+            self._progress.say(f"trial {number} is ended, and begun again: {why}")
         reason = self._reason_to_end() if self.over is None else None
         if reason is not None:
             self.over = reason

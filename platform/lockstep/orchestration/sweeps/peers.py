@@ -17,6 +17,7 @@ from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
+from lockstep.orchestration.watchdog import listening
 from lockstep.spec import Spec
 from lockstep.training.failure import told
 from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
@@ -30,8 +31,11 @@ class Peer:
         if folder not in sys.path:
             sys.path.insert(0, folder)
 
-    def train(self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int) -> None:
+    def train(
+        self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int, channel: Any
+    ) -> None:
         """Train as this rank. What the job raises comes back as it is told on one line."""
+        channel.joined.remote(origin.attempt, listening(rank))
         try:
             store = TCPStore(host, port, size, is_master=False)
             with joined(store, rank, size):

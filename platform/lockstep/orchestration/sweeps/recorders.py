@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from lockstep.errors import RecordError
 from lockstep.orchestration.recorder_actor import RecorderActor
+from lockstep.orchestration.watchdog import Member
 from lockstep.record.ledger import EvaluationRow
 from lockstep.record.run_store import Recorded, find_finished, find_history
 from lockstep.record.sweep_record import SweepRecord
@@ -19,12 +20,21 @@ from lockstep.spec_places import RECORD_OFF
 from lockstep.sweep_spec import SweepSpec
 
 
+class Heard(NamedTuple):
+    """What is heard of a trial."""
+
+    attempt: int
+    alive: int
+    """Grows with everything that the attempt tells from its first step on; 0 before."""
+    members: list[Member]
+
+
 class TrialRecorder(RecorderActor):
     """The recorder of one trial. A run of the same identity that is finished already is found before this one exists."""
 
-    def __init__(self, spec: Spec, run_id: str | None, *, may_reuse: bool) -> None:
+    def __init__(self, spec: Spec, name: str, run_id: str | None, *, may_reuse: bool) -> None:
         super().__init__(spec, run_id)
-        self.spec = spec
+        self.spec, self.name = spec, name
         self._looks = may_reuse and run_id is None
         self._looked = threading.Event()
         self.found: Recorded | None = None
@@ -61,6 +71,13 @@ class TrialRecorder(RecorderActor):
         self._recorder.restored(history)
         self._recorder.finished({**found.summary, "reused_from": found.run_id})
         return history.evaluations, found.summary["weights_digest"]
+
+    def begun(self) -> str | None:
+        """The id of the run, which is waited for where it is on its way; None where nothing has begun one."""
+        return self.run_id() if self._open else None
+
+    def heard(self) -> Heard:
+        return Heard(self._attempt, self._alive, self.members())
 
     def end(self) -> RecordError | None:
         """Write what is left, once."""
@@ -109,15 +126,25 @@ class RecordersActor:
 
     # --- its trials' -----------------------------------------------------------------------------------------
 
+    @ray.method(concurrency_group="ask")
+    def begun(self, key: str, name: str) -> str | None:
+        """The run of this name that the trial's last attempt has begun, and may not have lived to name."""
+        recorder = self._recorders.get(key)
+        return None if recorder is None or recorder.closed or recorder.name != name else recorder.begun()
+
     @ray.method(concurrency_group="write")
-    def open(self, key: str, spec: Spec, run_id: str | None, attempt: int, may_reuse: bool) -> None:
+    def open(
+        self, key: str, name: str, spec: Spec, run_id: str | None, attempt: int, may_reuse: bool
+    ) -> None:
         """An attempt of a trial begins. One that goes on keeps its recorder; another run under the same key ends the one before."""
         recorder = self._recorders.get(key)
-        if recorder is not None and (run_id is None or recorder.closed or recorder.known_run_id() != run_id):
+        if recorder is not None and (
+            recorder.closed or recorder.name != name or recorder.known_run_id() not in {None, run_id}
+        ):
             self._end(recorder, "another run has taken its place in the population", "KILLED")
             recorder = None
         if recorder is None:
-            recorder = self._recorders[key] = TrialRecorder(spec, run_id, may_reuse=may_reuse)
+            recorder = self._recorders[key] = TrialRecorder(spec, name, run_id, may_reuse=may_reuse)
         recorder.begin(attempt)
         if self._stop is not None:  # it was asked to before this one began
             recorder.stop(*self._stop)
@@ -144,6 +171,11 @@ class RecordersActor:
     def close_trial(self, key: str) -> None:
         """A trial came to its end; the rest of its record is written meanwhile."""
         self._close(self._recorders[key])
+
+    @ray.method(concurrency_group="news")
+    def heard(self) -> dict[int, Heard]:
+        """What is heard of each trial that trains, by its number."""
+        return {int(key): r.heard() for key, r in list(self._recorders.items()) if not r.closed}
 
     @ray.method(concurrency_group="news")
     def stop_all(self, signal_number: int | None) -> None:

@@ -32,6 +32,7 @@ from lockstep.orchestration.named_runs import give_name, run_of_name
 from lockstep.orchestration.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.orchestration.sweeps.recorders import Channel
 from lockstep.orchestration.sweeps.trial_record import LeftError, ReusedError, TrialRecord
+from lockstep.orchestration.watchdog import listening
 from lockstep.record.ledger import EvaluationRow, History
 from lockstep.record.run_store import Recorded, find_history, find_run
 from lockstep.spec import Spec
@@ -195,6 +196,11 @@ class Training:
         storage = open_storage(spec.checkpoint.storage)
         name = run_name(self._sweep_id, self.number, spec)
         run_id = run_of_name(storage, name)
+        if run_id is None:
+            begun: str | None = ray.get(self._recorders.begun.remote(key, name))
+            if begun is not None:
+                give_name(storage, name, begun)
+            run_id = begun
         if run_id is not None:
             found = find_run(spec.record.uri or "", run_id, spec.folder)
             ended = found.status == "FINISHED" or self._end is not None
@@ -202,8 +208,9 @@ class Training:
                 self._replay(found, history)
                 return
         origin = Origin() if run_id is None else claim(spec, run_id, None)
-        ray.get(self._recorders.open.remote(key, spec, run_id, origin.attempt, self._may_reuse))
+        ray.get(self._recorders.open.remote(key, name, spec, run_id, origin.attempt, self._may_reuse))
         self._record.begin(origin.attempt)
+        self._channel.joined.remote(origin.attempt, listening(0))
         if run_id is not None:
             self.run_id = run_id
         else:
@@ -255,7 +262,7 @@ class Training:
             return fit(spec, job, Group.join(device()), self._record, origin)
         store = TCPStore(ray.util.get_node_ip_address(), 0, size, is_master=True, wait_for_workers=False)
         others = [
-            peer.train.remote(spec, origin, store.host, store.port, rank, size)
+            peer.train.remote(spec, origin, store.host, store.port, rank, size, self._channel)
             for rank, peer in enumerate(self._peers, start=1)
         ]
         over = threading.Event()

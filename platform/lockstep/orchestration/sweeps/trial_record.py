@@ -11,7 +11,7 @@ import ray
 from torch import Tensor
 
 from lockstep.errors import StorageError
-from lockstep.orchestration.recorder_actor import RemoteRecord
+from lockstep.orchestration.recorder_actor import ALIVE_S, RemoteRecord
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History
 
 SAVE_S = 600.0
@@ -86,8 +86,8 @@ class TrialRecord(RemoteRecord):
             self._wanted.clear()
             row, self.pending = self.pending, None
             self._give(row)
-            if not self._left:
-                self._wanted.wait()
+            while not self._left and not self._wanted.wait(ALIVE_S):
+                self.alive()  # held, and not hung
         if self._left:  # at the gate, or on the way there
             raise LeftError
         return super().stopping()

@@ -94,7 +94,7 @@ def _files_of(uri: str, model: Any) -> Any:
     return get_artifact_repository(model.artifact_location, tracking_uri=uri)
 
 
-_OURS = "tags.`lockstep.folder` != ''"
+_OURS = "tags.`lockstep.heartbeat` != ''"
 
 
 class MlflowReader:

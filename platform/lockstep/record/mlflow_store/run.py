@@ -11,6 +11,7 @@ import getpass
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.record.data_sets import DataSet
+from lockstep.record.liveness import process_tags
 from lockstep.record.mlflow_store.client import connecting, is_database, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, fill_final
 from lockstep.record.points import Point, store_key
@@ -96,7 +98,8 @@ class MlflowStore:
         return str(found.experiment_id)
 
     def _create(self) -> None:
-        tags = {"mlflow.user": _user(), "mlflow.source.type": "LOCAL"}
+        # By the tags of its process a run that is killed in its first second is told from one that lives.
+        tags = {"mlflow.user": _user(), "mlflow.source.type": "LOCAL", **process_tags(time.time())}
         with self._translated(
             again=False
         ):  # a run whose creation was not confirmed may exist: a second try would make two
