@@ -35,8 +35,9 @@ unit: $(INSTALLED_TEST)
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact
 
-chaos: $(INSTALLED_TEST)  ## fifty seeded kills of workers, nodes, recorders and drivers, held against runs left alone (long)
+chaos: $(INSTALLED_TEST)  ## eighty seeded kills of workers, nodes, recorders and drivers, held against runs and sweeps left alone (long)
 	$(BIN)/python -m tests.chaos.disturbed
+	$(BIN)/python -m tests.chaos.disturbed_sweep
 
 bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.step_time

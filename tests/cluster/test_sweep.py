@@ -118,8 +118,13 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
 
 
 def test_halving_stops_trials_and_gives_all_back(tmp_path: Path) -> None:
+    """Of two workers a trial: the peer of one that is stopped in mid-step is free for the next trial at once."""
     given = document(
-        tmp_path, trials=6, scheduler={"name": "asha", "grace_steps": 5, "reduction_factor": 2}, concurrency=1
+        tmp_path,
+        trials=6,
+        spec={"workers": {"min": 2}},
+        scheduler={"name": "asha", "grace_steps": 5, "reduction_factor": 2},
+        concurrency=1,
     )
     result = sweep(given)
     all_is_given_back()
@@ -150,6 +155,7 @@ def trial_workers() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.exact  # minutes
 def test_killed_workers_change_no_trial(tmp_path: Path) -> None:
     changes = {"spec": {"workers": {"min": 2}}}
     expected = sweep(document(tmp_path / "undisturbed", **changes))
@@ -181,7 +187,9 @@ def test_killed_workers_change_no_trial(tmp_path: Path) -> None:
 def test_a_trial_that_hangs_is_found_and_goes_on(tmp_path: Path) -> None:
     """SIGSTOP to a worker: no error, no end, only silence; the sweep itself has no clock."""
     expected = sweep(document(tmp_path / "undisturbed", trials=2))
-    given = document(tmp_path / "disturbed", trials=2, concurrency=1, spec={"faults": {"longest_silence_s": 6.0}})
+    given = document(
+        tmp_path / "disturbed", trials=2, concurrency=1, spec={"faults": {"longest_silence_s": 6.0}}
+    )
     given["spec"]["job"]["params"]["pause_s"] = 0.05
     stopped: list[int] = []
 

@@ -39,7 +39,8 @@ def test_draws_lie_within_their_bounds() -> None:
         "clip_norm": {"uniform": [0.5, 2.0]},
         "seed": {"randint": [3, 6]},
     }
-    drawn = [sweep(space, trials=300).sample(i) for i in range(300)]
+    spec = sweep(space, trials=300)
+    drawn = [spec.sample(i) for i in range(300)]
     assert all(1e-4 <= fields["optimizer.lr"] <= 1e-1 for fields in drawn)
     assert all(0.5 <= fields["clip_norm"] <= 2.0 for fields in drawn)
     assert {fields["seed"] for fields in drawn} == {3, 4, 5}

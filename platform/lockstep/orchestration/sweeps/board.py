@@ -81,7 +81,7 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         row = self._row(trial)
-        row["restarts"] += 1
+        row |= {"restarts": row["restarts"] + 1, "reason": ""}
 
     def pruned(self, number: int, reason: str) -> None:
         """The scheduler ends a trial."""

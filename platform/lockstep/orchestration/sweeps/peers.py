@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,13 +65,20 @@ def start_peers(spec: Spec, folder: str) -> list[Any]:
 
 @contextmanager
 def joined(store: Any, rank: int, size: int) -> Iterator[None]:
-    """The process group of a trial, ended on the way out."""
+    """The process group of a trial, ended on the way out, in whatever step that is.
+
+    Its connections are closed with its last reference, for which the peers of a rank that has left wait.
+    """
     backend = "nccl" if device().type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     try:
         yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
         dist.destroy_process_group()
+        gc.collect()
 
 
 def device() -> torch.device:

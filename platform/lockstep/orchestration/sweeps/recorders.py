@@ -223,6 +223,9 @@ class Channel:
     def __init__(self, actor: Any, key: str) -> None:
         self._actor, self._key = actor, key
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Channel, (self._actor, self._key)
+
     def __getattr__(self, method: str) -> _Method:
         return _Method(getattr(self._actor, _GROUPS.get(method, "write")), self._key, method)
 

@@ -118,13 +118,17 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         self._taken = checkpoint
 
     def _leave(self) -> None:
-        if self._training is not None:
-            self._training.leave()
+        if self._training is not None and not self._training.leave():
+            self._end_peers()
+            self._peers = start_peers(self._sweep.base, self._folder)
+
+    def _end_peers(self) -> None:
+        for peer in self._peers:
+            ray.kill(peer)
 
     def cleanup(self) -> None:
         self._leave()
-        for peer in self._peers:
-            ray.kill(peer)
+        self._end_peers()
 
 
 class Training:
@@ -151,6 +155,7 @@ class Training:
         self._channel = Channel(recorders, str(number))
         self._record = TrialRecord(self._channel, folder, {"parent": sweep_id, "trial": number}, self.give)
         self._last: dict[str, Any] = {}
+        self._others: list[Any] = []
         self._thread = threading.Thread(target=self._run, name="lockstep-trial", daemon=True)
         self._thread.start()
 
@@ -172,12 +177,14 @@ class Training:
             self._record.wait_for_checkpoint(step)
         return {"trial": self.number, "run": self.run_id, "step": step, "fork": self.fork}
 
-    def leave(self) -> None:
-        """End the thread where it waits; what has become of the trial is recorded by whoever decided it."""
+    def leave(self) -> bool:
+        """End the thread where it waits; what has become of the trial is recorded by whoever decided it. Whether the peers have ended it too."""
         self._record.leave()
         self._thread.join(3 * PATIENCE_S)
         if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
             os._exit(1)
+        others = self._others
+        return not others or not ray.wait(others, num_returns=len(others), timeout=PATIENCE_S)[1]
 
     # --- the thread --------------------------------------------------------------------------------------------
 
@@ -261,7 +268,7 @@ class Training:
         if size == 1:
             return fit(spec, job, Group.join(device()), self._record, origin)
         store = TCPStore(ray.util.get_node_ip_address(), 0, size, is_master=True, wait_for_workers=False)
-        others = [
+        others = self._others = [
             peer.train.remote(spec, origin, store.host, store.port, rank, size, self._channel)
             for rank, peer in enumerate(self._peers, start=1)
         ]
@@ -286,7 +293,9 @@ class Training:
                 ray.get(ended)
             except ray.exceptions.RayError as error:
                 if not over.wait(PATIENCE_S):
-                    lost = ClusterError(f"a worker of the trial is gone: {type(error).__name__}")
+                    lost = ClusterError(
+                        f"a worker of the trial is gone: {' '.join(str(error).split())[-300:]}"
+                    )
                     self._broke(first_cause(others, lost))
                 return
 
