@@ -23,8 +23,8 @@ def chaos(runs: str) -> list[str]:
 
 def test_a_worker_a_node_and_the_driver_are_killed_and_the_bits_stay() -> None:
     """G1 and G4: digest, ledger, evaluations and MLflow's histories, each step once, are those of the run left alone."""
-    *_, run, verdict = chaos("digits=worker+node+driver")
-    assert run.startswith("run 0 digits: 3 kills")
+    *_, run, verdict = chaos("brief=worker+node+driver")
+    assert run.startswith("run 0 brief: 3 kills")
     assert run.endswith("the same")
     assert verdict == "3 kills; runs that did not end as they must: none"
 

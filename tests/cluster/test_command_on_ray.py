@@ -72,6 +72,7 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exact  # a minute; tests/chaos kills a driver in the default run
 def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(tmp_path: Path) -> None:
     """SIGKILL of the driver, of Ray and of two workers; then three workers take the run up, in the same record."""
     spec = [

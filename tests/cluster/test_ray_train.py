@@ -48,7 +48,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.mark.parametrize(
     ("most", "loaders", "found"),
-    [pytest.param(1, 0, 1, marks=pytest.mark.exact), (2, 2, 2), (3, 0, 3), (6, 0, 4)],
+    [
+        pytest.param(1, 0, 1, marks=pytest.mark.exact),
+        (2, 2, 2),
+        pytest.param(3, 0, 3, marks=pytest.mark.exact),
+        (6, 0, 4),
+    ],
 )
 def test_digest_and_ledger_are_those_of_one_process(
     here: Result, tmp_path: Path, most: int, loaders: int, found: int
