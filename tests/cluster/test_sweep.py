@@ -101,6 +101,7 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
     for result in (first, again):
         parent = client.get_run(result.sweep_id)
         assert parent.info.status == "FINISHED"
+        assert parent.data.tags["lockstep.trials"] == ("4 finished" if result is first else "4 reused")
         assert parent.data.tags["lockstep.best_trial"] == str(first.best["trial"])
         files = {item.path for item in client.list_artifacts(result.sweep_id)}
         assert {"sweep.yaml", "best.yaml", "trials.json", "trials.csv", "figures"} <= files
@@ -133,6 +134,32 @@ def test_halving_stops_trials_and_gives_all_back(tmp_path: Path) -> None:
     expected = {t["trial"]: "KILLED" if t["status"] == "pruned" else "FINISHED" for t in result.trials}
     assert statuses(result) == expected
     assert all("asha" in t["reason"] for t in result.trials if t["status"] == "pruned")
+
+
+@pytest.mark.exact
+def test_a_trial_worse_than_the_median_is_pruned(tmp_path: Path) -> None:
+    """The grid has its hopeless rates last: three trials have set the median before them."""
+    space = {"optimizer.lr": {"grid": [3e-3, 1e-2, 3e-3, 1e-6, 1e-7]}}
+    median = {"name": "median", "grace_steps": 5, "min_trials": 3}
+    result = sweep(document(tmp_path, space=space, trials=None, scheduler=median, concurrency=1))
+    assert [trial["status"] for trial in result.trials] == ["finished"] * 3 + ["pruned"] * 2
+    assert all("median" in trial["reason"] for trial in result.trials[3:])
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("budget", [{"steps": 25}, {"seconds": 4.0}], ids=["steps", "seconds"])
+def test_a_budget_ends_the_sweep(tmp_path: Path, budget: dict[str, float]) -> None:
+    """What has been trained by then is kept, and the trial at hand has a checkpoint to go on from."""
+    given = document(tmp_path, trials=50, concurrency=1, budget=budget)
+    given["spec"]["job"]["params"]["pause_s"] = 0.02
+    result = sweep(given)
+    (key,) = budget
+    assert result.status == "FINISHED"
+    assert 1 <= len(result.trials) < 50
+    if key == "steps":
+        assert 25 <= sum(trial["step"] for trial in result.trials) < 25 + 20
+    assert "RUNNING" not in statuses(result).values()
+    assert f"budget.{key}" in Path(result.folder, "run.json").read_text()
 
 
 def test_a_trial_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:

@@ -107,8 +107,11 @@ class SweepRecord:
         columns, rows = table(trials, list(self._sweep.space))
         self._document("trials.json", json.dumps({"columns": columns, "data": rows}, default=str) + "\n")
         self._document("trials.csv", _csv(columns, rows))
-        counts = {f"lockstep.trials_{status}": str(n) for status, n in sorted(tally(trials).items())}
-        tags = {**counts, "mlflow.loggedArtifacts": json.dumps([{"path": "trials.json", "type": "table"}])}
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(tally(trials).items()))
+        tags = {
+            "lockstep.trials": counts,
+            "mlflow.loggedArtifacts": json.dumps([{"path": "trials.json", "type": "table"}]),
+        }
         if best is not None:
             self._keep_best(best["run_id"])
             tags |= {"lockstep.best_trial": str(best["trial"]), "lockstep.best_run": best["run_id"]}
