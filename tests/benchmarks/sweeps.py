@@ -58,7 +58,7 @@ def lockstep(sweep: SweepSpec) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--trials", type=int, default=12)
     arguments = parser.parse_args()
     sweep = load_sweep(ROOT / "jobs/digits/sweep.yaml", [f"trials={arguments.trials}"], uri="off")

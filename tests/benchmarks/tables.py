@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="an eighth of the rows, a few rounds")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     options = parser.parse_args()
-    rows, rounds = (250_000, 4) if options.quick else (2_000_000, 12)
+    rows, rounds = (250_000, 4) if options.quick else (2_000_000, 30)
     os.environ.update(WORKER_ENVIRONMENT, OMP_NUM_THREADS="1")  # before a worker starts
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         write_sample(Path(folder, "all"), rows, FEATURES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ def _probes(folders: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _seen_from(others: Mapping[str, str], probes: Mapping[str, str]) -> dict[str, list[str]]:
-    """For each address the fields whose probe is not there."""
+    """For each address the fields whose probe is not there. A node that is lost meanwhile is left out: no worker will be placed there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -72,13 +73,23 @@ def _seen_from(others: Mapping[str, str], probes: Mapping[str, str]) -> dict[str
         )
         for address, node in others.items()
     }
-    try:
-        return dict(zip(asked, ray.get(list(asked.values()), timeout=PATIENCE_S), strict=True))
-    except ray.exceptions.RayError as error:
-        raise ClusterError(
-            f"a node did not tell within {PATIENCE_S:.0f} s whether it sees the run's folders: "
-            f"{type(error).__name__}; look at the nodes with ray list nodes"
-        ) from error
+    found: dict[str, list[str]] = {}
+    until = time.monotonic() + PATIENCE_S
+    for address, answer in asked.items():
+        try:
+            found[address] = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
+        except (
+            ray.exceptions.TaskUnschedulableError,
+            ray.exceptions.NodeDiedError,
+            ray.exceptions.WorkerCrashedError,
+        ):
+            continue
+        except ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"{address} did not tell within {PATIENCE_S:.0f} s whether it sees the run's folders: "
+                f"{type(error).__name__}; look at the nodes with ray list nodes"
+            ) from error
+    return found
 
 
 def unseen(probes: Mapping[str, str]) -> list[str]:

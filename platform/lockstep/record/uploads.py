@@ -84,22 +84,22 @@ class Uploads:
     def _copy(self, copy: _Copy) -> None:
         if copy.step in self._deleted:
             return
-        if self._try(copy.step, partial(self._store.log_checkpoint, copy.step, copy.tags, copy.folder)):
-            self._sent.add(copy.step)
+        self._sent.add(copy.step)  # or a part of it, which is to be deleted as well
+        self._try(copy.step, partial(self._store.log_checkpoint, copy.step, copy.tags, copy.folder))
 
-    def _try(self, step: int, call: Callable[[], None]) -> bool:
+    def _try(self, step: int, call: Callable[[], None]) -> None:
         """Make a call, again while the store is away and nothing newer waits."""
         while True:
             try:
                 call()
-                return True
+                return
             except UnavailableError as error:
                 if self._waiting is not None or time.monotonic() + PAUSE_S > self._deadline:
                     self._told(step, str(error))
-                    return False
+                    return
                 with self._changed:
                     self._changed.wait(PAUSE_S)
             except (RecordError, OSError) as error:
                 if step not in self._deleted:  # deleted under the copy: that is no failure
                     self._told(step, str(error))
-                return False
+                return

@@ -79,9 +79,10 @@ def give_alias(uri: str, run_id: str, step: int) -> None:
 
     client = MlflowClient(tracking_uri=uri)
     model = models(uri, run_id)[f"checkpoint-{step}"]
-    client.create_registered_model("digits")
-    version = client.create_model_version("digits", f"models:/{model.model_id}", model_id=model.model_id)
-    client.set_registered_model_alias("digits", "champion", version.version)
+    name = f"digits-{run_id}"
+    client.create_registered_model(name)
+    version = client.create_model_version(name, f"models:/{model.model_id}", model_id=model.model_id)
+    client.set_registered_model_alias(name, "champion", version.version)
 
 
 @pytest.fixture(scope="module")

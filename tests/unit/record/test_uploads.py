@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from lockstep.errors import RecordError
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.uploads import Uploads
@@ -95,3 +96,31 @@ def test_a_slow_store_gets_the_newest_and_one_at_a_time(tmp_path: Path) -> None:
     store.go.set()
     uploads.close(time.monotonic() + 10)
     assert (store.got, store.most_at_once) == ([1, 4], 1)
+
+
+class Torn(Slow):
+    """A store that has a part of a checkpoint when its files go."""
+
+    def __init__(self, storage: Path) -> None:
+        super().__init__(storage)
+        self.deleted: list[int] = []
+
+    def log_checkpoint(self, step: int, tags: Any, folder: Path | None) -> None:
+        super().log_checkpoint(step, tags, folder)
+        raise RecordError("its files are gone")
+
+    def delete_checkpoint(self, step: int) -> None:
+        self.deleted.append(step)
+
+
+def test_a_checkpoint_that_is_deleted_under_its_upload_is_deleted_from_the_store(tmp_path: Path) -> None:
+    """What was sent of it by then; and nobody is told of a failure, for it is none."""
+    store, told = Torn(tmp_path), []
+    uploads = Uploads(store, lambda step, _: told.append(step))
+    uploads.send(7, tmp_path, {})
+    while not store.at_once:
+        time.sleep(0.01)
+    uploads.delete(7)
+    store.go.set()
+    uploads.close(time.monotonic() + 10)
+    assert (store.deleted, told) == ([7], [])
