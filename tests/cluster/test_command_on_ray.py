@@ -117,7 +117,7 @@ def test_a_worker_without_memory_is_told_as_such(tmp_path: Path) -> None:
     """Ray's own memory monitor ends the worker; the one line says that, and what would help."""
     memory = psutil.virtual_memory()
     if memory.available < 9_000_000_000:
-        pytest.skip("it takes 6 GB")
+        pytest.skip("the job takes 6 GB before it is ended, and less than 9 are free")
     bound = (memory.total - memory.available + 6_000_000_000) / memory.total
     done = subprocess.run(
         [

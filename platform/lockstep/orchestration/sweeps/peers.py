@@ -74,7 +74,7 @@ def joined(store: Any, rank: int, size: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)  # in which `fit` has the group
         raise
     finally:
         dist.destroy_process_group()

@@ -70,7 +70,9 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         self._begin(config)
 
     def reset_config(self, config: dict[str, Any]) -> bool:
-        self._leave()
+        if self._training is not None and not self._training.leave():
+            self._end_peers()
+            self._peers = start_peers(self._sweep.base, self._folder)
         self._begin(config)
         return True
 
@@ -117,17 +119,13 @@ class Trial(tune.Trainable):  # type: ignore[misc]
     def load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._taken = checkpoint
 
-    def _leave(self) -> None:
-        if self._training is not None and not self._training.leave():
-            self._end_peers()
-            self._peers = start_peers(self._sweep.base, self._folder)
-
     def _end_peers(self) -> None:
         for peer in self._peers:
             ray.kill(peer)
 
     def cleanup(self) -> None:
-        self._leave()
+        if self._training is not None:
+            self._training.leave()
         self._end_peers()
 
 
