@@ -3,7 +3,8 @@
 A micro-batch is fetched and collated in one call by one process, after that process seeded its generators from
 (seed, "data", step, m): neither the number of loader processes nor where a run was resumed can change a draw.
 Without loader processes the training thread fetches: a background thread would draw from the same generators. Only
-what a dataset that draws nothing fetches comes from a thread, ahead of time; its collation stays where it was.
+what a dataset that draws nothing fetches comes from a thread, ahead of time; its collation stays where it was. Rows that
+are in memory already and are computed on the processor need none: it would take a core from those that compute.
 The fetch has one intra-op thread, as a forked process must, so that sums in a dataset are the same bits as well.
 """
 
@@ -60,6 +61,7 @@ class MicroBatches(Dataset[Any]):
         self.purpose = purpose
         self.fetch_many: Callable[[Any], Any] | None = getattr(samples, "__getitems__", None)
         self.draws_nothing: bool = getattr(samples, "draws_nothing", False)
+        self.in_memory: bool = getattr(samples, "residence", None) == "memory"
 
     def __getitem__(self, batch: MicroBatch) -> Any:
         """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
@@ -135,7 +137,7 @@ class Loader:
         self._fetched: Iterator[Any]
         if processes:
             self._fetched = _data_loader(dataset, batches, device, processes)
-        elif dataset.draws_nothing:
+        elif dataset.draws_nothing and not (dataset.in_memory and device.type == "cpu"):
             self._fetched = _fetched_ahead(dataset, batches)
         else:
             # What DataLoader does without processes, less its bookkeeping, which costs 13 us a micro-batch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -503,9 +504,11 @@ def test_a_thread_or_processes_change_no_bit(tmp_path: Path) -> None:
             assert [bits(batch) for batch in ahead] == [bits(batch) for batch in plain]
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_an_error_ahead_of_time_comes_at_its_own_micro_batch(tmp_path: Path, processes: int) -> None:
-    table = Table(parquet(tmp_path), {"y": "y"})
+@pytest.mark.parametrize(("processes", "memory_mb"), [(0, None), (0, 0.03), (2, None)])
+def test_an_error_ahead_of_time_comes_at_its_own_micro_batch(
+    tmp_path: Path, processes: int, memory_mb: float | None
+) -> None:
+    table = Table(parquet(tmp_path), COLUMNS, memory_mb=memory_mb)
     keys = [
         MicroBatch(0, 0, np.array([1])),
         MicroBatch(1, 0, np.array([5, 4000])),
@@ -522,13 +525,19 @@ def test_an_error_ahead_of_time_comes_at_its_own_micro_batch(tmp_path: Path, pro
     )
 
 
-def test_close_ends_the_thread(tmp_path: Path) -> None:
-    import threading
-
+@pytest.mark.parametrize(("memory_mb", "residence", "threads"), [(0.03, "blocks", 1), (None, "memory", 0)])
+def test_a_thread_reads_what_is_not_in_memory_and_ends_on_close(
+    tmp_path: Path, memory_mb: float | None, residence: str, threads: int
+) -> None:
     before = set(threading.enumerate())
-    whole = MicroBatches(Table(parquet(tmp_path), {"y": "y"}), dict, seed=3, purpose="data")
+    table = Table(parquet(tmp_path), COLUMNS, memory_mb=memory_mb)
+    assert table.residence == residence
+    whole = MicroBatches(table, dict, seed=3, purpose="data")
     loader = Loader(whole, [MicroBatch(i, 0, IDS[:5]) for i in range(50)], torch.device("cpu"))
     next(loader)
-    assert set(threading.enumerate()) - before
+    own = [thread.name for thread in set(threading.enumerate()) - before]
+    assert sum(name.startswith("lockstep-data") for name in own) == threads
     loader.close()
-    assert set(threading.enumerate()) <= before  # threads of tests before may have ended meanwhile
+    assert not [
+        thread for thread in set(threading.enumerate()) - before if thread.name.startswith("lockstep-data")
+    ]
