@@ -10,13 +10,13 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.errors import ClusterError, LockstepError
 from lockstep.orchestration.authentication import (
     LOOPBACK_ONLY,
     guard_rays_token,
@@ -32,7 +32,7 @@ from lockstep.spec import Spec
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 if TYPE_CHECKING:
-    from lockstep.orchestration.surroundings import Placement
+    from lockstep.orchestration.placement import Placement
 
 RAY_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # 2 s by default: it delays the end of every attempt
@@ -125,23 +125,6 @@ def _is_new(context: Any) -> bool:
     return bool(ray._private.worker._global_node is not None and ray._private.worker._global_node.head)
 
 
-def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-    """How many workers the cluster's resources give, and what each is given."""
-    wanted = spec.workers
-    gpus = float(resources.get("GPU", 0.0) >= 1) if wanted.gpus_each == "auto" else float(wanted.gpus_each)
-    each = {"CPU": float(wanted.cpus_each)} | ({"GPU": gpus} if gpus else {})
-    fit = min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
-    workers = min(wanted.max, fit, spec.batch.micro_batches)
-    if workers < wanted.min:
-        have = ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in each)
-        need = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
-        raise SpecError(
-            f"workers.min: got {wanted.min} workers of {need} each, but the cluster has {have}, enough for {fit}; "
-            "lower workers.min or workers.cpus_each, or add nodes"
-        )
-    return workers, each
-
-
 class Attempt:
     """One start of the worker group, in a thread: `fit` of Ray Train blocks, and owns signals in the main thread."""
 
@@ -182,10 +165,11 @@ class Attempt:
         self.over.wait()
 
     def _fit(self) -> None:
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train import FailureConfig, RunConfig
         from ray.train.torch import TorchConfig
 
         from lockstep.orchestration.noting import Noting
+        from lockstep.orchestration.placement import Scaling, anywhere_but
         from lockstep.orchestration.standby import imports_ahead
         from lockstep.orchestration.train_controller import DriverTrainer
         from lockstep.orchestration.worker_main import worker_main
@@ -198,11 +182,12 @@ class Attempt:
             self._trainer = DriverTrainer(
                 worker_main,
                 train_loop_config=self._config,
-                scaling_config=ScalingConfig(
+                scaling_config=Scaling(
                     num_workers=place.workers,
                     use_gpu=gpu,
                     resources_per_worker=place.each,
-                    label_selector=elsewhere(place.unfit),
+                    label_selector=anywhere_but(place.unfit),
+                    first=place.first,
                 ),
                 torch_config=TorchConfig(
                     backend="nccl" if gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())
@@ -221,11 +206,6 @@ class Attempt:
         finally:
             self.moments.note("teardown")
             self.over.set()
-
-
-def elsewhere(nodes: Collection[str]) -> dict[str, str] | None:
-    """Ray's selector of all nodes but these: it would still place workers on one that it has not yet missed."""
-    return {"ray.io/node-id": f"!in({','.join(sorted(nodes))})"} if nodes else None
 
 
 def ended_by(error: BaseException, workers: int) -> str:

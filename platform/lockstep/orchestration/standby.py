@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from contextlib import suppress
 import ray
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
+from lockstep.orchestration.placement import Placement
 from lockstep.orchestration.watchdog import Member
 
 KEEP_S = 30 * 24 * 3600
@@ -27,7 +29,7 @@ KEEP_S = 30 * 24 * 3600
 CALL_S = 5.0
 """How long a node may take to answer."""
 
-IMPORTS = "LOCKSTEP_IMPORTS"
+IMPORTS, IMPORTED = "LOCKSTEP_IMPORTS", "LOCKSTEP_IMPORTED"
 
 AHEAD = (
     "lockstep.orchestration.worker_main",
@@ -54,6 +56,12 @@ def import_ahead() -> None:
         importlib.import_module(name)
     with suppress(Exception):  # whatever is wrong with it, `load_job` tells it with its place
         importlib.import_module(module)
+    os.environ[IMPORTED] = str(time.time())
+
+
+def imported_at() -> float:
+    """When this process had imported all that, in Unix seconds."""
+    return float(os.environ[IMPORTED])
 
 
 class Standbys:
@@ -65,9 +73,14 @@ class Standbys:
         self._filled_for = 0
         self._failed = False
 
+    def first(self, place: Placement) -> Placement:
+        """The placement with the nodes where processes stand by as those that are tried first."""
+        nodes = [node for node, idle in self._idle.most_common() for _ in range(idle) if node in place.fit]
+        return place._replace(first=tuple(nodes[: place.workers]))
+
     def took(self, members: Sequence[Member], asked_at: float) -> int:
         """An attempt that was asked for then has begun: how many of its workers are processes that stood by."""
-        used = [member.node for member in members if member.process_began < asked_at]
+        used = [member.node for member in members if member.imported_at < asked_at]
         self._idle -= Counter(used)
         return len(used)
 

@@ -18,6 +18,7 @@ from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
 from lockstep.orchestration.attempts import Account, claim, steps_of
 from lockstep.orchestration.chaos import Chaos
 from lockstep.orchestration.noticeboard import Noticeboard
+from lockstep.orchestration.placement import Placement
 from lockstep.orchestration.policy import Budget, outcome_of
 from lockstep.orchestration.progress import Progress
 from lockstep.orchestration.ray_trainer import Attempt, why_lost
@@ -26,7 +27,7 @@ from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
 from lockstep.orchestration.stages import breakdown
 from lockstep.orchestration.standby import Standbys
-from lockstep.orchestration.surroundings import Placement, Surroundings, find_place
+from lockstep.orchestration.surroundings import Surroundings, find_place
 from lockstep.orchestration.watchdog import Member, Patience, end
 from lockstep.spec import Spec
 
@@ -143,6 +144,7 @@ class Supervisor:
     def _attempt(self, place: Placement) -> Ending:
         """One attempt, from its start to what it came to: a summary or an error."""
         account = Account(self.origin.attempt, place.workers, time.time())
+        place = self._standbys.first(place)
         attempt = Attempt(self.spec, self.origin, self.recorder, place, self.environment)
         again = bool(self.accounts)
         self.accounts.append(account)

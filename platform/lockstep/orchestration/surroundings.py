@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 
 from lockstep.errors import SpecError
-from lockstep.orchestration.ray_trainer import place
+from lockstep.orchestration.placement import Placement, place
 from lockstep.orchestration.watchdog import Member
 from lockstep.spec import Spec
 
@@ -29,26 +29,19 @@ STEADY_S = 3.0
 """How long room has to be there before an attempt moves for it."""
 
 
-class Placement(NamedTuple):
-    """Where an attempt runs: so many workers of `each` so many resources, on any node but the `unfit` ones."""
-
-    workers: int
-    each: dict[str, float]
-    unfit: frozenset[str] = frozenset()
-
-
 def find_place(spec: Spec) -> Placement:
     """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`."""
     drained = draining()
-    unfit, total = set[str](), Counter[str]()
+    fit, unfit, total = set[str](), set[str](), Counter[str]()
     for node in ray.nodes():
         if not node["Alive"]:
             continue
         if node["NodeID"] in drained or not answers(node):
             unfit.add(node["NodeID"])
         else:
+            fit.add(node["NodeID"])
             total.update(node["Resources"])
-    return Placement(*place(spec, total), frozenset(unfit))
+    return Placement(*place(spec, total), frozenset(fit), frozenset(unfit))
 
 
 def answers(node: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ placement group and the workers end anyway. See docs/decisions/0010.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -21,6 +22,10 @@ from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from lockstep.orchestration.noting import Noting
+from lockstep.orchestration.placement import Scaling
+
+FIRST_S = 3.0
+"""How long the nodes that are tried first may take to have room: what the attempt before held is free only when Ray has noticed."""
 
 
 class Workers(WorkerGroup):  # type: ignore[misc]
@@ -37,6 +42,18 @@ class Workers(WorkerGroup):  # type: ignore[misc]
                 self._worker_group_state.shutdown()
                 self._clear_state()
             raise
+
+    def _create_placement_group(self, scaling_config: Scaling, worker_group_context: Any) -> Any:
+        """On the nodes that are to be tried first, if there is room at once; else wherever there is."""
+        if scaling_config.first:
+            narrowed = scaling_config.with_first(worker_group_context.label_selector)
+            handle = super()._create_placement_group(
+                scaling_config, replace(worker_group_context, label_selector=narrowed)
+            )
+            if handle.wait(FIRST_S):
+                return handle
+            handle.shutdown()
+        return super()._create_placement_group(scaling_config, worker_group_context)
 
     def _create_workers(self, *args: Any, **settings: Any) -> Any:
         self._note("placement")

@@ -8,6 +8,7 @@ before the first step of an attempt there is no limit.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import tempfile
@@ -62,13 +63,14 @@ class Member(NamedTuple):
     node: str
     pid: int
     file: Path
-    process_began: float
+    imported_at: float
+    """When its process, which was started for that, had all that a worker imports."""
     runtime_env: str
     """Ray's name for the environment of its process."""
 
 
 @cache
-def listening(rank: int) -> Member:
+def listening(rank: int, imported_at: float = math.inf) -> Member:
     """Have this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs."""
     path = Path(tempfile.gettempdir(), f"lockstep-stacks-{os.getpid()}.txt")
     stream = path.open("w", encoding="utf-8")  # open as long as the process lives
@@ -79,7 +81,7 @@ def listening(rank: int) -> Member:
         context.get_node_id(),
         os.getpid(),
         path,
-        psutil.Process().create_time(),
+        imported_at,
         context.get_runtime_env_string(),
     )
 

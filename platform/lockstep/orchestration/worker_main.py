@@ -17,6 +17,7 @@ from lockstep.errors import LockstepError
 from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
 from lockstep.orchestration.recorder_actor import RemoteRecord
+from lockstep.orchestration.standby import imported_at
 from lockstep.orchestration.watchdog import listening
 from lockstep.orchestration.worker_output import output_told
 from lockstep.record.system import sampled
@@ -45,7 +46,7 @@ def worker_main(config: dict[str, Any]) -> None:
         sys.path.insert(0, folder)
     group = Group.join(ray.train.torch.get_device())
     recorder, attempt = config["recorder"], config["origin"].attempt
-    recorder.joined.remote(attempt, listening(group.rank))
+    recorder.joined.remote(attempt, listening(group.rank, imported_at()))
     if group.rank == 0:
         recorder.moments.remote(attempt, {"arrival": arrived})
     record: RunRecord = RemoteRecord(recorder, Path(folder), attempt) if group.rank == 0 else NoRecord()

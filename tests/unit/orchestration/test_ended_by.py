@@ -1,8 +1,8 @@
-"""What Ray says of a process that is gone, in one line; where the next workers may not go."""
+"""What Ray says of a process that is gone, in one line."""
 
 from __future__ import annotations
 
-from lockstep.orchestration.ray_trainer import elsewhere, ended_by, why_lost
+from lockstep.orchestration.ray_trainer import ended_by, why_lost
 
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\nWorker exit type: SYSTEM_ERROR "
@@ -34,8 +34,3 @@ def test_a_process_of_which_little_is_known_is_told_in_one_line() -> None:
     assert why_lost(DIED) == "Worker unexpectedly exits with a connection error code 2"
     assert why_lost("gone\nfor good") == "gone"
     assert why_lost("") == "no message"
-
-
-def test_workers_go_to_any_node_but_these() -> None:
-    assert elsewhere(frozenset()) is None
-    assert elsewhere({"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}

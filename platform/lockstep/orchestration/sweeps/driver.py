@@ -207,7 +207,7 @@ class _Driver:
         """How many trials run at a time, and what the workers of one are given."""
         import ray
 
-        from lockstep.orchestration.ray_trainer import place
+        from lockstep.orchestration.placement import place
 
         resources = ray.cluster_resources()
         _, each = place(self.spec.base, resources)

@@ -1,0 +1,61 @@
+"""Where the workers of an attempt run: how many, and on which nodes. Workers get a copy: this module imports little."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ray.train import ScalingConfig
+
+from lockstep.errors import SpecError
+from lockstep.spec import Spec
+
+NODE_ID = "ray.io/node-id"
+"""Ray's label of a node."""
+
+
+class Placement(NamedTuple):
+    """So many workers of `each` so many resources, on any node but the `unfit` ones; one on each of `first` where there is room at once."""
+
+    workers: int
+    each: dict[str, float]
+    fit: frozenset[str]
+    """Nodes that are alive and stay so."""
+    unfit: frozenset[str]
+    first: tuple[str, ...] = ()
+    """Nodes for the first workers: a node for each, no more than there are workers."""
+
+
+@dataclass
+class Scaling(ScalingConfig):  # type: ignore[misc]  # an untyped base
+    """Ray Train's configuration of a group, with the nodes that are tried first."""
+
+    first: tuple[str, ...] = ()
+
+    def with_first(self, selectors: list[dict[str, str]] | None) -> list[dict[str, str]]:
+        """Ray's selector for each worker, with those of the first ones narrowed to one node each."""
+        others: list[dict[str, str]] = selectors or [{} for _ in range(self.num_workers)]
+        return [{NODE_ID: node} for node in self.first] + others[len(self.first) :]
+
+
+def anywhere_but(nodes: Collection[str]) -> dict[str, str] | None:
+    """Ray's selector of all nodes but these: it would still place workers on one that it has not yet missed."""
+    return {NODE_ID: f"!in({','.join(sorted(nodes))})"} if nodes else None
+
+
+def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """How many workers the cluster's resources give, and what each is given."""
+    wanted = spec.workers
+    gpus = float(resources.get("GPU", 0.0) >= 1) if wanted.gpus_each == "auto" else float(wanted.gpus_each)
+    each = {"CPU": float(wanted.cpus_each)} | ({"GPU": gpus} if gpus else {})
+    fit = min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
+    workers = min(wanted.max, fit, spec.batch.micro_batches)
+    if workers < wanted.min:
+        have = ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in each)
+        need = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
+        raise SpecError(
+            f"workers.min: got {wanted.min} workers of {need} each, but the cluster has {have}, enough for {fit}; "
+            "lower workers.min or workers.cpus_each, or add nodes"
+        )
+    return workers, each
