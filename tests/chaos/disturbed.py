@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -61,8 +62,10 @@ class Kill(NamedTuple):
 
 
 def plan(seed: int, kills: str) -> list[Kill]:
-    """The kills of one run: so many, of any kind, or those of `worker+node`."""
+    """The kills of one run: so many, of any kind, or those of `worker+node`; none where the run kills by itself."""
     draw = random.Random(seed)
+    if ":" in kills:
+        return []
     if kills.isdigit():
         targets = draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=int(kills))
     else:
@@ -76,11 +79,13 @@ def plan(seed: int, kills: str) -> list[Kill]:
 class Disturbed:
     """One run on `nodes`, in `folder`."""
 
-    def __init__(self, nodes: Nodes, folder: Path, words: list[str], seed: int) -> None:
+    def __init__(
+        self, nodes: Nodes, folder: Path, words: list[str], seed: int, rates: str | None = None
+    ) -> None:
         self.nodes, self.folder, self.draw = nodes, folder, random.Random(seed)
         self.killed: list[str] = []
         self.seconds = 0.0
-        self.words = words
+        self.rates = ["--chaos", rates] if rates else []
         self.drivers = 0
         self.driver = self._start("train", *words, *PLACED, f"checkpoint.storage={folder}/runs")
 
@@ -88,7 +93,7 @@ class Disturbed:
         self.drivers += 1
         log = (self.folder / f"driver-{self.drivers}.log").open("w")
         return subprocess.Popen(
-            [sys.executable, "-m", "lockstep", *words, "--address", self.nodes.address, "--uri", self.uri, "-v"],
+            [sys.executable, "-m", "lockstep", *words, *self.rates, "--address", self.nodes.address, "--uri", self.uri, "-v"],
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
             stdout=log,
@@ -177,13 +182,19 @@ class Disturbed:
         self.driver.wait()
 
     def finish(self) -> dict[str, Any]:
-        """Until it ends: what it came to."""
+        """Until it ends: what it came to. Once."""
         until = time.monotonic() + 2 * PATIENCE_S
         while not self.over():
             assert time.monotonic() < until, f"it does not end\n{self.log()}"
             time.sleep(0.2)
         assert self.run is not None
+        self.killed += self._own_kills()
         return outcome(self.run, self.uri)
+
+    def _own_kills(self) -> list[str]:
+        """What `--chaos` said that it killed."""
+        logs = [path.read_text() for path in sorted(self.folder.glob("driver-*.log"))] if self.rates else []
+        return re.findall(r"^chaos: (.*) is killed$", "\n".join(logs), re.MULTILINE)
 
     def told(self, other: list[str]) -> str:
         """The run in a line."""
@@ -264,7 +275,7 @@ def main() -> None:
     parser.add_argument(
         "--runs",
         default="digits=9,digits=8,digits=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=worker",
-        help="jobs, each with how many kills, or with which: digits=worker+node",
+        help="jobs, each with how many kills, or with which: digits=worker+node, or with the rates of --chaos: digits=worker:0.02+driver:0.01",
     )
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -275,9 +286,11 @@ def main() -> None:
             job, wanted = entry.split("=")
             if job not in references:
                 references[job] = alone(Path(name, f"{job}-alone"), RUNS[job])
-            run = disturbed(nodes, Path(name, f"{number}-{job}"), job, wanted, given.seed * 1000 + number)
+            run, found = disturbed(
+                nodes, Path(name, f"{number}-{job}"), job, wanted, given.seed * 1000 + number
+            )
             kills += len(run.killed)
-            other = differences(run.finish(), references[job])
+            other = differences(found, references[job])
             told = run.told(other)
             if bool(other) != (job == CONTROL):
                 wrong.append(number)
@@ -286,17 +299,20 @@ def main() -> None:
     raise SystemExit(bool(wrong))
 
 
-def disturbed(nodes: Nodes, folder: Path, job: str, wanted: str, seed: int) -> Disturbed:
-    """A run that was killed as `wanted` and has ended."""
+def disturbed(
+    nodes: Nodes, folder: Path, job: str, wanted: str, seed: int
+) -> tuple[Disturbed, dict[str, Any]]:
+    """A run that was killed as `wanted` and has ended, and what it came to."""
     folder.mkdir()
     began = time.monotonic()
-    with Disturbed(nodes, folder, RUNS[job], seed) as run:
+    rates = wanted.replace("+", ",") if ":" in wanted else None
+    with Disturbed(nodes, folder, RUNS[job], seed, rates) as run:
         for kill in plan(seed, wanted):
             if run.disturb(kill):
                 print(f"  {time.monotonic() - began:6.1f} s {run.killed[-1]}", flush=True)
-        run.finish()
+        found = run.finish()
     run.seconds = time.monotonic() - began
-    return run
+    return run, found
 
 
 if __name__ == "__main__":

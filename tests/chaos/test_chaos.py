@@ -29,6 +29,15 @@ def test_a_worker_a_node_and_the_driver_are_killed_and_the_bits_stay() -> None:
     assert verdict == "3 kills; runs that did not end as they must: none"
 
 
+@pytest.mark.exact  # minutes
+def test_a_run_that_kills_by_itself_keeps_its_bits() -> None:
+    """`--chaos`, as a user tries a set-up with it: a worker, the recorder and the driver, which is resumed with it."""
+    *_, run, verdict = chaos("digits=worker:0.02+recorder:0.01+driver:0.01")
+    assert run.endswith("the same")
+    assert int(verdict.partition(" kills; ")[0]) >= 3
+    assert verdict.endswith("runs that did not end as they must: none")
+
+
 @pytest.mark.exact  # a minute
 def test_what_a_recovery_drops_shows() -> None:
     """The negative control: an optimizer whose memory is in no checkpoint."""
