@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from lockstep.record.environment import git_state
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
+from lockstep.repeated import repeated
 from lockstep.spec import Spec
 from lockstep.spec_places import RECORD_OFF
 from lockstep.training.group import Group, distributed
@@ -229,20 +229,11 @@ def _train_as(
     )
 
 
-@contextmanager
-def _shown(record: DirectRecord, progress: Progress) -> Iterator[None]:
+def _shown(record: DirectRecord, progress: Progress) -> AbstractContextManager[None]:
     """Show the newest rows twice a second, from a thread of its own."""
-    over = threading.Event()
 
     def show() -> None:
-        while not over.wait(0.5):
-            latest = record.recorder.latest
-            progress.show(latest.step, latest.evaluation, record.total_steps)
+        latest = record.recorder.latest
+        progress.show(latest.step, latest.evaluation, record.total_steps)
 
-    thread = threading.Thread(target=show, name="lockstep-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return repeated(lambda: show, 0.5, "lockstep-progress")

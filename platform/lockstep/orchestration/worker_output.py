@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lockstep.repeated import repeated
 
 EVERY_S = 5.0
 """How often a worker looks for what it has printed."""
@@ -31,7 +32,6 @@ def output_told(tell: Callable[[str, str], None], every_s: float = EVERY_S) -> I
     Nothing is told where the output goes to a terminal or a pipe: whoever is at its end has it.
     """
     files = [file for file in map(_opened, ("stdout", "stderr")) if file is not None]
-    over = threading.Event()
 
     def look() -> None:
         for file in files:
@@ -39,17 +39,10 @@ def output_told(tell: Callable[[str, str], None], every_s: float = EVERY_S) -> I
             if text:
                 tell(file.stream, text)
 
-    def watch() -> None:
-        while not over.wait(every_s):
-            look()
-
-    thread = threading.Thread(target=watch, name="lockstep-output", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated(lambda: look, every_s, "lockstep-output"):
+            yield
     finally:
-        over.set()
-        thread.join()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         look()

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import Any
+
+from lockstep.repeated import repeated
 
 EVERY_S = 10.0
 """How often a node is sampled."""
 
 
-@contextmanager
-def sampled(tell: Callable[[Mapping[str, float]], None], every_s: float = EVERY_S) -> Iterator[None]:
+def sampled(
+    tell: Callable[[Mapping[str, float]], None], every_s: float = EVERY_S
+) -> AbstractContextManager[None]:
     """Sample this node while the block runs; `tell` is called from a thread."""
-    over = threading.Event()
 
-    def watch() -> None:
-        sampler = Sampler()  # here: psutil keeps the processor's times of each thread apart
-        while not over.wait(every_s):
-            tell(sampler.sample())
+    def begin() -> Callable[[], None]:
+        sampler = Sampler()  # in the thread: psutil keeps the processor's times of each thread apart
+        return lambda: tell(sampler.sample())
 
-    thread = threading.Thread(target=watch, name="lockstep-system", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return repeated(begin, every_s, "lockstep-system")
 
 
 class Sampler:

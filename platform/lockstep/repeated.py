@@ -1,0 +1,26 @@
+"""A thread that does something now and then while a block runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def repeated(begin: Callable[[], Callable[[], object]], every_s: float, name: str) -> Iterator[None]:
+    """Call what `begin` returns each `every_s` seconds while the block runs. Both run in a thread of that name; it has ended when the block has."""
+    over = threading.Event()
+
+    def work() -> None:
+        act = begin()
+        while not over.wait(every_s):
+            act()
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
