@@ -44,12 +44,17 @@ def anywhere_but(nodes: Collection[str]) -> dict[str, str] | None:
     return {NODE_ID: f"!in({','.join(sorted(nodes))})"} if nodes else None
 
 
+def room_for(each: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """How many workers of `each` so much fit into these resources."""
+    return min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
+
+
 def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
     """How many workers the cluster's resources give, and what each is given."""
     wanted = spec.workers
     gpus = float(resources.get("GPU", 0.0) >= 1) if wanted.gpus_each == "auto" else float(wanted.gpus_each)
     each = {"CPU": float(wanted.cpus_each)} | ({"GPU": gpus} if gpus else {})
-    fit = min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
+    fit = room_for(each, resources)
     workers = min(wanted.max, fit, spec.batch.micro_batches)
     if workers < wanted.min:
         have = ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in each)

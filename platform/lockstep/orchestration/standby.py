@@ -21,6 +21,7 @@ import ray
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
 from lockstep.orchestration.placement import Placement
+from lockstep.orchestration.surroundings import spare
 from lockstep.orchestration.watchdog import Member
 
 KEEP_S = 30 * 24 * 3600
@@ -65,7 +66,7 @@ def imported_at() -> float:
 
 
 class Standbys:
-    """Keeps as many standby workers on each node as an attempt has workers there. `warn` is told once why it cannot."""
+    """Keeps as many standby workers on each node as an attempt has workers there, and some on a node to spare. `warn` is told once why it cannot."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -84,12 +85,13 @@ class Standbys:
         self._idle -= Counter(used)
         return len(used)
 
-    def fill(self, attempt: int, members: Sequence[Member]) -> None:
-        """Have the nodes of an attempt's workers start what is missing, in the background, once an attempt."""
+    def fill(self, attempt: int, members: Sequence[Member], each: Mapping[str, float]) -> None:
+        """Have the nodes of an attempt's workers, of `each` so much, start what is missing, and one node that could take the place of another: in the background, once an attempt."""
         if attempt == self._filled_for:
             return
         self._filled_for = attempt
-        wanted = Counter(member.node for member in members) - self._idle
+        used = Counter(member.node for member in members)
+        wanted = used + spare(each, used) - self._idle
         if wanted and not self._failed:
             self._idle += wanted
             threading.Thread(

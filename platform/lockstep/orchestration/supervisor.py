@@ -203,7 +203,7 @@ class Supervisor:
         members = self._members()
         after_s = self.spec.faults.standby_after_s
         if after_s is not None and time.time() - attempt.moments.at["first_step"] > after_s:
-            self._standbys.fill(attempt.origin.attempt, members)
+            self._standbys.fill(attempt.origin.attempt, members, surroundings.each)
         advice = surroundings.advice(members)
         if advice.save is not None:
             self.progress.say(f"saving, and going on: {advice.save}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 
 from lockstep.errors import SpecError
-from lockstep.orchestration.placement import Placement, place
+from lockstep.orchestration.placement import Placement, place, room_for
 from lockstep.orchestration.watchdog import Member
 from lockstep.spec import Spec
 
@@ -44,6 +44,17 @@ def find_place(spec: Spec) -> Placement:
     return Placement(*place(spec, total), frozenset(fit), frozenset(unfit))
 
 
+def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
+    """A node that could take the place of any one of the `used` (workers by node), and how many it would get; nothing where there is none."""
+    drained, free = draining(), ray._private.state.available_resources_per_node()
+    for node in sorted(node["NodeID"] for node in ray.nodes() if node["Alive"]):
+        if node not in used and node not in drained:
+            fit = room_for(each, free.get(node, {}))
+            if fit:
+                return Counter({node: min(fit, max(used.values()))})
+    return Counter()
+
+
 def answers(node: Mapping[str, Any]) -> bool:
     """Whether the node's raylet can be reached: Ray takes up to half a minute to notice that a node is gone."""
     try:
@@ -61,8 +72,7 @@ def draining() -> dict[str, float]:
 
 def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
     """How many workers a run could have that has so many now, where so much more is free."""
-    more = min(int(free.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
-    return max(workers, min(spec.workers.max, spec.batch.micro_batches, workers + more))
+    return max(workers, min(spec.workers.max, spec.batch.micro_batches, workers + room_for(each, free)))
 
 
 class Advice(NamedTuple):
