@@ -77,3 +77,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known here: {', '.join(candidates)}" if candidates else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says, for the one line in which it is told."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

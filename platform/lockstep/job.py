@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.errors import JobError, JobImportError, SpecError, nearest
+from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
 from lockstep.spec_errors import one_line
 
 T = TypeVar("T")
@@ -184,8 +184,7 @@ def _module(name: str) -> ModuleType:
 def _brief(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError in {error.filename}, line {error.lineno}: {error.msg}"
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+    return first_line(error)
 
 
 def dataset_size(dataset: Dataset[Any], name: str) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.reader import load_newest, newest_good
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 
 EVERY_S = 30.0
 """The cadence that the share of wall time is told for."""

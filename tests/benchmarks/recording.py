@@ -32,7 +32,7 @@ import torch
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.job import load_job
 from lockstep.orchestration.local import NoRecord
-from lockstep.orchestration.ray_trainer import RAY_SETTINGS
+from lockstep.orchestration.ray_settings import RAY_SETTINGS
 from lockstep.orchestration.recorder_actor import RemoteRecord, start_recorder
 from lockstep.record.ledger import StepRow
 from lockstep.spec import load_spec

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import train
-from lockstep.orchestration.ray_trainer import RAY_SETTINGS
+from lockstep.orchestration.ray_settings import RAY_SETTINGS
 from lockstep.orchestration.result import Result
 from tests.cluster.test_supervisor import spec
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import json, logging, os, sys, tempfile
-from lockstep.orchestration.ray_trainer import RAY_SETTINGS
+from lockstep.orchestration.ray_settings import RAY_SETTINGS
 os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 import ray
 from ray.cluster_utils import Cluster

@@ -19,7 +19,7 @@ import pytest
 from lockstep import SweepResult, sweep, train
 from lockstep.errors import SpecError
 from lockstep.orchestration.sweeps.driver import resume_sweep
-from lockstep.record.run_store import find_run
+from lockstep.record.stores import find_run
 from lockstep.spec import load_spec
 
 ROOT = Path(__file__).parents[2]

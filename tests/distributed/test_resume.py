@@ -20,7 +20,7 @@ import torch
 
 from lockstep.checkpoint.reader import Checkpoint, checkpoints
 from lockstep.checkpoint.run_folder import Origin, RunFolder
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, SpecError, StorageError
 from lockstep.training.state import TrainState
 from tests.distributed import test_fp16, test_same_bits

@@ -15,7 +15,7 @@ import torch
 from pyarrow.fs import FileSystem
 
 from lockstep.checkpoint.run_folder import Origin, RunFolder
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.data import Table
 from lockstep.errors import DataError, DriftError, JobError, SpecError
 from lockstep.job import load_job

@@ -17,7 +17,8 @@ from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.checkpoint.plain_json import parsed
 from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.storage import PIECE, Reading, Storage, open_storage
+from lockstep.checkpoint.storage import PIECE, Reading, Storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.checkpoint.tensor_file import read_tensors
 from lockstep.checkpoint.tree import Tree, unpack
 

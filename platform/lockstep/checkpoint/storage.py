@@ -9,11 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import NamedTuple, Protocol
-from urllib.parse import unquote, urlsplit
-
-from lockstep.errors import SpecError
 
 PIECE = 1 << 20
 """Bytes that are hashed and written, or read and hashed, at a time: they stay in the processor's cache between the two."""
@@ -76,24 +72,6 @@ class Storage(Protocol):
 
     def end_staging(self, folder: str) -> None:
         """End a staging folder for all who write through it, in one moment, and delete what is in it."""
-
-
-def open_storage(uri: str) -> Storage:
-    """The storage at a path or at a `file:`, `s3:` or `gs:` URI. SpecError for any other."""
-    from lockstep.checkpoint.local_storage import LocalStorage
-
-    scheme, separator, _ = uri.partition("://")
-    if not separator:
-        return LocalStorage(Path(uri))
-    if scheme == "file":
-        return LocalStorage(Path(unquote(urlsplit(uri).path)))
-    if scheme in {"s3", "gs"}:
-        from lockstep.checkpoint.object_storage import ObjectStorage
-
-        return ObjectStorage(uri)
-    raise SpecError(
-        f"checkpoint.storage: got {scheme}://…, wanted a path or a URI of file://, s3:// or gs://"
-    )
 
 
 def hashed(pieces: Iterable[bytes | memoryview], write: Callable[[memoryview], object]) -> Written:

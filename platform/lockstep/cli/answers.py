@@ -1,4 +1,4 @@
-"""How every command answers: one object or a text on standard output, an error as one line and an exit code."""
+"""What commands share: their options, and how they answer: one object or a text on standard output, an error as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.errors import LockstepError
 
+if TYPE_CHECKING:
+    from lockstep.orchestration.progress import Progress
+
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Uri = Annotated[
     str | None, typer.Option(help="the MLflow tracking URI; before record.uri and MLFLOW_TRACKING_URI")
 ]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides: optimizer.lr=1e-3")
+]
+Address = Annotated[str | None, typer.Option(help="the Ray cluster: an address, auto or local")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="tracebacks, and what Ray prints")]
 
 
@@ -55,3 +64,23 @@ def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any],
     finally:
         os.dup2(out, 1)
         os.close(out)
+
+
+@contextmanager
+def shown(as_json: bool) -> Iterator[Progress]:
+    """The live line while a run goes on; nothing with `--json`."""
+    from lockstep.orchestration.progress import Line, Silent
+
+    if as_json:
+        yield Silent()
+        return
+    line = Line()
+    with line.running():
+        yield line
+
+
+def uri_option(tracking_uri: str) -> str:
+    """How a later command is told the store, where it would not find it by itself."""
+    from lockstep.spec_places import tracking_uri as default_uri
+
+    return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import Json, Verbose, answered
-from lockstep.cli.main import Overrides
+from lockstep.cli.answers import Json, Overrides, Verbose, answered
 from lockstep.errors import SpecError
 
 cluster = typer.Typer(no_args_is_help=True, help="Several real Ray nodes on this machine, for testing.")

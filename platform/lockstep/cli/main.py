@@ -10,21 +10,29 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from lockstep.cli import records
-from lockstep.cli.answers import Json, Uri, Verbose, answered
+from lockstep.cli import cluster, records, sweeps
+from lockstep.cli.answers import (
+    Address,
+    Json,
+    Overrides,
+    SpecFile,
+    Uri,
+    Verbose,
+    answered,
+    shown,
+    uri_option,
+)
 from lockstep.errors import RecordError
 from lockstep.spec_places import RECORD_OFF
 
 if TYPE_CHECKING:
-    from lockstep.orchestration.progress import Progress
     from lockstep.orchestration.result import Result
     from lockstep.orchestration.sweeps.driver import SweepResult
 
@@ -33,16 +41,11 @@ Ran = TypeVar("Ran")
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
-records.register(app)
 
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides: optimizer.lr=1e-3")
-]
+
 Local = Annotated[
     bool, typer.Option("--local", help="train in this one process, without Ray; works under torchrun")
 ]
-Address = Annotated[str | None, typer.Option(help="the Ray cluster: an address, auto or local")]
 RunName = Annotated[
     str | None,
     typer.Option(
@@ -139,7 +142,7 @@ def resume(
             swept = options.lived(partial(resume_sweep, run_id, overrides or [], uri=uri))
             if swept is None:
                 raise
-            answer(swept.as_dict(), lambda: _sweeps.told(swept))
+            answer(swept.as_dict(), lambda: sweeps.told(swept))
             _exit(swept)
             return
         answer(result.as_dict(), lambda: _told(result.as_dict()))
@@ -160,19 +163,6 @@ class RunOptions:
         """The result of `train`, whose progress is shown meanwhile."""
         with shown(self._as_json) as progress:
             return train(progress=progress, began_at=self._began_at, **self._places)
-
-
-@contextmanager
-def shown(as_json: bool) -> Iterator[Progress]:
-    """The live line while a run goes on; nothing with `--json`."""
-    from lockstep.orchestration.progress import Line, Silent
-
-    if as_json:
-        yield Silent()
-        return
-    line = Line()
-    with line.running():
-        yield line
 
 
 def _exit(result: Result | SweepResult) -> None:
@@ -224,15 +214,5 @@ def _told(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def uri_option(tracking_uri: str) -> str:
-    """How a later command is told the store, where it would not find it by itself."""
-    from lockstep.spec_places import tracking_uri as default_uri
-
-    return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"
-
-
-from lockstep.cli import cluster as _cluster  # noqa: E402 - they share what stands above
-from lockstep.cli import sweeps as _sweeps  # noqa: E402
-
-_cluster.register(app)
-_sweeps.register(app)
+for commands in (sweeps, records, cluster):
+    commands.register(app)

@@ -12,7 +12,7 @@ import typer
 from lockstep.cli.answers import Json, Uri, Verbose, answered
 
 if TYPE_CHECKING:
-    from lockstep.record.catalogue import RunInfo
+    from lockstep.record.run_store import RunInfo
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
 Storage = Annotated[Path, typer.Option(help="the folder that holds the folders of runs")]
@@ -39,7 +39,7 @@ def runs(
 ) -> None:
     """List the newest runs of a store."""
     with answered(json_, verbose) as answer:
-        from lockstep.record.catalogue import reader
+        from lockstep.record.stores import reader
         from lockstep.spec_places import tracking_uri
 
         found = reader(tracking_uri(uri), storage).runs(experiment, limit)
@@ -55,7 +55,7 @@ def show(
 ) -> None:
     """Show what is recorded of one run."""
     with answered(json_, verbose) as answer:
-        from lockstep.record.catalogue import reader
+        from lockstep.record.stores import reader
         from lockstep.spec_places import tracking_uri
 
         store = reader(tracking_uri(uri), storage)
@@ -108,7 +108,7 @@ def _folder(run: str, uri: str | None, storage: Path) -> Path:
     """The run's folder: below `storage`, or where the store says that it is."""
     if (storage / run).is_dir():
         return storage / run
-    from lockstep.record.catalogue import reader
+    from lockstep.record.stores import reader
     from lockstep.spec_places import tracking_uri
 
     told = reader(tracking_uri(uri), storage).run(run).tags.get("lockstep.folder")

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import Json, Uri, Verbose, answered
-from lockstep.cli.main import Address, Overrides, SpecFile, shown, uri_option
+from lockstep.cli.answers import (
+    Address,
+    Json,
+    Overrides,
+    SpecFile,
+    Uri,
+    Verbose,
+    answered,
+    shown,
+    uri_option,
+)
 from lockstep.spec_places import RECORD_OFF
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from lockstep.checkpoint.errors import LostFileError, StaleAttemptError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.pins import ALIAS, pin_exactly
 from lockstep.checkpoint.run_folder import Origin, RunFolder
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 from lockstep.spec import Spec
 

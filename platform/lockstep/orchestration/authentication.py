@@ -10,7 +10,6 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import MutableMapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -71,35 +70,6 @@ def guard_rays_token() -> None:
         path.chmod(0o600)
 
 
-def starts_own_cluster(address: str | None) -> bool:
-    """Whether Ray would start a cluster for this address, as far as that can be told before Ray is imported."""
-    known = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
-    return address == "local" or (address is None and "RAY_ADDRESS" not in os.environ and not known.exists())
-
-
-def show_token(address: str | None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what Ray needs to speak to the cluster at `address`, unless the environment says it already.
-
-    Before Ray is imported: it reads this once. The token is that of the cluster that `lockstep cluster up` started, where
-    the address is its; else Ray's own file, which Ray by itself would not show to a cluster that it has not started.
-    """
-    from lockstep.orchestration.local_cluster import running_cluster
-
-    if address is not None and is_loopback(host_of(address)):
-        environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    if {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys():
-        return
-    cluster = running_cluster()
-    if cluster is not None and address is not None and _port(address) in cluster.ports:
-        environment.update(cluster.access())
-    elif address is not None and rays_token().exists():
-        environment["RAY_AUTH_MODE"] = "token"
-
-
 def host_of(address: str) -> str:
     """The host of `host:port` or of a URL."""
     return urlsplit(address if "://" in address else f"ray://{address}").hostname or ""
-
-
-def _port(address: str) -> int | None:
-    return urlsplit(address if "://" in address else f"ray://{address}").port

@@ -26,6 +26,7 @@ import psutil  # type: ignore[import-untyped]
 
 from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.orchestration.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
+from lockstep.orchestration.ray_settings import RAY_SETTINGS
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 START_S = 300.0
@@ -146,8 +147,6 @@ def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCl
 
 def _environment(mark: str, token: Path | None, host: str, folder: Path) -> dict[str, str]:
     """What the nodes, their workers and the drivers of jobs are started with."""
-    from lockstep.orchestration.ray_trainer import RAY_SETTINGS
-
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     access = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}  # fmt: skip
     local = {**LOOPBACK_ONLY, "GLOO_SOCKET_IFNAME": "lo"} if is_loopback(host) else {}

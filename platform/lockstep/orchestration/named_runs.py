@@ -10,12 +10,13 @@ import re
 from typing import Any
 
 from lockstep.checkpoint.errors import LostFileError, TakenError
-from lockstep.checkpoint.storage import Storage, open_storage
+from lockstep.checkpoint.storage import Storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 from lockstep.orchestration.result import Result
 from lockstep.orchestration.resumption import continue_run
 from lockstep.orchestration.runs import train
-from lockstep.record.run_store import find_run
+from lockstep.record.stores import find_run
 from lockstep.spec import Spec
 
 

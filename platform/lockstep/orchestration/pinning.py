@@ -6,10 +6,10 @@ from pathlib import Path
 
 from lockstep.checkpoint.pins import ASKED, pin, pinned, unpin
 from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 from lockstep.orchestration.attempts import saved_steps
-from lockstep.record.run_store import find_run
+from lockstep.record.stores import find_run
 from lockstep.spec import load_spec
 from lockstep.spec_places import tracking_uri
 

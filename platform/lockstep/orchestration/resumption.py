@@ -13,7 +13,8 @@ from lockstep.orchestration.attempts import adopt, claim, steps_of
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.runs import run_attempt, train
-from lockstep.record.run_store import Recorded, find_copies, find_run
+from lockstep.record.run_store import Recorded
+from lockstep.record.stores import find_copies, find_run
 from lockstep.spec import Fork, Spec, load_spec
 from lockstep.spec_places import tracking_uri
 

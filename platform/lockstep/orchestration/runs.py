@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError, StorageError
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.result import Result

@@ -20,6 +20,7 @@ from contextlib import suppress
 import ray
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
+from lockstep.errors import first_line
 from lockstep.orchestration.placement import Placement
 from lockstep.orchestration.surroundings import spare
 from lockstep.orchestration.watchdog import Member
@@ -112,9 +113,8 @@ class Standbys:
                 self._idle[node] -= count
                 if not self._failed:
                     self._failed = True
-                    first = str(error).strip().splitlines()
                     self._warn(
-                        f"no standby workers, so that a lost one takes longer to replace: {type(error).__name__}: {first[0] if first else ''}"
+                        f"no standby workers, so that a lost one takes longer to replace: {first_line(error)}"
                     )
 
 

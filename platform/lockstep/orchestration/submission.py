@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ClusterError, SpecError
-from lockstep.orchestration.authentication import show_token
+from lockstep.orchestration.connection import show_token
 from lockstep.orchestration.local_cluster import running_cluster
 from lockstep.orchestration.noticeboard import notices
 from lockstep.orchestration.packaging import NOTED, pack

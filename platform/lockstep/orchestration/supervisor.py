@@ -21,7 +21,6 @@ from lockstep.orchestration.noticeboard import Noticeboard
 from lockstep.orchestration.placement import Placement
 from lockstep.orchestration.policy import Budget, outcome_of
 from lockstep.orchestration.progress import Progress
-from lockstep.orchestration.ray_trainer import Attempt, why_lost
 from lockstep.orchestration.recorder_actor import LOST, Ending, News, start_recorder
 from lockstep.orchestration.result import Result, result_of
 from lockstep.orchestration.signals import StopSignal
@@ -29,6 +28,7 @@ from lockstep.orchestration.stages import breakdown
 from lockstep.orchestration.standby import Standbys
 from lockstep.orchestration.surroundings import Surroundings, find_place
 from lockstep.orchestration.watchdog import Member, Patience, end
+from lockstep.orchestration.worker_group import Attempt, why_lost
 from lockstep.spec import Spec
 
 POLL_S = 0.3

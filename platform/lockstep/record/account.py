@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, first_line
 from lockstep.record import documents, figures, ledger
 from lockstep.record.data_sets import data_sets
 from lockstep.record.files import append_bounded, write_text
@@ -210,8 +210,7 @@ class Account:
         except RecordError:
             raise
         except Exception as error:  # noqa: BLE001 - the job's own model, traced: it may raise anything, and the run has its weights
-            lines = str(error).strip().splitlines()
-            reason = f"{type(error).__name__}: {lines[0][:500] if lines else 'no message'}"
+            reason = first_line(error)[:500]
             self.log(f"no model for MLflow: {reason}")
             self._store.set_tags({"lockstep.model_error": reason})
         finally:

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, SpecError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
+from lockstep.record.journal import newest_step
+from lockstep.record.liveness import vanished
 from lockstep.record.points import Point
-from lockstep.record.run_store import Recorded, Status, recorded
+from lockstep.record.run_store import Recorded, RunInfo, Status, recorded
 from lockstep.spec import Spec
 
 
@@ -140,3 +142,52 @@ class FolderStore:
             raise RecordError(
                 f"record.folder: cannot write {str(self._folder)!r}: {error.strerror or error}; name a folder that can be written"
             ) from error
+
+
+class FolderReader:
+    """The RunReader of `record.uri: off`."""
+
+    def __init__(self, storage: Path) -> None:
+        self._storage = storage
+
+    def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
+        if experiment is not None:
+            raise SpecError("experiment: runs that are recorded in folders alone have none; leave it out")
+        found = [self.run(path.parent.name) for path in self._storage.glob("*/run.json")]
+        return sorted(found, key=lambda run: -run.started)[:limit]
+
+    def run(self, run_id: str) -> RunInfo:
+        path = self._storage / run_id / "run.json"
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
+        reason = vanished(known["tags"], time.time()) if known["status"] == "RUNNING" else ""
+        if reason:
+            known |= {"status": "FAILED", "ended": float(known["tags"]["lockstep.heartbeat"])}
+            known["tags"] |= {"lockstep.vanished": reason, "lockstep.error": reason}
+            write_text(path, as_json(known))
+        return self._info(known)
+
+    def _info(self, known: dict[str, Any]) -> RunInfo:
+        newest = newest_step(self._storage / known["run_id"])
+        return RunInfo(
+            run_id=known["run_id"],
+            name=known["name"],
+            experiment="",
+            status=known["status"],
+            started=known["started"],
+            ended=known["ended"],
+            step=newest.step if newest else 0,
+            metrics={"train/loss": newest.loss} if newest else {},
+            params=known["params"],
+            tags=known["tags"],
+            url="",
+        )
+
+    def text(self, run_id: str, path: str) -> str:
+        return (self._storage / run_id / path).read_text(encoding="utf-8")
+
+    def artifacts(self, run_id: str) -> list[str]:
+        folder = self._storage / run_id
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, first_line
 from lockstep.record.run_store import UnavailableError
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
@@ -61,7 +61,7 @@ class Outbox:
 
     def refuse(self, error: Exception) -> None:
         """Note what cannot be recorded. The first is kept: it is the cause, and others mostly follow from it."""
-        told = error if isinstance(error, RecordError) else RecordError(_in_one_line(error))
+        told = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
         self._refused = self._refused or told
 
     def give_up(self, kept: str) -> None:
@@ -91,8 +91,3 @@ class Outbox:
         if self._refused or not outage:
             return self._refused
         return outage.error if time.monotonic() - outage.since > self._patience_s else None
-
-
-def _in_one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"record: {type(error).__name__}: {lines[0] if lines else 'no message'}"

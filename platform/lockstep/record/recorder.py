@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from lockstep.errors import RecordError, StorageError
 from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
-from lockstep.record.run_store import RunStore, store_for
+from lockstep.record.run_store import RunStore
+from lockstep.record.stores import store_for
 from lockstep.record.writer import Writer
 from lockstep.record.writer_process import WriterProcess
 from lockstep.spec import Spec

@@ -1,9 +1,8 @@
-"""What the recorder asks of a place that keeps runs, and which one a spec names."""
+"""What is asked of a place that keeps runs, by the recorder and by those who read."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -11,10 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 from lockstep.errors import RecordError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import without_password
-from lockstep.record.ledger import History, read_history
 from lockstep.record.points import Point
 from lockstep.spec import Spec
-from lockstep.spec_places import RECORD_OFF
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
@@ -79,6 +76,38 @@ class RunStore(Protocol):
         """A link that lands on the run's page, or nothing where the store has no pages."""
 
 
+class RunInfo(NamedTuple):
+    """A run as its store has it. `step` is the last one that is recorded; times are Unix seconds."""
+
+    run_id: str
+    name: str
+    experiment: str
+    status: str
+    started: float
+    ended: float | None
+    step: int
+    metrics: dict[str, float]
+    params: dict[str, str]
+    tags: dict[str, str]
+    url: str
+
+
+class RunReader(Protocol):
+    """A store of runs, to be read. Raises RecordError for what is not there, UnavailableError where it does not answer."""
+
+    def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
+        """The newest runs, newest first."""
+
+    def run(self, run_id: str) -> RunInfo:
+        """One run."""
+
+    def artifacts(self, run_id: str) -> list[str]:
+        """The paths of all that is kept with a run."""
+
+    def text(self, run_id: str, path: str) -> str:
+        """One of them."""
+
+
 class Recorded(NamedTuple):
     """What a store knows of a run: enough to resume it."""
 
@@ -98,63 +127,6 @@ class CheckpointCopy(NamedTuple):
     download: Callable[[Path], None]
 
 
-def find_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
-    """The whole copies of a run's checkpoints in the store at `uri`, newest first."""
-    from lockstep.record.mlflow_store import checkpoint_copies
-
-    return [] if uri == RECORD_OFF else checkpoint_copies(uri, run_id)
-
-
-def find_run(uri: str, run_id: str, folder: Path) -> Recorded:
-    """The run that the store at `uri` knows by this id; for RECORD_OFF the one in `folder`. RecordError where there is none."""
-    from lockstep.record.folder_store import recorded_in_folder
-    from lockstep.record.mlflow_store import recorded_in_mlflow
-
-    if uri == RECORD_OFF:
-        return recorded_in_folder(folder, run_id)
-    return recorded_in_mlflow(uri, run_id)
-
-
-def find_finished(uri: str, identity: str, folder: Path) -> Recorded | None:
-    """The newest finished run of this identity that has a ledger of its own, or None."""
-    from lockstep.record.folder_store import finished_in_folder
-    from lockstep.record.mlflow_store import finished_in_mlflow
-
-    return finished_in_folder(folder, identity) if uri == RECORD_OFF else finished_in_mlflow(uri, identity)
-
-
-def find_history(uri: str, run_id: str, folder: Path) -> History:
-    """All rows of a finished run, from its folder or else from its store."""
-    from lockstep.record.mlflow_store import files_from_mlflow
-
-    here = folder / run_id
-    if (here / "ledger.parquet").exists() or uri == RECORD_OFF:
-        return read_history(here)
-    with tempfile.TemporaryDirectory() as there:
-        files_from_mlflow(uri, run_id, ("ledger.parquet", "evaluations.parquet"), Path(there))
-        return read_history(Path(there))
-
-
-def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
-    """The document of the sweep that has this id, or None where the run is none."""
-    import yaml
-
-    from lockstep.record.mlflow_store import files_from_mlflow
-
-    here = folder / run_id / SWEEP_FILE
-    if here.exists():
-        text = here.read_text(encoding="utf-8")
-    elif uri == RECORD_OFF:
-        return None
-    else:
-        with tempfile.TemporaryDirectory() as there:
-            if not files_from_mlflow(uri, run_id, (SWEEP_FILE,), Path(there)):
-                return None
-            text = Path(there, SWEEP_FILE).read_text(encoding="utf-8")
-    document: dict[str, Any] = yaml.safe_load(text)
-    return document
-
-
 def recorded(
     run_id: str, status: str, spec: str | None, summary: str | None, url: str, where: str
 ) -> Recorded:
@@ -172,22 +144,6 @@ def recorded(
         raise RecordError(f"run {run_id} in {where} has no spec.yaml; wanted a run that Lockstep made")
     known: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]
     return Recorded(run_id, known, document, found, url)
-
-
-def store_for(spec: Spec, started_at: float) -> RunStore:
-    """The store that `record.uri` names, not opened yet; a run that it creates began at `started_at` (Unix seconds)."""
-    from lockstep.record.folder_store import FolderStore
-    from lockstep.record.mlflow_store import MlflowStore
-
-    uri = spec.record.uri
-    if uri is None:
-        raise RecordError(
-            "record.uri: missing; read the spec with load_spec, which fills it in, or set record.uri=off"
-        )
-    if uri == RECORD_OFF:
-        return FolderStore(spec.folder, spec.name, started_at)
-    experiment = spec.record.experiment or spec.name or "lockstep"
-    return MlflowStore(uri, experiment, spec.name, f"{spec.folder.as_uri()}/mlartifacts", started_at)
 
 
 def unreachable(uri: str, reason: str) -> str:

@@ -20,7 +20,7 @@ from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, Origin, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
 from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64

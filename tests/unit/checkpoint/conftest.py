@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.storage import Storage, open_storage
+from lockstep.checkpoint.storage import Storage
+from lockstep.checkpoint.storages import open_storage
 
 
 @pytest.fixture(scope="session")

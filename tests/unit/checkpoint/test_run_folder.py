@@ -39,7 +39,7 @@ def test_two_runs_never_share_a_folder(storage: Storage) -> None:
 def test_of_many_that_create_one_folder_one_succeeds(tmp_path: Path) -> None:
     script = (
         "import sys; from lockstep.checkpoint.run_folder import RunFolder\n"
-        "from lockstep.checkpoint.storage import open_storage\n"
+        "from lockstep.checkpoint.storages import open_storage\n"
         "sys.stdin.readline()\n"
         f"print(RunFolder.create(open_storage({str(tmp_path)!r}), 'run-a').run_id)"
     )

@@ -69,7 +69,7 @@ def whole(attempt: Attempt, step: int, sections: dict[str, Any]) -> bool:
 
 @everywhere
 def test_a_save_is_written_beside_the_run(uri: str) -> None:
-    from lockstep.checkpoint.storage import open_storage
+    from lockstep.checkpoint.storages import open_storage
 
     attempt = RunFolder.create(open_storage(uri), "run-a").claim()
     told: list[Saved] = []
@@ -319,7 +319,7 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
         "from tests.unit.checkpoint.states import state\n"
         "from lockstep.checkpoint.run_folder import RunFolder\n"
         "from lockstep.checkpoint.saver import AsyncSaver\n"
-        "from lockstep.checkpoint.storage import open_storage\n"
+        "from lockstep.checkpoint.storages import open_storage\n"
         f"run = RunFolder.create(open_storage({str(tmp_path)!r}), 'run-a')\n"
         "AsyncSaver(run.claim()).save(7, state(7, items=1_000_000))\n"
     )

@@ -16,7 +16,8 @@ from lockstep.checkpoint.errors import (
     StaleAttemptError,
     TakenError,
 )
-from lockstep.checkpoint.storage import PIECE, Item, Storage, open_storage
+from lockstep.checkpoint.storage import PIECE, Item, Storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError, StorageError
 from tests.unit.checkpoint.states import everywhere
 

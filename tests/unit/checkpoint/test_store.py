@@ -25,7 +25,7 @@ from lockstep.checkpoint.reader import (
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.snapshot import snapshot
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.checkpoint.writer import (
     Part,
     commit,

@@ -14,9 +14,9 @@ from lockstep.orchestration.authentication import (
     guard_rays_token,
     is_loopback,
     refuse_open,
-    show_token,
     write_token,
 )
+from lockstep.orchestration.connection import show_token
 
 
 @pytest.fixture(autouse=True)

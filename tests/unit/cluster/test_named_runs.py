@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep import train
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 from lockstep.orchestration.named_runs import give_name, run_of_name, train_named
 from lockstep.orchestration.progress import Silent

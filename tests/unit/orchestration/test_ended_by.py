@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.orchestration.ray_trainer import ended_by, why_lost
+from lockstep.orchestration.worker_group import ended_by, why_lost
 
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\nWorker exit type: SYSTEM_ERROR "

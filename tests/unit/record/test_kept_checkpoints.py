@@ -16,7 +16,7 @@ from lockstep.checkpoint.pins import pin, pinned, unpin
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Saved
-from lockstep.checkpoint.storage import open_storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.orchestration.attempts import pin_aliased, saved_steps
 from lockstep.record.ledger import CheckpointRow
 from lockstep.record.recorder import Recorder

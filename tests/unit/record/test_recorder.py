@@ -18,13 +18,13 @@ import pytest
 import yaml
 
 from lockstep.errors import RecordError, StorageError
-from lockstep.record.catalogue import reader
 from lockstep.record.files import append_bounded
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.ledger import StepRow, read_evaluations, read_parquet
 from lockstep.record.points import Point
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import UnavailableError
+from lockstep.record.stores import reader
 from lockstep.spec import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 

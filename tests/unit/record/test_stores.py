@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
-from lockstep.record.catalogue import reader
 from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.recorder import Recorder
+from lockstep.record.stores import reader
 from lockstep.spec import Spec, load_spec
 from tests.unit.record.postgresql import postgresql as running_postgresql
 from tests.unit.record.rows import evaluation_row, step_row

@@ -19,7 +19,7 @@ from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.orchestration.progress import Progress, Silent
 from lockstep.orchestration.runs import advise, check_storage, find_initial_weights
 from lockstep.orchestration.signals import StopSignal
-from lockstep.record.run_store import find_sweep
+from lockstep.record.stores import find_sweep
 from lockstep.record.sweep_record import best_of, tally
 from lockstep.source import check_job_source
 from lockstep.spec import KeepBest, Spec, load_spec
@@ -85,7 +85,7 @@ def sweep(
     warnings = advise(base)
     check_job_source(base.job.use)
     check_storage(base)
-    from lockstep.orchestration.ray_trainer import connected
+    from lockstep.orchestration.connection import connected
 
     with StopSignal() as stop, connected(address, verbose=verbose, for_workers=True):
         stop.listen()

@@ -13,7 +13,8 @@ from lockstep.errors import RecordError
 from lockstep.orchestration.recorder_actor import RecorderActor
 from lockstep.orchestration.watchdog import Member
 from lockstep.record.ledger import EvaluationRow
-from lockstep.record.run_store import Recorded, find_finished, find_history
+from lockstep.record.run_store import Recorded
+from lockstep.record.stores import find_finished, find_history
 from lockstep.record.sweep_record import SweepRecord
 from lockstep.spec import Spec
 from lockstep.spec_places import RECORD_OFF

@@ -23,7 +23,8 @@ from ray import tune
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.checkpoint.storage import Storage, open_storage
+from lockstep.checkpoint.storage import Storage
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import ClusterError, LockstepError, StorageError
 from lockstep.identity import PLACEMENT
 from lockstep.job import load_job
@@ -34,7 +35,8 @@ from lockstep.orchestration.sweeps.recorders import Channel
 from lockstep.orchestration.sweeps.trial_record import LeftError, ReusedError, TrialRecord
 from lockstep.orchestration.watchdog import listening
 from lockstep.record.ledger import EvaluationRow, History
-from lockstep.record.run_store import Recorded, find_history, find_run
+from lockstep.record.run_store import Recorded
+from lockstep.record.stores import find_history, find_run
 from lockstep.spec import Spec
 from lockstep.sweep_spec import SweepSpec
 from lockstep.training.failure import told

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, first_line
 from lockstep.record.database_lock import database_lock
 from lockstep.record.documents import without_password
 from lockstep.record.run_store import UnavailableError, unreachable
@@ -134,5 +134,4 @@ def _reason(error: BaseException) -> str:
     system = re.search(r"\[Errno -?\d+\] ([^\n'\")]+)", text)
     if system:
         return system.group(1)
-    lines = text.strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:500] if lines else 'no message'}"
+    return first_line(error)[:500]

@@ -11,12 +11,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
-from lockstep.record.catalogue import RunInfo
 from lockstep.record.documents import without_password
 from lockstep.record.liveness import vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models
-from lockstep.record.run_store import CheckpointCopy, Recorded, recorded
+from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, recorded
 
 
 def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:

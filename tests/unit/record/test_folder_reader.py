@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RecordError, SpecError
-from lockstep.record.catalogue import reader
 from lockstep.record.recorder import Recorder
+from lockstep.record.stores import reader
 from lockstep.spec import Spec
 from tests.unit.record.rows import step_row
 

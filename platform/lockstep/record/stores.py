@@ -1,0 +1,97 @@
+"""Which store a spec or a URI names, and what is found there."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RecordError
+from lockstep.record.ledger import History, read_history
+from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, Recorded, RunReader, RunStore
+from lockstep.spec import Spec
+from lockstep.spec_places import RECORD_OFF
+
+
+def store_for(spec: Spec, started_at: float) -> RunStore:
+    """The store that `record.uri` names, not opened yet; a run that it creates began at `started_at` (Unix seconds)."""
+    from lockstep.record.folder_store import FolderStore
+    from lockstep.record.mlflow_store import MlflowStore
+
+    uri = spec.record.uri
+    if uri is None:
+        raise RecordError(
+            "record.uri: missing; read the spec with load_spec, which fills it in, or set record.uri=off"
+        )
+    if uri == RECORD_OFF:
+        return FolderStore(spec.folder, spec.name, started_at)
+    experiment = spec.record.experiment or spec.name or "lockstep"
+    return MlflowStore(uri, experiment, spec.name, f"{spec.folder.as_uri()}/mlartifacts", started_at)
+
+
+def find_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
+    """The whole copies of a run's checkpoints in the store at `uri`, newest first."""
+    from lockstep.record.mlflow_store import checkpoint_copies
+
+    return [] if uri == RECORD_OFF else checkpoint_copies(uri, run_id)
+
+
+def find_run(uri: str, run_id: str, folder: Path) -> Recorded:
+    """The run that the store at `uri` knows by this id; for RECORD_OFF the one in `folder`. RecordError where there is none."""
+    from lockstep.record.folder_store import recorded_in_folder
+    from lockstep.record.mlflow_store import recorded_in_mlflow
+
+    if uri == RECORD_OFF:
+        return recorded_in_folder(folder, run_id)
+    return recorded_in_mlflow(uri, run_id)
+
+
+def find_finished(uri: str, identity: str, folder: Path) -> Recorded | None:
+    """The newest finished run of this identity that has a ledger of its own, or None."""
+    from lockstep.record.folder_store import finished_in_folder
+    from lockstep.record.mlflow_store import finished_in_mlflow
+
+    return finished_in_folder(folder, identity) if uri == RECORD_OFF else finished_in_mlflow(uri, identity)
+
+
+def find_history(uri: str, run_id: str, folder: Path) -> History:
+    """All rows of a finished run, from its folder or else from its store."""
+    from lockstep.record.mlflow_store import files_from_mlflow
+
+    here = folder / run_id
+    if (here / "ledger.parquet").exists() or uri == RECORD_OFF:
+        return read_history(here)
+    with tempfile.TemporaryDirectory() as there:
+        files_from_mlflow(uri, run_id, ("ledger.parquet", "evaluations.parquet"), Path(there))
+        return read_history(Path(there))
+
+
+def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
+    """The document of the sweep that has this id, or None where the run is none."""
+    import yaml
+
+    from lockstep.record.mlflow_store import files_from_mlflow
+
+    here = folder / run_id / SWEEP_FILE
+    if here.exists():
+        text = here.read_text(encoding="utf-8")
+    elif uri == RECORD_OFF:
+        return None
+    else:
+        with tempfile.TemporaryDirectory() as there:
+            if not files_from_mlflow(uri, run_id, (SWEEP_FILE,), Path(there)):
+                return None
+            text = Path(there, SWEEP_FILE).read_text(encoding="utf-8")
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document
+
+
+def reader(uri: str, storage: Path) -> RunReader:
+    """A reader of the store at `uri`, or of the folders below `storage` where that is `off`."""
+    if uri == RECORD_OFF:
+        from lockstep.record.folder_store import FolderReader
+
+        return FolderReader(storage)
+    from lockstep.record.mlflow_store.reading import MlflowReader
+
+    return MlflowReader(uri)
