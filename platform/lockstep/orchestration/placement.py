@@ -1,12 +1,9 @@
-"""Where the workers of an attempt run: how many, and on which nodes. Workers get a copy: this module imports little."""
+"""Where the workers of an attempt run: how many, and on which nodes. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
-
-from ray.train import ScalingConfig
 
 from lockstep.errors import SpecError
 from lockstep.spec import Spec
@@ -25,18 +22,6 @@ class Placement(NamedTuple):
     unfit: frozenset[str]
     first: tuple[str, ...] = ()
     """Nodes for the first workers: a node for each, no more than there are workers."""
-
-
-@dataclass
-class Scaling(ScalingConfig):  # type: ignore[misc]  # an untyped base
-    """Ray Train's configuration of a group, with the nodes that are tried first."""
-
-    first: tuple[str, ...] = ()
-
-    def with_first(self, selectors: list[dict[str, str]] | None) -> list[dict[str, str]]:
-        """Ray's selector for each worker, with those of the first ones narrowed to one node each."""
-        others: list[dict[str, str]] = selectors or [{} for _ in range(self.num_workers)]
-        return [{NODE_ID: node} for node in self.first] + others[len(self.first) :]
 
 
 def anywhere_but(nodes: Collection[str]) -> dict[str, str] | None:

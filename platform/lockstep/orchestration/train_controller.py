@@ -22,7 +22,7 @@ from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from lockstep.orchestration.noting import Noting
-from lockstep.orchestration.placement import Scaling
+from lockstep.orchestration.scaling import Scaling
 
 FIRST_S = 3.0
 """How long the nodes that are tried first may take to have room: what the attempt before held is free only when Ray has noticed."""

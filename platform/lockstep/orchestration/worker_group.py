@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError, first_line
-from lockstep.orchestration.placement import Placement
+from lockstep.orchestration.placement import Placement, anywhere_but
 from lockstep.orchestration.stages import Moments
 from lockstep.spec import Spec
 
@@ -62,7 +62,7 @@ class Attempt:
         from ray.train.torch import TorchConfig
 
         from lockstep.orchestration.noting import Noting
-        from lockstep.orchestration.placement import Scaling, anywhere_but
+        from lockstep.orchestration.scaling import Scaling
         from lockstep.orchestration.standby import imports_ahead
         from lockstep.orchestration.train_controller import DriverTrainer
         from lockstep.orchestration.worker_main import worker_main

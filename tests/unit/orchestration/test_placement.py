@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lockstep.orchestration.placement import Placement, Scaling, anywhere_but
+from lockstep.orchestration.placement import Placement, anywhere_but
+from lockstep.orchestration.scaling import Scaling
 from lockstep.orchestration.standby import Standbys
 from lockstep.orchestration.watchdog import Member
 
