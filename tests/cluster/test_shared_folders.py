@@ -75,3 +75,16 @@ def test_a_folder_that_the_other_node_does_not_see_is_refused(tmp_path: Path) ->
 def test_a_folder_that_both_nodes_see_is_taken(tmp_path: Path) -> None:
     told = trained(tmp_path, str(tmp_path / "runs"))
     assert (told["status"], told["workers"]) == ("FINISHED", 2)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_node_that_is_lost_while_it_is_asked_is_left_out(tmp_path: Path) -> None:
+    """No worker will be placed there. The node that is there is heard, of what it sees and of what not."""
+    import ray
+
+    from lockstep.orchestration.shared_files import _seen_from
+
+    (tmp_path / "probe").touch()
+    probes = {"seen": str(tmp_path / "probe"), "unseen": str(tmp_path / "nothing")}
+    here = ray.get_runtime_context().get_node_id()
+    assert _seen_from({"127.0.0.1": here, "192.0.2.7": "0" * len(here)}, probes) == {"127.0.0.1": ["unseen"]}
