@@ -82,9 +82,8 @@ class Standbys:
 
     def took(self, members: Sequence[Member], asked_at: float) -> int:
         """An attempt that was asked for then has begun: how many of its workers are processes that stood by."""
-        used = [member.node for member in members if member.imported_at < asked_at]
-        self._idle -= Counter(used)
-        return len(used)
+        self._idle -= Counter(member.node for member in members)  # one that was still importing is taken as well
+        return sum(member.imported_at < asked_at for member in members)
 
     def fill(self, attempt: int, members: Sequence[Member], each: Mapping[str, float]) -> None:
         """Have the nodes of an attempt's workers, of `each` so much, start what is missing, and one node that could take the place of another: in the background, once an attempt."""
