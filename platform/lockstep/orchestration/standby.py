@@ -82,9 +82,8 @@ class Standbys:
 
     def took(self, members: Sequence[Member], asked_at: float) -> int:
         """An attempt that was asked for then has begun: how many of its workers are processes that stood by."""
-        self._idle -= Counter(
-            member.node for member in members
-        )  # one that was still importing is taken as well
+        # One that was still importing is taken as well, though it saved no time.
+        self._idle -= Counter(member.node for member in members)
         return sum(member.imported_at < asked_at for member in members)
 
     def fill(self, attempt: int, members: Sequence[Member], each: Mapping[str, float]) -> None:
