@@ -182,16 +182,15 @@ class Disturbed:
         self.driver.wait()
 
     def finish(self) -> dict[str, Any]:
-        """Until it ends: what it came to. Once."""
+        """Until it ends: what it came to."""
         until = time.monotonic() + 2 * PATIENCE_S
         while not self.over():
             assert time.monotonic() < until, f"it does not end\n{self.log()}"
             time.sleep(0.2)
         assert self.run is not None
-        self.killed += self._own_kills()
         return outcome(self.run, self.uri)
 
-    def _own_kills(self) -> list[str]:
+    def own_kills(self) -> list[str]:
         """What `--chaos` said that it killed."""
         logs = [path.read_text() for path in sorted(self.folder.glob("driver-*.log"))] if self.rates else []
         return re.findall(r"^chaos: (.*) is killed$", "\n".join(logs), re.MULTILINE)
@@ -311,6 +310,7 @@ def disturbed(
             if run.disturb(kill):
                 print(f"  {time.monotonic() - began:6.1f} s {run.killed[-1]}", flush=True)
         found = run.finish()
+        run.killed += run.own_kills()
     run.seconds = time.monotonic() - began
     return run, found
 

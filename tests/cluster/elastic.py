@@ -51,6 +51,25 @@ class Heard:
             time.sleep(0.1)
 
 
+class Running:
+    """A run in a thread of its own."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.heard = Heard()
+        self._results: list[Result] = []
+        self._thread = threading.Thread(target=lambda: self._train(document), daemon=True)
+        self._thread.start()
+
+    def _train(self, document: dict[str, Any]) -> None:
+        self._results.append(train(document, progress=self.heard))
+
+    def result(self) -> Result:
+        """What it came to, once it has ended."""
+        self._thread.join(PATIENCE_S)
+        (result,) = self._results
+        return result
+
+
 def main(folder: Path) -> None:
     os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled"}
     import ray
@@ -74,7 +93,6 @@ def main(folder: Path) -> None:
         # Before any other node: a driver belongs to whichever node it finds, and ends with it.
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         first = cluster.add_node(num_cpus=1)
-        heard, results = Heard(), list[Result]()
         document = spec(
             folder,
             job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.2}},
@@ -82,8 +100,8 @@ def main(folder: Path) -> None:
             workers={"min": 1, "max": 4},
             checkpoint={"storage": str(folder / "runs"), "every": {"steps": 3}},
         )
-        thread = threading.Thread(target=lambda: results.append(train(document, progress=heard)), daemon=True)
-        thread.start()
+        run = Running(document)
+        heard = run.heard
 
         heard.wait_for(1)  # two workers
         second = cluster.add_node(num_cpus=2)
@@ -98,9 +116,7 @@ def main(folder: Path) -> None:
         heard.wait_for(3)  # two
         cluster.remove_node(first, allow_graceful=False)
         heard.wait_for(4)  # one
-        thread.join(PATIENCE_S)
-        (result,) = results
-        (folder / "told.json").write_text(json.dumps({**result.as_dict(), "lines": heard.lines}))
+        (folder / "told.json").write_text(json.dumps({**run.result().as_dict(), "lines": heard.lines}))
         ray.shutdown()
         cluster.shutdown()
 

@@ -11,14 +11,11 @@ import json
 import logging
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-from lockstep import train
-from lockstep.orchestration.result import Result
 from tests.chaos.cluster import started
-from tests.cluster.elastic import PATIENCE_S, Heard
+from tests.cluster.elastic import PATIENCE_S, Running
 from tests.cluster.test_supervisor import spec
 
 DEADLINE_S = 40
@@ -30,7 +27,6 @@ def main(folder: Path) -> None:
         import ray
 
         ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
-        heard, results = Heard(), list[Result]()
         document = spec(
             folder,
             job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.1}},
@@ -38,8 +34,8 @@ def main(folder: Path) -> None:
             workers={"min": 1, "max": 1},
             checkpoint={"storage": str(folder / "runs"), "every": {"steps": 1000}},
         )
-        thread = threading.Thread(target=lambda: results.append(train(document, progress=heard)), daemon=True)
-        thread.start()
+        run = Running(document)
+        heard = run.heard
         heard.wait_for(1)
         (node,) = nodes.nodes
         noticed = time.monotonic()
@@ -58,10 +54,8 @@ def main(folder: Path) -> None:
         seconds, steps = time.monotonic() - noticed, heard.step
         nodes.kill(node)
         nodes.add()
-        thread.join(PATIENCE_S)
-        (result,) = results
         told = {
-            **result.as_dict(),
+            **run.result().as_dict(),
             "lines": heard.lines,
             "saves": saves,
             "killed_s": seconds,

@@ -217,6 +217,12 @@ def in_a_process(module: str, folder: Path) -> dict[str, Any]:
     return told
 
 
+def left_alone(folder: Path, steps: int) -> Result:
+    """The run of such a scenario, to which nothing happened, and without the pauses."""
+    job = {"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}
+    return train(spec(folder / "whole", length={"steps": steps}, job=job), local=True)
+
+
 @pytest.mark.exact  # minutes
 def test_a_notice_with_nowhere_to_go_is_met_with_two_checkpoints(tmp_path: Path) -> None:
     """The attempt goes on until the node is gone, and loses no more than what it did after the second save."""
@@ -226,10 +232,7 @@ def test_a_notice_with_nowhere_to_go_is_met_with_two_checkpoints(tmp_path: Path)
     assert first["last_step"] > second["from_step"] > 0
     assert second["repeated"] == first["last_step"] - second["from_step"]
     assert second["repeated"] < 15  # of some fifty since the first save; no other was due
-    whole = train(
-        spec(tmp_path / "whole", length={"steps": 110}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
-        local=True,
-    )  # fmt: skip
+    whole = left_alone(tmp_path, 110)
     assert told["weights_digest"] == whole.weights_digest
 
 
@@ -237,10 +240,7 @@ def test_a_notice_with_nowhere_to_go_is_met_with_two_checkpoints(tmp_path: Path)
 def test_a_lost_worker_and_a_lost_node_are_replaced_by_processes_that_stood_by(tmp_path: Path) -> None:
     """The successors begin where they are: beside the worker that lived on, and on the node to spare."""
     told = in_a_process("tests.cluster.standing_by", tmp_path)
-    whole = train(
-        spec(tmp_path / "whole", length={"steps": 400}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
-        local=True,
-    )  # fmt: skip
+    whole = left_alone(tmp_path, 400)
     found = json.loads(Path(told["folder"], "attempts.json").read_text())
     assert [account["standbys"] for account in found] == [0, 2, 2]
     assert [account["workers"] for account in found] == [2, 2, 2]
@@ -251,10 +251,7 @@ def test_a_lost_worker_and_a_lost_node_are_replaced_by_processes_that_stood_by(t
 def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
     """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
     told = in_a_process("tests.cluster.elastic", tmp_path)
-    whole = train(
-        spec(tmp_path / "whole", length={"steps": 36}, job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4}}),
-        local=True,
-    )  # fmt: skip
+    whole = left_alone(tmp_path, 36)
     found = json.loads(Path(told["folder"], "attempts.json").read_text())
     assert [account["workers"] for account in found] == [2, 4, 2, 1]
     assert "room for 4 workers" in found[0]["why"]

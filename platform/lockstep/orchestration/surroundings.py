@@ -51,7 +51,7 @@ def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
         if node not in used and node not in drained:
             fit = room_for(each, free.get(node, {}))
             if fit:
-                return Counter({node: min(fit, max(used.values()))})
+                return Counter({node: min(fit, max(used.values(), default=0))})
     return Counter()
 
 
