@@ -10,14 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.calls.resumption import resume
+    from lockstep.calls.training import train
+    from lockstep.driver.result import Result
     from lockstep.errors import LockstepError
-    from lockstep.job import Job, Loss, Mean, Params, Placement
-    from lockstep.orchestration.result import Result
-    from lockstep.orchestration.resumption import resume
-    from lockstep.orchestration.runs import train
-    from lockstep.orchestration.sweeps.driver import SweepResult, sweep
+    from lockstep.job.interface import Job, Loss, Mean, Params, Placement
     from lockstep.randomness import rng
-    from lockstep.spec import Spec, load_spec
+    from lockstep.spec.fields import Spec, load_spec
+    from lockstep.sweeps.driver import SweepResult, sweep
 
 __all__ = [
     "Job",
@@ -37,20 +37,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "Job": "lockstep.job",
+    "Job": "lockstep.job.interface",
     "LockstepError": "lockstep.errors",
-    "Loss": "lockstep.job",
-    "Mean": "lockstep.job",
-    "Params": "lockstep.job",
-    "Placement": "lockstep.job",
-    "Result": "lockstep.orchestration.result",
-    "Spec": "lockstep.spec",
-    "SweepResult": "lockstep.orchestration.sweeps.driver",
-    "load_spec": "lockstep.spec",
-    "resume": "lockstep.orchestration.resumption",
+    "Loss": "lockstep.job.interface",
+    "Mean": "lockstep.job.interface",
+    "Params": "lockstep.job.interface",
+    "Placement": "lockstep.job.interface",
+    "Result": "lockstep.driver.result",
+    "Spec": "lockstep.spec.fields",
+    "SweepResult": "lockstep.sweeps.driver",
+    "load_spec": "lockstep.spec.fields",
+    "resume": "lockstep.calls.resumption",
     "rng": "lockstep.randomness",
-    "sweep": "lockstep.orchestration.sweeps.driver",
-    "train": "lockstep.orchestration.runs",
+    "sweep": "lockstep.sweeps.driver",
+    "train": "lockstep.calls.training",
 }
 
 

@@ -15,11 +15,11 @@ def train_trial(config):
     import torch
     from ray import tune
 
-    from lockstep.job import load_job
-    from lockstep.orchestration.local import NoRecord
-    from lockstep.spec import load_spec
+    from lockstep.job.loading import load_job
+    from lockstep.spec.fields import load_spec
     from lockstep.training.group import Group
     from lockstep.training.loop import fit
+    from lockstep.training.no_record import NoRecord
 
     class Reporting(NoRecord):
         def evaluation(self, row):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lockstep.job import Job
-from lockstep.spec import AdamW, Spec
+from lockstep.job.interface import Job
+from lockstep.spec.fields import AdamW, Spec
 
 MeanLoss = Callable[[nn.Module, Any], Tensor]
 

@@ -29,16 +29,16 @@ import psutil
 import ray
 import torch
 
+from lockstep.attempts.recorder_actor import RemoteRecord, start_recorder
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.job import load_job
-from lockstep.orchestration.local import NoRecord
-from lockstep.orchestration.ray_settings import RAY_SETTINGS
-from lockstep.orchestration.recorder_actor import RemoteRecord, start_recorder
+from lockstep.clusters.ray_settings import RAY_SETTINGS
+from lockstep.job.loading import load_job
 from lockstep.record.ledger import StepRow
-from lockstep.spec import load_spec
+from lockstep.spec.fields import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
+from lockstep.training.no_record import NoRecord
 from tests.benchmarks.step_time import Estimate, estimate
 from tests.distributed.pool import Pool
 from tests.unit.record.server import Server

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.orchestration.authentication import LOOPBACK_ONLY
+from lockstep.clusters.authentication import LOOPBACK_ONLY
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 
 ROOT = Path(__file__).parents[2]

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.job import load_job
-from lockstep.orchestration.local import NoRecord
+from lockstep.job.loading import load_job
 from lockstep.record.ledger import StepRow
-from lockstep.spec import load_spec
+from lockstep.spec.fields import load_spec
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
+from lockstep.training.no_record import NoRecord
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks import handwritten
 from tests.distributed.pool import Pool

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from lockstep.sweep_spec import SweepSpec, load_sweep
+from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]

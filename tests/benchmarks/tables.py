@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from jobs.tabular.sample import GROUP_ROWS, write_sample
 from lockstep.data import node_folder
 from lockstep.data.order import WINDOW
-from lockstep.job import load_job
-from lockstep.spec import Spec, load_spec
+from lockstep.job.loading import load_job
+from lockstep.spec.fields import Spec, load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.group import Group
 from lockstep.training.loop import fit

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from lockstep.orchestration.authentication import LOOPBACK_ONLY
-from lockstep.orchestration.ray_settings import RAY_SETTINGS
+from lockstep.clusters.authentication import LOOPBACK_ONLY
+from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 ENVIRONMENT = RAY_SETTINGS | WORKER_ENVIRONMENT | LOOPBACK_ONLY | {"RAY_AUTH_MODE": "disabled"}

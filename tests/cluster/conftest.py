@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.orchestration.ray_settings import RAY_SETTINGS
+from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import train
-from lockstep.orchestration.ray_settings import RAY_SETTINGS
-from lockstep.orchestration.result import Result
+from lockstep.clusters.ray_settings import RAY_SETTINGS
+from lockstep.driver.result import Result
 from tests.cluster.test_supervisor import spec
 
 PATIENCE_S = 150.0

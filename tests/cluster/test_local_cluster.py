@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from lockstep import train
-from lockstep.orchestration.local_cluster import LocalCluster, marked
+from lockstep.clusters.local_cluster import LocalCluster, marked
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

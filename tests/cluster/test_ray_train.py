@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lockstep import train
+from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.orchestration.result import Result
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
 
 pytestmark = [

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import json, logging, os, sys, tempfile
-from lockstep.orchestration.ray_settings import RAY_SETTINGS
+from lockstep.clusters.ray_settings import RAY_SETTINGS
 os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 import ray
 from ray.cluster_utils import Cluster
@@ -82,7 +82,7 @@ def test_a_node_that_is_lost_while_it_is_asked_is_left_out(tmp_path: Path) -> No
     """No worker will be placed there. The node that is there is heard, of what it sees and of what not."""
     import ray
 
-    from lockstep.orchestration.shared_files import _seen_from
+    from lockstep.attempts.shared_files import _seen_from
 
     (tmp_path / "probe").touch()
     probes = {"seen": str(tmp_path / "probe"), "unseen": str(tmp_path / "nothing")}

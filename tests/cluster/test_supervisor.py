@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from lockstep import train
+from lockstep.attempts.stages import STAGES
+from lockstep.driver.result import Result
 from lockstep.errors import ClusterError, JobError
-from lockstep.orchestration.result import Result
-from lockstep.orchestration.stages import STAGES
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.cluster.test_ray_train import columns
 

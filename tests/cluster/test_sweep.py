@@ -18,9 +18,9 @@ import pytest
 
 from lockstep import SweepResult, sweep, train
 from lockstep.errors import SpecError
-from lockstep.orchestration.sweeps.driver import resume_sweep
 from lockstep.record.stores import find_run
-from lockstep.spec import load_spec
+from lockstep.spec.fields import load_spec
+from lockstep.sweeps.driver import resume_sweep
 
 ROOT = Path(__file__).parents[2]
 

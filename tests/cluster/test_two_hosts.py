@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from lockstep import train
-from lockstep.orchestration.authentication import write_token
+from lockstep.clusters.authentication import write_token
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.job import load_job
+from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, train

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lockstep.job import Loss, Mean
+from lockstep.job.interface import Loss, Mean
 from lockstep.plan import worker_ranges
 from lockstep.training.exchange import Exchange
 from lockstep.training.group import Group

@@ -18,10 +18,10 @@ from lockstep.checkpoint.run_folder import Origin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.data import Table
 from lockstep.errors import DataError, DriftError, JobError, SpecError
-from lockstep.job import load_job
-from lockstep.orchestration.local import NoRecord
-from lockstep.spec import load_spec
+from lockstep.job.loading import load_job
+from lockstep.spec.fields import load_spec
 from lockstep.training.group import Group
+from lockstep.training.no_record import NoRecord
 from lockstep.training.setup import prepare
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain

@@ -20,9 +20,10 @@ import lockstep.training.reduction
 import lockstep.training.setup
 import lockstep.training.step
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.job import Job, load_job
+from lockstep.job.interface import Job
+from lockstep.job.loading import load_job
 from lockstep.record.ledger import DETERMINISTIC, CheckpointRow, EvaluationRow, History, StepRow
-from lockstep.spec import load_spec
+from lockstep.spec.fields import load_spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.digest import weights_digest
 from lockstep.training.group import Group

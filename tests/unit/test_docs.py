@@ -19,14 +19,13 @@ import yaml
 
 from lockstep import errors
 from lockstep.cli.main import app
-from lockstep.identity import PLACEMENT
-from lockstep.job import load_job
-from lockstep.orchestration.local import NoRecord
-from lockstep.orchestration.result import Result
-from lockstep.spec import Spec, load_spec
-from lockstep.sweep_spec import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
+from lockstep.driver.result import Result
+from lockstep.job.loading import load_job
+from lockstep.spec.fields import PLACEMENT, Spec, load_spec
+from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
+from lockstep.training.no_record import NoRecord
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

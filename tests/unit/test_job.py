@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.errors import JobError, JobImportError, SpecError
-from lockstep.job import Job, dataset_size, load_job
+from lockstep.job.interface import Job
+from lockstep.job.loading import dataset_size, load_job
 
 SOURCE = """
 from enum import Enum
@@ -22,7 +23,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 import lockstep
-from lockstep.job import Job
+from lockstep.job.interface import Job
 
 class Shape(Enum):
     ROUND = "round"
@@ -172,7 +173,7 @@ def test_a_class_that_is_not_there_is_told_the_nearest_job(jobs: str) -> None:
 
 
 def test_a_module_without_any_job_is_told_as_such(module: Write) -> None:
-    name = module("from lockstep.job import Job")
+    name = module("from lockstep.job.interface import Job")
     assert (
         refusal(f"{name}:Digits")
         == "job.use: 'written_job' has no 'Digits'; it holds no subclass of lockstep.Job"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import JobImportError
-from lockstep.source import check_job_source, job_source_digest, job_sources
+from lockstep.job.source import check_job_source, job_source_digest, job_sources
 
 
 @pytest.fixture

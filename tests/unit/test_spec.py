@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
-from lockstep.spec import SGD, Batch, JobSpec, Spec, StepDecay, load_spec, validate
-from lockstep.spec_errors import shown
-from lockstep.spec_places import RECORD_OFF
+from lockstep.spec.fields import SGD, Batch, JobSpec, Spec, StepDecay, load_spec, validate
+from lockstep.spec.messages import shown
+from lockstep.spec.places import RECORD_OFF
 
 JOB = {"job": {"use": "jobs.digits.job:Digits"}}
 

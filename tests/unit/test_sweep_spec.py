@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import SpecError
-from lockstep.sweep_spec import SweepSpec, load_sweep
+from lockstep.spec.sweep import SweepSpec, load_sweep
 
 BASE = {"job": {"use": "jobs.digits.job:Digits"}, "record": {"uri": "off"}}
 

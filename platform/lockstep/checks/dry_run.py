@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.job import dataset_size, load_job
+from lockstep.job.loading import dataset_size, load_job
 from lockstep.plan import Plan, nodes
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from lockstep.training.setup import make_plan
 
 

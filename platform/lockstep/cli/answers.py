@@ -16,7 +16,7 @@ import typer
 from lockstep.errors import LockstepError
 
 if TYPE_CHECKING:
-    from lockstep.orchestration.progress import Progress
+    from lockstep.driver.progress import Progress
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Uri = Annotated[
@@ -69,7 +69,7 @@ def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any],
 @contextmanager
 def shown(as_json: bool) -> Iterator[Progress]:
     """The live line while a run goes on; nothing with `--json`."""
-    from lockstep.orchestration.progress import Line, Silent
+    from lockstep.driver.progress import Line, Silent
 
     if as_json:
         yield Silent()
@@ -81,6 +81,6 @@ def shown(as_json: bool) -> Iterator[Progress]:
 
 def uri_option(tracking_uri: str) -> str:
     """How a later command is told the store, where it would not find it by itself."""
-    from lockstep.spec_places import tracking_uri as default_uri
+    from lockstep.spec.places import tracking_uri as default_uri
 
     return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"

@@ -27,7 +27,7 @@ def up(
 ) -> None:
     """Start the nodes, and say how to reach them."""
     with answered(json_, verbose) as answer:
-        from lockstep.orchestration import local_cluster
+        from lockstep.clusters import local_cluster
 
         started = local_cluster.up(nodes, cpus, host=host, port=port, token=not no_token)
         told = local_cluster.described(started)
@@ -38,8 +38,8 @@ def up(
 def status(json_: Json = False, verbose: Verbose = False) -> None:
     """Nodes, resources, jobs and runs of the cluster that was started here."""
     with answered(json_, verbose) as answer:
-        from lockstep.orchestration import local_cluster
-        from lockstep.orchestration.submission import status_of
+        from lockstep.clusters import local_cluster
+        from lockstep.clusters.submission import status_of
 
         found = local_cluster.recorded_cluster()
         if found is None or not found.running():
@@ -53,7 +53,7 @@ def status(json_: Json = False, verbose: Verbose = False) -> None:
 def down(json_: Json = False, verbose: Verbose = False) -> None:
     """End the cluster that was started here, and nothing else."""
     with answered(json_, verbose) as answer:
-        from lockstep.orchestration import local_cluster
+        from lockstep.clusters import local_cluster
 
         ended = local_cluster.down()
         answer(
@@ -87,7 +87,7 @@ def submit(
 ) -> None:
     """Run on a cluster as a job, show its output here, and end with its exit code."""
     with answered(json_, verbose) as answer:
-        from lockstep.orchestration import submission
+        from lockstep.clusters import submission
 
         if (spec is None) == (attach is None):
             raise SpecError("submit: wanted either a SPEC or --attach JOB")

@@ -30,11 +30,11 @@ from lockstep.cli.answers import (
     uri_option,
 )
 from lockstep.errors import RecordError
-from lockstep.spec_places import RECORD_OFF
+from lockstep.spec.places import RECORD_OFF
 
 if TYPE_CHECKING:
-    from lockstep.orchestration.result import Result
-    from lockstep.orchestration.sweeps.driver import SweepResult
+    from lockstep.driver.result import Result
+    from lockstep.sweeps.driver import SweepResult
 
 Ran = TypeVar("Ran")
 
@@ -92,7 +92,7 @@ def train(
     """Train one run to its end."""
     options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
-        from lockstep.spec import load_spec
+        from lockstep.spec.fields import load_spec
 
         sys.path.insert(0, str(Path.cwd()))
         loaded = load_spec(spec, overrides or [], uri=uri)
@@ -102,7 +102,7 @@ def train(
             report = checks.dry_run(loaded)
             answer(report, lambda: _yaml(report["spec"]) + "\n" + checks.as_text(report))
             return
-        from lockstep.orchestration.named_runs import train_named
+        from lockstep.calls.named_runs import train_named
 
         result = options.lived(partial(train_named, loaded, run_name))
         answer(result.as_dict(), lambda: _told(result.as_dict()))
@@ -131,8 +131,8 @@ def resume(
     options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
-        from lockstep.orchestration.resumption import resume as resume_run
-        from lockstep.orchestration.sweeps.driver import resume_sweep
+        from lockstep.calls.resumption import resume as resume_run
+        from lockstep.sweeps.driver import resume_sweep
 
         try:
             result = options.lived(
@@ -181,8 +181,8 @@ def ui(
 ) -> None:
     """Open the MLflow UI on the run store, on this machine only unless --host says otherwise."""
     with answered(as_json=False, verbose=verbose):
-        from lockstep.orchestration.ui import Ui
-        from lockstep.spec_places import tracking_uri
+        from lockstep.calls.ui import Ui
+        from lockstep.spec.places import tracking_uri
 
         found = Ui(tracking_uri(uri), port, host)
         print(found.link, file=sys.stderr)

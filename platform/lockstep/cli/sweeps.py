@@ -20,10 +20,10 @@ from lockstep.cli.answers import (
     shown,
     uri_option,
 )
-from lockstep.spec_places import RECORD_OFF
+from lockstep.spec.places import RECORD_OFF
 
 if TYPE_CHECKING:
-    from lockstep.orchestration.sweeps.driver import SweepResult
+    from lockstep.sweeps.driver import SweepResult
 
 SweepFile = Annotated[Path, typer.Argument(metavar="SWEEP", help="a YAML file; see docs/sweeps.md")]
 
@@ -49,14 +49,14 @@ def sweep(
     began_at = time.time()
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
-        from lockstep.sweep_spec import load_sweep
+        from lockstep.spec.sweep import load_sweep
 
         loaded = load_sweep(sweep_file, overrides or [], uri=uri)
         if dry_run:
             report = planned(loaded)
             answer(report, lambda: plan_as_text(report))
             return
-        from lockstep.orchestration.sweeps.driver import sweep as run_sweep
+        from lockstep.sweeps.driver import sweep as run_sweep
 
         with shown(json_) as progress:
             result = run_sweep(loaded, address=address, progress=progress, verbose=verbose, began_at=began_at)
@@ -121,8 +121,8 @@ def lr_find(
 ) -> None:
     """Find a learning rate: train one short run whose rate rises until the loss explodes."""
     with answered(json_, verbose) as answer:
-        from lockstep.orchestration.lr_finder import as_text
-        from lockstep.orchestration.lr_finder import lr_find as find
+        from lockstep.checks.lr_finder import as_text
+        from lockstep.checks.lr_finder import lr_find as find
 
         sys.path.insert(0, str(Path.cwd()))
         found = find(spec, overrides or [], lowest=lowest, highest=highest, steps=steps)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError, first_line
+from lockstep.job.source import job_sources
 from lockstep.record import documents, figures, ledger
 from lockstep.record.data_sets import data_sets
 from lockstep.record.files import append_bounded, write_text
@@ -21,8 +22,7 @@ from lockstep.record.journal import Journal
 from lockstep.record.ledger import CheckpointRow
 from lockstep.record.run_store import RunStore, Status
 from lockstep.record.uploads import Uploads
-from lockstep.source import job_sources
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 LOGS = "logs"
 """The folder of what workers have printed."""

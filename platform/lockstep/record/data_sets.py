@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 DIGEST_LENGTH = 32
 """Hex digits of a data set's short digest; MLflow takes 36."""

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import yaml
 
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 _PASSWORD = re.compile(r"(://[^/@:\s]*):[^/@\s]+@")
 

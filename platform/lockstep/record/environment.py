@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.record.system import nvml
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 _DISTRIBUTIONS = {
     "lockstep": "lockstep-train",

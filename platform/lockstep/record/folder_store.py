@@ -21,7 +21,7 @@ from lockstep.record.journal import newest_step
 from lockstep.record.liveness import vanished
 from lockstep.record.points import Point
 from lockstep.record.run_store import Recorded, RunInfo, Status, recorded
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 
 def recorded_in_folder(storage: Path, run_id: str) -> Recorded:

@@ -18,7 +18,7 @@ from lockstep.record.run_store import RunStore
 from lockstep.record.stores import store_for
 from lockstep.record.writer import Writer
 from lockstep.record.writer_process import WriterProcess
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 __all__ = ["Latest", "Recorder", "RunStore"]
 

@@ -11,7 +11,7 @@ from lockstep.errors import RecordError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import without_password
 from lockstep.record.points import Point
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from lockstep.errors import RecordError
 from lockstep.record.ledger import History, read_history
 from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, Recorded, RunReader, RunStore
-from lockstep.spec import Spec
-from lockstep.spec_places import RECORD_OFF
+from lockstep.spec.fields import Spec
+from lockstep.spec.places import RECORD_OFF
 
 
 def store_for(spec: Spec, started_at: float) -> RunStore:

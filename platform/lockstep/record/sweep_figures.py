@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.record.figures import FOLDER, save
-from lockstep.sweep_spec import SweepSpec
+from lockstep.spec.sweep import SweepSpec
 
 _COLOURS = ("#1f6fb4", "#d9680c", "#2a8a4a", "#8d4bb0", "#b03a48", "#6b6b6b")
 _MARKS = {"finished": "o", "pruned": "v", "reused": "s"}

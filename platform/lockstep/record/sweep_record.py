@@ -20,7 +20,7 @@ from lockstep.record.liveness import process_tags
 from lockstep.record.points import Point
 from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError
 from lockstep.record.stores import find_run, reader, store_for
-from lockstep.sweep_spec import SweepSpec
+from lockstep.spec.sweep import SweepSpec
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.journal import NAME, Journal
 from lockstep.record.recorder import Recorder
-from lockstep.spec import Spec, load_spec
+from lockstep.spec.fields import Spec, load_spec
 
 
 class Synced(NamedTuple):

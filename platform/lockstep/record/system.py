@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from lockstep.repeated import repeated
+from lockstep.periodic import repeated
 
 EVERY_S = 10.0
 """How often a node is sampled."""

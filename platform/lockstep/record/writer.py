@@ -27,7 +27,7 @@ from lockstep.record.ledger import CheckpointRow, EvaluationRow, StepRow
 from lockstep.record.liveness import BEAT_S, process_tags
 from lockstep.record.outbox import Outbox
 from lockstep.record.run_store import RunStore, Status, UnavailableError
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0
 """How long points are gathered before they are sent."""

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 from lockstep.errors import RecordError
 from lockstep.record.run_store import RunStore
 from lockstep.record.writer import Writer
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 GATHER_S = 0.2
 """How long what is told is gathered: each call through the pipe costs the thread that trains a part of a millisecond."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import JobError
-from lockstep.job import Job
+from lockstep.job.interface import Job
 
 
 def checkpoint_activations(job: Job, model: nn.Module) -> None:

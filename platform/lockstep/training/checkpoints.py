@@ -25,7 +25,7 @@ from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
 from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64
 from lockstep.record.ledger import CheckpointRow, History
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.group import Group
 from lockstep.training.schedule import rate_factor

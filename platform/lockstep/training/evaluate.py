@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import JobError, LockstepError
-from lockstep.job import Job, Mean, dataset_size
+from lockstep.job.interface import Job, Mean
+from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
 from lockstep.training.failure import told

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.job import Loss
+from lockstep.job.interface import Loss
 from lockstep.plan import clip, worker_ranges
 from lockstep.training.group import Group
 

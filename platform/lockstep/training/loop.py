@@ -12,10 +12,10 @@ from torch import Tensor
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.data.loader import Loader
 from lockstep.errors import DriftError
-from lockstep.job import Job
+from lockstep.job.interface import Job
 from lockstep.plan import Position
 from lockstep.record.ledger import EvaluationRow, History, StepRow
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import CheckpointRecord
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest

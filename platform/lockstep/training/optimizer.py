@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import JobError
-from lockstep.job import Job
-from lockstep.spec import SGD, AdamW, Optimizer
+from lockstep.job.interface import Job
+from lockstep.spec.fields import SGD, AdamW, Optimizer
 
 
 def make_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:

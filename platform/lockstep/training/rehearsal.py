@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError, LockstepError, NumericsError
-from lockstep.job import Loss, Mean
+from lockstep.job.interface import Loss, Mean
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
 from lockstep.training.determinism import filled_memory

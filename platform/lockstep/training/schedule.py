@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from lockstep.spec import Constant, Cosine, Linear, Schedule, StepDecay
+from lockstep.spec.fields import Constant, Cosine, Linear, Schedule, StepDecay
 
 
 def rate_factor(schedule: Schedule, update: int, total: int) -> float:

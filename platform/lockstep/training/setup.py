@@ -19,13 +19,14 @@ from lockstep.data.fingerprint import check_repeats, fingerprint
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
 from lockstep.errors import DriftError, JobError, LockstepError, SpecError, nearest
-from lockstep.identity import identity_digest, identity_fields
-from lockstep.job import Job, dataset_size
+from lockstep.job.identity import identity_digest, identity_fields
+from lockstep.job.interface import Job
+from lockstep.job.loading import dataset_size
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
 from lockstep.record.ledger import History
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
 from lockstep.training.checkpoints import (
     CheckpointRecord,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import SpecError, StorageError
-from lockstep.job import Job
+from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
-from lockstep.spec import EarlyStop
+from lockstep.spec.fields import EarlyStop
 from lockstep.training.precision import Precision
 from lockstep.training.schedule import base_rates
 

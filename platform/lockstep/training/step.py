@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import JobError, LockstepError, NumericsError
-from lockstep.job import Job, Loss
+from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Exchange, Totals
 from lockstep.training.failure import told

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lockstep import train
-from lockstep.orchestration.result import Result
+from lockstep.driver.result import Result
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.training import bits
 from tests.in_process import here

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.spec import Spec, load_spec
+from lockstep.spec.fields import Spec, load_spec
 
 THIRD_PARTY = (
     "ignore::DeprecationWarning",  # mlflow, sqlalchemy, alembic and what they import

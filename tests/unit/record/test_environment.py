@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.record.environment import environment, git_state
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep.job import load_job
+from lockstep.job.loading import load_job
 from lockstep.record.recorder import Recorder
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from tests.unit.record.rows import step_row
 
 Specs = Callable[..., Spec]

@@ -14,7 +14,7 @@ import pytest
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.recorder import Recorder
 from lockstep.record.stores import reader
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from tests.unit.record.rows import step_row
 
 Specs = Callable[..., Spec]

@@ -15,12 +15,12 @@ from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.pins import pin, pinned, unpin
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.runs import pin_aliased, saved_steps
 from lockstep.checkpoint.saver import AsyncSaver, Saved
 from lockstep.checkpoint.storages import open_storage
-from lockstep.orchestration.attempts import pin_aliased, saved_steps
 from lockstep.record.ledger import CheckpointRow
 from lockstep.record.recorder import Recorder
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from tests.unit.checkpoint.states import state
 from tests.unit.record.server import Server
 

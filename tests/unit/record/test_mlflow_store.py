@@ -17,7 +17,7 @@ from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.points import Point
 from lockstep.record.recorder import Recorder
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 
 Specs = Callable[..., Spec]

@@ -20,7 +20,7 @@ from lockstep.record.ledger import DETERMINISTIC, StepRow, read_parquet
 from lockstep.record.points import Point, step_points
 from lockstep.record.recorder import Recorder
 from lockstep.record.sync import sync
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from tests.in_process import here
 from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server

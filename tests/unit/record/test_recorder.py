@@ -25,7 +25,7 @@ from lockstep.record.points import Point
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import UnavailableError
 from lockstep.record.stores import reader
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 
 Specs = Callable[..., Spec]
@@ -430,7 +430,7 @@ def test_the_process_that_writes_ends_with_the_one_that_trains(tmp_path: Path) -
     script = (
         "import os, sys, time, psutil\n"
         "from lockstep.record.recorder import Recorder\n"
-        "from lockstep.spec import load_spec\n"
+        "from lockstep.spec.fields import load_spec\n"
         "recorder = Recorder(load_spec({'job': {'use': 'jobs.digits.job:Digits'}, 'record': {'uri': 'off'},\n"
         f"    'checkpoint': {{'storage': {str(tmp_path)!r}}}}}), apart=True)\n"
         "recorder.start()\n"

@@ -16,7 +16,7 @@ from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.recorder import Recorder
 from lockstep.record.stores import reader
-from lockstep.spec import Spec, load_spec
+from lockstep.spec.fields import Spec, load_spec
 from tests.unit.record.postgresql import postgresql as running_postgresql
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.s3 import s3
@@ -65,7 +65,7 @@ def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
     """Each whole: no run lost to a migration that another one was making."""
     script = (
         "import sys, warnings\n"
-        "from lockstep.spec import load_spec\n"
+        "from lockstep.spec.fields import load_spec\n"
         "from tests.unit.record.test_stores import run_once\n"
         "document = {'name': 'eight', 'job': {'use': 'jobs.digits.job:Digits'},\n"
         f"            'record': {{'uri': 'sqlite:///{tmp_path}/mlflow.db'}}, 'checkpoint': {{'storage': '{tmp_path}/runs'}}}}\n"

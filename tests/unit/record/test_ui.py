@@ -21,8 +21,8 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 
+from lockstep.calls.ui import guarded
 from lockstep.errors import SpecError
-from lockstep.orchestration.ui import guarded
 from lockstep.record.ledger import read_parquet
 
 ROOT = Path(__file__).parents[3]

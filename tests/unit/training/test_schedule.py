@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.spec import Constant, Cosine, Linear, Schedule, StepDecay
+from lockstep.spec.fields import Constant, Cosine, Linear, Schedule, StepDecay
 from lockstep.training.schedule import base_rates, rate_factor, set_rates
 
 

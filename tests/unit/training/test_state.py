@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.job import Job
+from lockstep.job.interface import Job
 from lockstep.plan import Plan
-from lockstep.spec import EarlyStop
+from lockstep.spec.fields import EarlyStop
 from lockstep.training.precision import Precision
 from lockstep.training.state import Best, TrainState, power_of_two
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 if TYPE_CHECKING:
-    from lockstep.job import Job  # imports torch
+    from lockstep.job.interface import Job  # imports torch
 
 STEP, RUN = "lockstep.step", "lockstep.run"
 
@@ -130,7 +130,7 @@ def fill_final(spec: Spec, weights: Path) -> Callable[[str, Path], None] | None:
     It is a traced graph with its weights (torch.export's pt2), free of pickles and of the job's code: whoever loads
     it runs neither.
     """
-    from lockstep.job import load_job
+    from lockstep.job.loading import load_job
 
     job = load_job(spec.job.use, spec.job.params)
     example = job.example_input()

@@ -24,7 +24,7 @@ from lockstep.record.mlflow_store.client import connecting, is_database, page_ur
 from lockstep.record.mlflow_store.models import STEP, Models, fill_final
 from lockstep.record.points import Point, store_key
 from lockstep.record.run_store import Status
-from lockstep.spec import Spec
+from lockstep.spec.fields import Spec
 
 _LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
 _NAMES_IN_MLFLOW = {

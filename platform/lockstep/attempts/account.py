@@ -1,0 +1,35 @@
+"""What is known of each attempt of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Account:
+    """What became of one attempt. Times are Unix seconds; steps are numbers of steps, 0 where there is none."""
+
+    attempt: int
+    workers: int
+    began: float
+    from_step: int = 0
+    """The checkpoint that it started from."""
+    last_step: int = 0
+    """The last step that it was seen to do."""
+    ended: float | None = None
+    why: str | None = None
+    repeated: int = 0
+    """Steps at its beginning that an earlier attempt had done already."""
+    lost_s: float | None = None
+    """From the last step of the attempt before to its own first one."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """`lost_s` by stage, in the order of `stages.STAGES`."""
+    stragglers: list[str] = field(default_factory=list)
+    """Ranks that kept the others waiting, with how much slower they were and in which steps."""
+    standbys: int = 0
+    """How many of its workers were processes that stood by."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)

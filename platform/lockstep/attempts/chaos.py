@@ -1,0 +1,98 @@
+"""Kills parts of a run on purpose, so that a set-up can be tried: `--chaos "worker:0.02,node:0.005"`.
+
+A rate is the chance of one kill at each step. What is killed at which step follows from the run's seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from lockstep.attempts.watchdog import Member
+from lockstep.errors import SpecError
+
+TARGETS = ("worker", "node", "recorder", "driver")
+LONGEST_DELAY_S = 1.0
+"""A kill comes at any moment of this time after its step was seen."""
+
+
+def parse(text: str) -> dict[str, float]:
+    """Rates by target. SpecError for anything else."""
+    rates = {}
+    for entry in text.split(","):
+        target, _, rate = entry.strip().partition(":")
+        try:
+            rates[target] = float(rate)
+        except ValueError:
+            rates[target] = -1.0
+        if target not in TARGETS or not 0.0 <= rates[target] <= 1.0:
+            raise SpecError(
+                f"chaos: got {entry.strip()!r}, wanted target:rate such as worker:0.02, the chance at each step of killing "
+                f"one of {', '.join(TARGETS)}"
+            )
+    return rates
+
+
+def due(rates: Mapping[str, float], seed: int, attempt: int, step: int) -> list[str]:
+    """What is to be killed after a step of an attempt. Another attempt that takes the step again has another fate."""
+    draw = random.Random(f"{seed}/{attempt}/{step}")
+    return [target for target, rate in sorted(rates.items()) if draw.random() < rate]
+
+
+class Chaos:
+    """Kills parts of one run. `say` is told of each kill."""
+
+    def __init__(self, rates: Mapping[str, float], seed: int, say: Callable[[str], None]) -> None:
+        self._rates, self._seed, self._say = rates, seed, say
+        self._seen: tuple[int, int] | None = None
+
+    def look(self, attempt: int, step: int, members: Callable[[], Sequence[Member]], recorder: Any) -> None:
+        """An attempt was seen at this step: kill what is due after it, and after the steps since the last look."""
+        first = self._seen[1] + 1 if self._seen is not None and self._seen[0] == attempt else step
+        self._seen = attempt, step
+        for number in range(first, step + 1):
+            for target in due(self._rates, self._seed, attempt, number):
+                threading.Thread(
+                    target=self._kill,
+                    args=(
+                        target,
+                        list(members()),
+                        recorder,
+                        random.Random(f"{self._seed}/{attempt}/{number}/{target}"),
+                    ),
+                    name="lockstep-chaos",
+                    daemon=True,
+                ).start()
+
+    def _kill(self, target: str, members: Sequence[Member], recorder: Any, draw: random.Random) -> None:
+        time.sleep(draw.uniform(0.0, LONGEST_DELAY_S))
+        here = ray.get_runtime_context().get_node_id()
+        if target == "node":
+            members = [
+                member for member in members if member.node != here
+            ]  # the driver would go with its own
+        if target == "driver":
+            self._say("chaos: the driver is killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif target == "recorder":
+            self._say("chaos: the recorder is killed")
+            ray.kill(recorder)
+        elif members:
+            member = draw.choice(members)
+            name = f"node {member.node[:8]}" if target == "node" else f"rank {member.rank}"
+            self._say(f"chaos: {name} is killed")
+            there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(member.node, soft=False)
+            kill = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(kill_here)
+            kill.remote(None if target == "node" else member.pid)  # its answer is lost with its node
+
+
+def kill_here(pid: int | None) -> None:
+    """SIGKILL to a process on this node, or to the node's raylet."""
+    os.kill(os.getppid() if pid is None else pid, signal.SIGKILL)

@@ -1,0 +1,131 @@
+"""What the cluster around an attempt looks like: room for more workers, and nodes that are being drained."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from lockstep.attempts.placement import Placement, place, room_for
+from lockstep.attempts.watchdog import Member
+from lockstep.errors import SpecError
+from lockstep.spec.fields import Spec
+
+LOOK_S = 1.0
+"""How often it is looked at."""
+
+CONNECT_S = 2.0
+"""How long a node may take to answer."""
+
+NEAR_S = 20.0
+"""How long before the deadline of a node that is waited for the last checkpoint is asked for."""
+
+STEADY_S = 3.0
+"""How long room has to be there before an attempt moves for it."""
+
+
+def find_place(spec: Spec) -> Placement:
+    """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`."""
+    drained = draining()
+    fit, unfit, total = set[str](), set[str](), Counter[str]()
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        if node["NodeID"] in drained or not answers(node):
+            unfit.add(node["NodeID"])
+        else:
+            fit.add(node["NodeID"])
+            total.update(node["Resources"])
+    return Placement(*place(spec, total), frozenset(fit), frozenset(unfit))
+
+
+def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
+    """A node that could take the place of any one of the `used` (workers by node), and how many it would get; nothing where there is none."""
+    drained, free = draining(), ray._private.state.available_resources_per_node()
+    for node in sorted(node["NodeID"] for node in ray.nodes() if node["Alive"]):
+        if node not in used and node not in drained:
+            fit = room_for(each, free.get(node, {}))
+            if fit:
+                return Counter({node: min(fit, max(used.values(), default=0))})
+    return Counter()
+
+
+def answers(node: Mapping[str, Any]) -> bool:
+    """Whether the node's raylet can be reached: Ray takes up to half a minute to notice that a node is gone."""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def draining() -> dict[str, float]:
+    """The nodes that have been told to go (preempted, scaled down, or drained by hand), and when at the latest: Unix seconds, infinity where nobody said."""
+    nodes: Mapping[str, int] = ray._private.state.state.get_draining_nodes() or {}
+    return {node: deadline_ms / 1000 if deadline_ms else math.inf for node, deadline_ms in nodes.items()}
+
+
+def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
+    """How many workers a run could have that has so many now, where so much more is free."""
+    return max(workers, min(spec.workers.max, spec.batch.micro_batches, workers + room_for(each, free)))
+
+
+class Advice(NamedTuple):
+    """What an attempt should do, each with its reason: save and go on, or save, end, and go on elsewhere."""
+
+    save: str | None = None
+    move: str | None = None
+
+
+class Surroundings:
+    """Watches the cluster for one attempt, which runs at `place`."""
+
+    def __init__(self, spec: Spec, place: Placement) -> None:
+        self.spec, self.workers, self.each = spec, place.workers, place.each
+        self._looked = 0.0
+        self._noticed = 0
+        """For a notice that is waited out: 1 after the first save, 2 after that near the deadline."""
+        self._roomy_since: float | None = None
+
+    def advice(self, members: Sequence[Member]) -> Advice:
+        """What the attempt of these workers should do now."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return Advice()
+        self._looked = now
+        gone = draining()
+        leaving = {node: gone[node] for node in {member.node for member in members} if node in gone}
+        return self._on_notice(leaving) if leaving else Advice(move=self._room_to_grow(now))
+
+    def _on_notice(self, leaving: Mapping[str, float]) -> Advice:
+        """Nodes with workers are about to go: move at once where there is room elsewhere, else save now and again when they are about to."""
+        names = ", ".join(sorted(node[:8] for node in leaving))
+        notice = f"node {names} is being drained"
+        try:
+            find_place(self.spec)
+        except SpecError as error:
+            near = min(leaving.values()) - time.time() < NEAR_S
+            if self._noticed < 1 + near:
+                self._noticed = 1 + near
+                return Advice(save=f"{notice}, and nowhere else is room ({error})")
+            return Advice()
+        return Advice(move=notice)
+
+    def _room_to_grow(self, now: float) -> str | None:
+        if self.workers >= min(self.spec.workers.max, self.spec.batch.micro_batches):
+            return None
+        possible = room(self.spec, self.workers, self.each, ray.available_resources())
+        if possible > self.workers:  # of what is free, a part may be about to go
+            possible = min(possible, find_place(self.spec).workers)
+        if possible <= self.workers:
+            self._roomy_since = None
+            return None
+        self._roomy_since = self._roomy_since or now
+        if now - self._roomy_since < STEADY_S:
+            return None
+        return f"there is room for {possible} workers, {possible - self.workers} more"

@@ -1,0 +1,23 @@
+"""Notes when an attempt passes from one of Ray's stages to the next. Workers get a copy: this module imports little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+
+from lockstep.attempts.stages import Moments
+
+
+class Noting(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]  # untyped bases
+    """Notes when an attempt comes to the end of each of Ray's stages."""
+
+    def __init__(self, moments: Moments) -> None:
+        self.moments = moments
+
+    def after_worker_group_training_start(self, worker_group: Any) -> None:
+        self.moments.note("group")
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        if type(current_state).__name__ == "ShuttingDownState":
+            self.moments.note("detection")

@@ -1,0 +1,51 @@
+"""Where the workers of an attempt run: how many, and on which nodes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from lockstep.errors import SpecError
+from lockstep.spec.fields import Spec
+
+NODE_ID = "ray.io/node-id"
+"""Ray's label of a node."""
+
+
+class Placement(NamedTuple):
+    """So many workers of `each` so many resources, on any node but the `unfit` ones; one on each of `first` where there is room at once."""
+
+    workers: int
+    each: dict[str, float]
+    fit: frozenset[str]
+    """Nodes that are alive and stay so."""
+    unfit: frozenset[str]
+    first: tuple[str, ...] = ()
+    """Nodes for the first workers: a node for each, no more than there are workers."""
+
+
+def anywhere_but(nodes: Collection[str]) -> dict[str, str] | None:
+    """Ray's selector of all nodes but these: it would still place workers on one that it has not yet missed."""
+    return {NODE_ID: f"!in({','.join(sorted(nodes))})"} if nodes else None
+
+
+def room_for(each: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """How many workers of `each` so much fit into these resources."""
+    return min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
+
+
+def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """How many workers the cluster's resources give, and what each is given."""
+    wanted = spec.workers
+    gpus = float(resources.get("GPU", 0.0) >= 1) if wanted.gpus_each == "auto" else float(wanted.gpus_each)
+    each = {"CPU": float(wanted.cpus_each)} | ({"GPU": gpus} if gpus else {})
+    fit = room_for(each, resources)
+    workers = min(wanted.max, fit, spec.batch.micro_batches)
+    if workers < wanted.min:
+        have = ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in each)
+        need = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
+        raise SpecError(
+            f"workers.min: got {wanted.min} workers of {need} each, but the cluster has {have}, enough for {fit}; "
+            "lower workers.min or workers.cpus_each, or add nodes"
+        )
+    return workers, each

@@ -1,0 +1,125 @@
+"""Whether all nodes of a cluster see the folders of a run, found out before training starts."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.errors import ClusterError, SpecError
+from lockstep.spec.fields import Spec
+
+PATIENCE_S = 60.0
+"""How long a node may take to answer: it starts a process for it."""
+
+
+def local_folders(spec: Spec) -> dict[str, str]:
+    """The folders that workers and the driver both use, by the field that names them."""
+    folders = {"record.folder": str(spec.folder)}
+    if "://" not in spec.checkpoint.storage:
+        folders["checkpoint.storage"] = spec.checkpoint.storage
+    return folders
+
+
+def check_shared(spec: Spec) -> list[str]:
+    """SpecError where a worker could be placed on a machine that does not see a folder of the run; warnings for the rest."""
+    import ray
+
+    here = ray.util.get_node_ip_address()
+    others = {
+        node["NodeManagerAddress"]: node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeManagerAddress"] != here and node["Resources"].get("CPU", 0) > 0
+    }
+    if not others:
+        return _fleeting(spec)
+    with _probes(local_folders(spec)) as probes:
+        for address, unseen in _seen_from(others, probes).items():
+            for field in unseen:
+                raise SpecError(
+                    f"{field}: {local_folders(spec)[field]!r} on this node is another folder on {address}, where workers run; "
+                    f"set {field} to a folder that all nodes share"
+                    + (", or to s3://… or gs://…" if field == "checkpoint.storage" else "")
+                )
+    return _fleeting(spec) + _one_node(spec)
+
+
+@contextmanager
+def _probes(folders: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """A new file in each folder, by field."""
+    probes = {field: str(Path(folder, f".lockstep-{uuid.uuid4().hex}")) for field, folder in folders.items()}
+    try:
+        for path in probes.values():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).touch()
+        yield probes
+    finally:
+        for path in probes.values():
+            Path(path).unlink(missing_ok=True)
+
+
+def _seen_from(others: Mapping[str, str], probes: Mapping[str, str]) -> dict[str, list[str]]:
+    """For each address the fields whose probe is not there. A node that is lost meanwhile is left out: no worker will be placed there."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(unseen)
+    asked = {
+        address: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            dict(probes)
+        )
+        for address, node in others.items()
+    }
+    found: dict[str, list[str]] = {}
+    until = time.monotonic() + PATIENCE_S
+    for address, answer in asked.items():
+        try:
+            found[address] = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
+        except (
+            ray.exceptions.TaskUnschedulableError,
+            ray.exceptions.NodeDiedError,
+            ray.exceptions.WorkerCrashedError,
+        ):
+            continue
+        except ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"{address} did not tell within {PATIENCE_S:.0f} s whether it sees the run's folders: "
+                f"{type(error).__name__}; look at the nodes with ray list nodes"
+            ) from error
+    return found
+
+
+def unseen(probes: Mapping[str, str]) -> list[str]:
+    """The fields whose probe is not there, or whose folder cannot be written."""
+    return [
+        field
+        for field, path in probes.items()
+        if not Path(path).exists() or not os.access(Path(path).parent, os.W_OK)
+    ]
+
+
+def _fleeting(spec: Spec) -> list[str]:
+    """What lies in a job's copy of the working directory."""
+    if "working_dir_files" not in Path.cwd().parts:
+        return []
+    copy = str(Path.cwd())
+    named = {**local_folders(spec), "record.uri": (spec.record.uri or "").partition(":///")[2]}
+    return [
+        f"{field}: {value!r} lies in the job's copy of the working directory, which Ray deletes after the job; "
+        f"set {field} to a place that stays"
+        for field, value in named.items()
+        if value.startswith(copy)
+    ]
+
+
+def _one_node(spec: Spec) -> list[str]:
+    """A record that only this node can read."""
+    if not (spec.record.uri or "").startswith(("sqlite", "file", "/")):
+        return []
+    return [
+        f"record.uri: {spec.record.uri!r} is a file that this node writes; a resume that starts on another node finds no "
+        "run there; set record.uri to a tracking server"
+    ]

@@ -1,0 +1,137 @@
+"""Standby workers: idle processes of Ray's own pool, started ahead with all that a worker imports.
+
+When an attempt is lost, Ray gives its successor these processes instead of new ones: on a busy machine the start of a
+process and its imports are the longest part of a restart. They hold memory (some 250 MB each) and no processor. Ray ends
+them with the job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import ray
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+
+from lockstep.attempts.cluster_view import spare
+from lockstep.attempts.placement import Placement
+from lockstep.attempts.watchdog import Member
+from lockstep.errors import first_line
+
+KEEP_S = 30 * 24 * 3600
+"""How long Ray keeps an idle process."""
+
+CALL_S = 5.0
+"""How long a node may take to answer."""
+
+IMPORTS, IMPORTED = "LOCKSTEP_IMPORTS", "LOCKSTEP_IMPORTED"
+
+AHEAD = (
+    "lockstep.attempts.worker_main",
+    "torch._dynamo",  # deterministic algorithms and every optimizer ask for it: a second or two
+    "ray.tune",  # what Ray Train sends its workers does
+    "pyarrow.parquet",  # the rows in a checkpoint
+)
+"""What a worker imports by its first step."""
+
+
+def imports_ahead(folder: str, module: str) -> dict[str, str]:
+    """The environment that has a worker's process import, as it starts, what the job needs."""
+    return {
+        WORKER_PROCESS_SETUP_HOOK_ENV_VAR: f"{__name__}.import_ahead",
+        IMPORTS: json.dumps([folder, module]),
+    }
+
+
+def import_ahead() -> None:
+    """Called by Ray in a process that has just started."""
+    folder, module = json.loads(os.environ[IMPORTS])
+    sys.path.insert(0, folder)
+    for name in AHEAD:
+        importlib.import_module(name)
+    with suppress(Exception):  # whatever is wrong with it, `load_job` tells it with its place
+        importlib.import_module(module)
+    os.environ[IMPORTED] = str(time.time())
+
+
+def imported_at() -> float:
+    """When this process had imported all that, in Unix seconds."""
+    return float(os.environ[IMPORTED])
+
+
+class Standbys:
+    """Keeps as many standby workers on each node as an attempt has workers there, and some on a node to spare. `warn` is told once why it cannot."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._idle: Counter[str] = Counter()
+        self._filled_for = 0
+        self._failed = False
+
+    def first(self, place: Placement) -> Placement:
+        """The placement with the nodes where processes stand by as those that are tried first."""
+        nodes = [node for node, idle in self._idle.most_common() for _ in range(idle) if node in place.fit]
+        return place._replace(first=tuple(nodes[: place.workers]))
+
+    def took(self, members: Sequence[Member], asked_at: float) -> int:
+        """An attempt that was asked for then has begun: how many of its workers are processes that stood by."""
+        # One that was still importing is taken as well, though it saved no time.
+        self._idle -= Counter(member.node for member in members)
+        return sum(member.imported_at < asked_at for member in members)
+
+    def fill(self, attempt: int, members: Sequence[Member], each: Mapping[str, float]) -> None:
+        """Have the nodes of an attempt's workers, of `each` so much, start what is missing, and one node that could take the place of another: in the background, once an attempt."""
+        if attempt == self._filled_for:
+            return
+        self._filled_for = attempt
+        used = Counter(member.node for member in members)
+        wanted = used + spare(each, used) - self._idle
+        if wanted and not self._failed:
+            self._idle += wanted
+            threading.Thread(
+                target=self._start,
+                args=(wanted, members[0].runtime_env),
+                name="lockstep-standby",
+                daemon=True,
+            ).start()
+
+    def _start(self, wanted: Mapping[str, int], runtime_env: str) -> None:
+        addresses = {
+            node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in ray.nodes()
+        }
+        for node, count in wanted.items():
+            try:
+                prestart(addresses[node], count, runtime_env)
+            except Exception as error:  # noqa: BLE001 - without them a restart takes longer, and nothing else
+                self._idle[node] -= count
+                if not self._failed:
+                    self._failed = True
+                    self._warn(
+                        f"no standby workers, so that a lost one takes longer to replace: {first_line(error)}"
+                    )
+
+
+def prestart(address: str, count: int, runtime_env: str) -> None:
+    """Have the raylet at `address` start `count` idle processes with exactly this environment: Ray's own call, which has no function in Python."""
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+    from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
+
+    with init_grpc_channel(address) as channel:
+        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(
+            node_manager_pb2.PrestartWorkersRequest(
+                language=common_pb2.PYTHON,
+                job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
+                runtime_env_info=RuntimeEnvInfo(serialized_runtime_env=runtime_env),
+                keep_alive_duration_secs=KEEP_S,
+                num_workers=count,
+            ),
+            timeout=CALL_S,
+        )

@@ -1,0 +1,149 @@
+"""Ray Train's controller in the driver's own process, which notes when an attempt passes from one stage to the next.
+
+`TorchTrainer` keeps its controller in an actor, with three more actors about it: each a process that takes seconds to
+start and may be lost by itself. Here the driver decides what follows on an attempt, and holds Ray's job: with it the
+placement group and the workers end anyway. See docs/decisions/0010.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.train import Result
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+
+from lockstep.attempts.noting import Noting
+from lockstep.attempts.scaling import Scaling
+
+FIRST_S = 3.0
+"""How long the nodes that are tried first may take to have room: what the attempt before held is free only when Ray has noticed."""
+
+
+class Workers(WorkerGroup):  # type: ignore[misc]
+    """A group of workers without a controller actor, which ends at once."""
+
+    def _start(self) -> None:
+        """Start, or leave nothing behind: Ray leaves a group that fails once its workers are there to the death of the controller's process."""
+        try:
+            super()._start()
+        except Exception:
+            if self.has_started():
+                for worker in self.get_workers():
+                    ray.kill(worker.actor)
+                self._worker_group_state.shutdown()
+                self._clear_state()
+            raise
+
+    def _create_placement_group(self, scaling_config: Scaling, worker_group_context: Any) -> Any:
+        """On the nodes that are to be tried first, if there is room at once; else wherever there is."""
+        if scaling_config.first:
+            narrowed = scaling_config.with_first(worker_group_context.label_selector)
+            handle = super()._create_placement_group(
+                scaling_config, replace(worker_group_context, label_selector=narrowed)
+            )
+            if handle.wait(FIRST_S):
+                return handle
+            handle.shutdown()
+        return super()._create_placement_group(scaling_config, worker_group_context)
+
+    def _create_workers(self, *args: Any, **settings: Any) -> Any:
+        self._note("placement")
+        workers = super()._create_workers(*args, **settings)
+        self._note("processes")
+        return workers
+
+    def _note(self, stage: str) -> None:
+        for callback in self._callbacks:
+            if isinstance(callback, Noting):
+                callback.moments.note(stage)
+
+    def _init_train_context_on_workers(self, workers: Any, sync_actor: Any, arguments: Any) -> None:
+        """As in Ray, whose version asks for the handle of the controller's actor: only validation calls that, which is not used."""
+        ray.get(
+            [
+                worker.actor.init_train_context.remote(
+                    train_run_context=self._train_run_context,
+                    distributed_context=worker.distributed_context,
+                    synchronization_actor=sync_actor,
+                    storage_context=self._storage_context,
+                    worker_callbacks=self._worker_callbacks_to_propagate,
+                    controller_actor=None,
+                    **{name: values[i] for name, values in arguments.items()},
+                )
+                for i, worker in enumerate(workers)
+            ]
+        )
+        self._decorate_worker_log_file_paths(workers)
+
+    def shutdown(self) -> None:
+        """End the processes, rather than wait for what they were in the middle of: nothing of theirs is needed any more."""
+        if self.has_started():
+            for worker in self.get_workers():
+                ray.kill(worker.actor)
+        super().shutdown()
+
+
+class Controller(TrainController):  # type: ignore[misc]
+    """Ray Train's controller of such a group."""
+
+    worker_group_cls = Workers
+
+
+class Placed(FixedScalingPolicy):  # type: ignore[misc]
+    """So many workers, for which there is room: no actor is asked to reserve it first."""
+
+    def after_controller_start(self, train_run_context: Any) -> None: ...
+
+    def _maybe_send_resource_request(self) -> None: ...
+
+
+class Raised(FailurePolicy):  # type: ignore[misc]
+    """Whatever ends an attempt is told, and the supervisor decides: Ray would start the workers of a preempted node again by itself, from where the attempt began.
+
+    Only resources that others hold are waited for, as long as it takes.
+    """
+
+    def make_decision(self, training_failed_error: Any) -> FailureDecision:
+        cause = getattr(training_failed_error, "controller_failure", None)
+        held = isinstance(cause, WorkerGroupStartupTimeoutError)
+        return FailureDecision.RETRY if held else FailureDecision.RAISE
+
+
+class DriverTrainer(TorchTrainer):  # type: ignore[misc]
+    """A TorchTrainer whose controller runs in the thread that calls `fit`."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Without the actor that removes the placement group of a controller that died: Ray does so for a driver."""
+        return [
+            callback
+            for callback in super()._create_default_callbacks()
+            if not isinstance(callback, PlacementGroupCleanerCallback)
+        ]
+
+    def _initialize_and_run_controller(self, **settings: Any) -> Result:
+        self._controller = Controller(
+            **{
+                **settings,
+                "scaling_policy": Placed(self.scaling_config),
+                "failure_policy": Raised(self.run_config.failure_config),
+            }
+        )
+        asyncio.run(self._controller.run())
+        return self._controller.get_result()
+
+    def end_workers(self) -> None:
+        """Kill the workers that there are; the controller takes it for their loss."""
+        controller = getattr(self, "_controller", None)
+        group = controller.get_worker_group() if controller is not None else None
+        if group is not None and group.has_started():
+            for worker in group.get_workers():
+                ray.kill(worker.actor)

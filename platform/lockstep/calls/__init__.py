@@ -1,0 +1,1 @@
+"""The calls for Python: what each command does, without a command line."""

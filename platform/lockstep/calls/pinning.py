@@ -1,0 +1,31 @@
+"""Pinning a checkpoint of a recorded run, so that retention leaves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.checkpoint.pins import ASKED, pin, pinned, unpin
+from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs import saved_steps
+from lockstep.checkpoint.storages import open_storage
+from lockstep.errors import SpecError
+from lockstep.record.stores import find_run
+from lockstep.spec.fields import load_spec
+from lockstep.spec.places import tracking_uri
+
+
+def change_pin(run_id: str, step: int, *, uri: str | None, folder: Path, remove: bool) -> list[int]:
+    """Pin the checkpoint of `step`, or take the pin away; the steps that are pinned then.
+
+    The run is looked up in the store at `uri`, for `off` in `folder`. SpecError where it has no such checkpoint.
+    """
+    found = find_run(tracking_uri(uri), run_id, folder)
+    run = RunFolder.open(open_storage(load_spec(found.spec).checkpoint.storage), run_id)
+    if remove:
+        unpin(run, step, ASKED)
+    elif step in saved_steps(run):
+        pin(run, step, ASKED)
+    else:
+        kept = ", ".join(map(str, saved_steps(run))) or "none"
+        raise SpecError(f"pin: run {run_id} has no checkpoint of step {step}; it has {kept}")
+    return sorted(pinned(run))

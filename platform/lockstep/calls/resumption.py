@@ -1,0 +1,150 @@
+"""Taking up a run that has ended early, or starting another one from its state."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from lockstep.calls.training import run_attempt, train
+from lockstep.checkpoint.runs import adopt, claim, steps_of
+from lockstep.driver.progress import Progress, Silent
+from lockstep.driver.result import Result, result_of
+from lockstep.errors import SpecError, StorageError
+from lockstep.job.identity import changed_fields
+from lockstep.record.run_store import Recorded
+from lockstep.record.stores import find_copies, find_run
+from lockstep.spec.fields import Fork, Spec, load_spec
+from lockstep.spec.places import tracking_uri
+
+
+def resume(
+    run_id: str,
+    overrides: Iterable[str] = (),
+    *,
+    step: int | None = None,
+    fork: bool = False,
+    local: bool = False,
+    address: str | None = None,
+    uri: str | None = None,
+    progress: Progress | None = None,
+    verbose: bool = False,
+    began_at: float | None = None,
+    chaos: str | None = None,
+) -> Result:
+    """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
+
+    `overrides` may change placement: workers, storage, loader processes. With `fork` they may change anything, and a
+    new run starts from the state. A run that is finished is left as it is, and its result returned. The run is looked
+    up in the MLflow store at `uri`; for `off` in the folder that `record.folder` or `checkpoint.storage` names.
+    Raises LockstepError.
+    """
+    began_at, overrides, progress = began_at or time.time(), list(overrides), progress or Silent()
+    store = tracking_uri(uri)
+    where = load_spec(
+        {"job": {"use": "any:Job"}}, [o for o in overrides if o.startswith(("record.", "checkpoint."))]
+    )
+    found = find_run(store, run_id, where.folder)
+    found.spec["record"] = {**found.spec.get("record", {}), "uri": store}
+    recorded_spec = load_spec(found.spec)
+    spec = load_spec(found.spec, overrides, uri=uri)
+    if fork:
+        parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
+        return train(
+            spec.model_copy(update={"fork": parent, "initial_weights": None}),
+            local=local,
+            address=address,
+            progress=progress,
+            verbose=verbose,
+            began_at=began_at,
+            chaos=chaos,
+        )
+    return continue_run(
+        found,
+        spec,
+        step=step,
+        local=local,
+        address=address,
+        progress=progress,
+        verbose=verbose,
+        began_at=began_at,
+        chaos=chaos,
+    )
+
+
+def continue_run(
+    found: Recorded,
+    spec: Spec,
+    *,
+    step: int | None,
+    local: bool,
+    address: str | None,
+    progress: Progress,
+    verbose: bool,
+    began_at: float,
+    chaos: str | None = None,
+) -> Result:
+    """Continue a recorded run as `spec` places it. SpecError where `spec` is another run."""
+    run_id, store = found.run_id, spec.record.uri or ""
+    refuse_changes(run_id, load_spec(found.spec), spec)
+    if found.status == "FINISHED":
+        progress.say(
+            f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"
+        )
+        return result_of(
+            {"first_step_at": None, "stopped": False, **found.summary},
+            run_id=run_id,
+            url=found.url,
+            tracking_uri=store,
+            folder=str(spec.folder / run_id),
+            began_at=began_at,
+            warnings=[],
+            attempts=int(found.summary.get("attempts", 1)),
+            signal_number=None,
+        )
+    if "://" not in spec.checkpoint.storage:
+        fetch_copy(spec, store, run_id, step, progress)
+    return run_attempt(
+        spec,
+        claim(spec.checkpoint.storage, run_id, step),
+        progress,
+        local=local,
+        address=address,
+        verbose=verbose,
+        began_at=began_at,
+        chaos=chaos,
+    )
+
+
+def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
+    """SpecError for the first field that a resume may not change."""
+    for name, old, new in changed_fields(before, after):
+        raise SpecError(
+            f"resume: {name} is {old!r} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
+            "or start a new run from its state with --fork"
+        )
+
+
+def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: Progress) -> None:
+    """Where the storage has no checkpoint of the run, or not that of `step`: download the newest good copy that its record has."""
+    from lockstep.checkpoint.reader import checkpoint_at, verify
+
+    there = steps_of(spec.checkpoint.storage, run_id)
+    if step in there or (step is None and there):
+        return
+    for copy in find_copies(store, run_id):
+        if step is not None and copy.step != step:
+            continue
+        run_folder = Path(spec.checkpoint.storage, run_id)
+        run_folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=run_folder, prefix=".download-") as folder:
+            copy.download(Path(folder))
+            try:
+                verify(checkpoint_at(folder))
+            except StorageError as error:
+                progress.say(f"warning: the copy of step {copy.step} in the record is passed over: {error}")
+                continue
+            adopt(spec.checkpoint.storage, run_id, copy.step, Path(folder))
+        progress.say(f"the checkpoint of step {copy.step} was downloaded from the record")
+        return

@@ -1,0 +1,103 @@
+"""The calls of Lockstep: what the command line does, for Python."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.run_folder import Origin
+from lockstep.checks.preflight import advise, check_storage, find_initial_weights
+from lockstep.driver.progress import Progress, Silent
+from lockstep.driver.result import Result
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import SpecError
+from lockstep.job.source import check_job_source
+from lockstep.spec.fields import Spec, load_spec
+
+
+def train(
+    spec: Spec | str | Path | Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    local: bool = False,
+    address: str | None = None,
+    uri: str | None = None,
+    progress: Progress | None = None,
+    verbose: bool = False,
+    began_at: float | None = None,
+    on_run_id: Callable[[str], None] | None = None,
+    chaos: str | None = None,
+) -> Result:
+    """Train one run to its end.
+
+    `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `local` trains in this one
+    process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. A SIGTERM or SIGINT
+    stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. `chaos`, such
+    as `worker:0.02`, kills parts of the run on purpose. Raises LockstepError.
+    """
+    progress = progress or Silent()
+    loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
+    return run_attempt(
+        loaded,
+        Origin(),
+        progress,
+        local=local,
+        address=address,
+        verbose=verbose,
+        began_at=began_at or time.time(),
+        on_run_id=on_run_id,
+        chaos=chaos,
+    )
+
+
+def run_attempt(
+    spec: Spec,
+    origin: Origin,
+    progress: Progress,
+    *,
+    local: bool,
+    address: str | None,
+    verbose: bool,
+    began_at: float,
+    on_run_id: Callable[[str], None] | None = None,
+    chaos: str | None = None,
+) -> Result:
+    """Train one attempt of a run, to its end or to a signal."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    warnings = advise(spec)
+    for text in warnings:
+        progress.say(f"warning: {text}")
+    spec = find_initial_weights(spec)
+    check_job_source(spec.job.use)
+    check_storage(spec)
+    if local and chaos is not None:
+        raise SpecError("chaos: kills what runs on Ray; leave out --local")
+    if local:
+        from lockstep.driver.local import train_here
+
+        with StopSignal() as stop:
+            result = train_here(
+                spec, progress, stop, origin, began_at=began_at, warnings=warnings, on_run_id=on_run_id
+            )
+        if result is None:
+            raise SystemExit(0)  # a rank of torchrun that has nothing to tell
+        return result
+    from lockstep.attempts.on_ray import train_on_ray
+
+    with StopSignal() as stop:
+        return train_on_ray(
+            spec,
+            progress,
+            stop,
+            origin,
+            address=address,
+            verbose=verbose,
+            began_at=began_at,
+            warnings=warnings,
+            on_run_id=on_run_id,
+            chaos=chaos,
+        )

@@ -1,0 +1,33 @@
+"""Names of runs, kept beside their checkpoints: `<storage>/named-<name>/run_id`.
+
+What retries a command, Kubernetes or a queue, cannot know the run id that the first try was given; it knows a name.
+"""
+
+from __future__ import annotations
+
+from lockstep.checkpoint.errors import LostFileError, TakenError
+from lockstep.checkpoint.storage import Storage
+from lockstep.errors import SpecError
+
+
+def run_of_name(storage: Storage, name: str) -> str | None:
+    """The id of the run that has this name."""
+    try:
+        return storage.read(_file(name)).decode()
+    except LostFileError:
+        return None
+
+
+def give_name(storage: Storage, name: str, run_id: str) -> None:
+    """Keep the name of a run. SpecError where another run was given it meanwhile."""
+    try:
+        storage.create(_file(name), run_id.encode())
+    except TakenError as error:
+        owner = run_of_name(storage, name)
+        raise SpecError(
+            f"run: {name!r} is the name of run {owner} by now, which another command began; start one of them"
+        ) from error
+
+
+def _file(name: str) -> str:
+    return f"named-{name}/run_id"

@@ -1,0 +1,65 @@
+"""The checkpoints of a run by its id: which steps are saved, the next attempt's claim, and pins that follow the registry."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.checkpoint.errors import LostFileError, StaleAttemptError
+from lockstep.checkpoint.layout import MANIFEST, step_folder
+from lockstep.checkpoint.pins import ALIAS, pin_exactly
+from lockstep.checkpoint.run_folder import Origin, RunFolder
+from lockstep.checkpoint.storages import open_storage
+from lockstep.errors import SpecError
+
+
+def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Origin:
+    """Begin the next attempt of a run, with a number of `at_least` so much: whatever still runs of it can publish nothing from here on."""
+    folder = opened(storage, run_id)
+    if step is not None and step not in saved_steps(folder):
+        kept = ", ".join(map(str, saved_steps(folder))) or "none"
+        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
+    try:
+        attempt = folder.claim(at_least)
+    except StaleAttemptError:  # so many have begun already
+        attempt = folder.claim()
+    return Origin(run_id, attempt.number, step)
+
+
+def saved_steps(folder: RunFolder) -> list[int]:
+    """The steps that have a checkpoint, newest first, unverified."""
+    return [
+        step for step in folder.steps() if folder.storage.exists(folder.path(step_folder(step), MANIFEST))
+    ]
+
+
+def steps_of(storage: str, run_id: str) -> list[int]:
+    """The same for a run by its id; none where its folder is not there."""
+    try:
+        return saved_steps(RunFolder.open(open_storage(storage), run_id))
+    except LostFileError:
+        return []
+
+
+def opened(storage: str, run_id: str) -> RunFolder:
+    """The run's folder, made where there is none: it ended before its first checkpoint, or on another machine."""
+    place = open_storage(storage)
+    try:
+        return RunFolder.open(place, run_id)
+    except LostFileError:
+        return RunFolder.create(place, run_id)
+
+
+def pin_aliased(storage: str, run_id: str, steps: frozenset[int]) -> None:
+    """Keep the checkpoints that the model registry has an alias for, and let go of those whose alias was taken away."""
+    with suppress(LostFileError):  # no checkpoint yet, and so no alias
+        pin_exactly(RunFolder.open(open_storage(storage), run_id), steps, ALIAS)
+
+
+def adopt(storage: str, run_id: str, step: int, files: Path) -> None:
+    """Make a verified folder of files the run's checkpoint of `step`, in one rename; it lies on the storage's own disk."""
+    place = Path(storage, opened(storage, run_id).path(step_folder(step)))
+    if place.exists():  # what is there is no checkpoint
+        shutil.rmtree(place)
+    files.rename(place)

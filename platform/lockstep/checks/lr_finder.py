@@ -1,0 +1,122 @@
+"""The learning-rate range test (Smith 2015): one run whose rate rises until its loss explodes. Kept: the curve."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import NumericsError, SpecError
+from lockstep.job.loading import load_job
+from lockstep.record.ledger import StepRow
+from lockstep.spec.fields import Every, Length, Spec, StepDecay, load_spec
+from lockstep.training.group import Group
+from lockstep.training.loop import fit
+from lockstep.training.no_record import NoRecord
+
+DIVERGED = 4.0
+"""A smoothed loss of so many times its least value has diverged."""
+
+_MEMORY = 0.9
+"""How much of the smoothed loss is the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateRange:
+    """The curve, a row a step, and what follows from it: a tenth of the rate from which on the smoothed loss rises, and where it had `diverged`."""
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    diverged: float | None
+    suggestion: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+class _OverError(Exception):
+    """The loss has diverged."""
+
+
+class _Curve(NoRecord):
+    """The record of a range test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self.smoothed: list[float] = []
+        self._mean = 0.0
+
+    def step(self, row: StepRow) -> None:
+        self.rates.append(row.lr)
+        self.losses.append(row.loss)
+        self._mean = _MEMORY * self._mean + (1 - _MEMORY) * row.loss
+        self.smoothed.append(self._mean / (1 - _MEMORY ** len(self.losses)))
+        if len(self.losses) > 10 and self.smoothed[-1] > DIVERGED * min(self.smoothed):
+            raise _OverError
+
+
+def lr_find(
+    source: Spec | str | Path | Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    lowest: float = 1e-7,
+    highest: float = 10.0,
+    steps: int = 100,
+) -> RateRange:
+    """Train `steps` steps with a rate that rises from `lowest` to `highest`, in this process. Raises LockstepError."""
+    if not 0 < lowest < highest or steps < 10:
+        raise SpecError(
+            f"lr-find: got rates {lowest:g} … {highest:g} in {steps} steps, wanted 0 < lowest < highest in at least 10"
+        )
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    spec = source if isinstance(source, Spec) else load_spec(source, overrides, uri="off")
+    rising = spec.model_copy(
+        update={
+            "optimizer": spec.optimizer.model_copy(update={"lr": lowest}),
+            "schedule": StepDecay(every=1, gamma=(highest / lowest) ** (1 / (steps - 1))),
+            "length": Length(steps=steps),
+            "evaluate": spec.evaluate.model_copy(update={"every": Every(steps=steps)}),
+            "early_stop": None,
+            "checkpoint": spec.checkpoint.model_copy(update={"keep_best": None}),
+        }
+    )
+    curve, diverged = _Curve(), False
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        fit(rising, load_job(spec.job.use, spec.job.params), Group.join(device), curve)
+    except (_OverError, NumericsError):
+        diverged = True
+    if not curve.rates:
+        raise SpecError(
+            f"lr-find: the loss is not finite at the first step already, with a rate of {lowest:g}; lower the rate, or look at the loss"
+        )
+    at_least = curve.rates[min(range(len(curve.smoothed)), key=curve.smoothed.__getitem__)]
+    end = curve.rates[-1] if diverged else None
+    return RateRange(curve.rates, curve.losses, curve.smoothed, end, float(f"{at_least / 10:.2g}"))
+
+
+def as_text(found: RateRange, *, width: int = 60) -> str:
+    """The curve for a terminal, a line for each third of a decade, and the suggestion."""
+    shown: dict[int, int] = {}
+    for i, rate in enumerate(found.rates):
+        shown[math.floor(3 * math.log10(rate))] = i  # the last step of each
+    top = max((loss for loss in found.smoothed if math.isfinite(loss)), default=1.0) or 1.0
+    lines = [
+        f"{found.rates[i]:9.2e}  {found.smoothed[i]:10.4f}  {'▪' * max(1, round(width * min(1.0, found.smoothed[i] / top)))}"
+        for i in shown.values()
+    ]
+    ending = f", and has diverged at {found.diverged:.2g}" if found.diverged else ""
+    rises = (
+        f"the loss rises from {10 * found.suggestion:.2g} on{ending}; try optimizer.lr={found.suggestion:g}"
+    )
+    return "\n".join([*lines, rises])

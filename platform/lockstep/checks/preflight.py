@@ -1,0 +1,67 @@
+"""What is checked of a spec before anything is started: likely mistakes, initial weights, and whether the run's files can be written."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import uuid
+from pathlib import Path
+
+from lockstep.checkpoint.storages import open_storage
+from lockstep.errors import SpecError, StorageError
+from lockstep.spec.fields import Spec
+
+
+def advise(spec: Spec) -> list[str]:
+    """What is allowed and likely not meant."""
+    most = spec.batch.micro_batches
+    if spec.workers.max > most:
+        return [
+            f"workers.max = {spec.workers.max} is above the {most} micro-batches of a step; "
+            f"{most} workers are the most that can share it (lower batch.micro for more)"
+        ]
+    return []
+
+
+def find_initial_weights(spec: Spec) -> Spec:
+    """`initial_weights` as a file: a run id stands for the final weights in that run's folder. SpecError without them."""
+    given = spec.initial_weights
+    if given is None:
+        return spec
+    of_run = Path(spec.folder, given, "weights", "final.safetensors")
+    path = of_run if re.fullmatch("[0-9a-f]{32}", given) else Path(given)
+    if not path.is_file():
+        raise SpecError(
+            f"initial_weights: there is no file {str(path)!r}; give a safetensors file or the id of a run in record.folder"
+        )
+    return spec.model_copy(update={"initial_weights": str(path)})
+
+
+def check_storage(spec: Spec) -> None:
+    """Write and remove a file where the run's files will go. StorageError where that cannot be done."""
+    folders = {"record.folder": str(spec.folder)}
+    if "://" not in spec.checkpoint.storage:
+        folders["checkpoint.storage"] = spec.checkpoint.storage
+    else:
+        check_object_storage(spec.checkpoint.storage)
+    for field, name in folders.items():
+        folder = Path(name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-"):
+                pass
+        except OSError as error:
+            if name == spec.checkpoint.storage:
+                field = "checkpoint.storage"
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise StorageError(
+                f"{field}: cannot write in {name!r}: {reason}; name a folder that can be written"
+            ) from error
+
+
+def check_object_storage(uri: str) -> None:
+    """Write and remove an object. StorageError where that cannot be done."""
+    storage, name = open_storage(uri), f".lockstep-{uuid.uuid4().hex}"
+    storage.create(name, b"")
+    storage.delete(name)

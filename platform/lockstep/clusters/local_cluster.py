@@ -1,0 +1,314 @@
+"""Several real Ray nodes on this machine, for testing: `lockstep cluster up | status | down`.
+
+One process, the holder, starts the nodes and waits. Its process id and start time stand in a state file (mode 0600), and
+all that it starts carries a mark in its environment: `down` ends what carries it, and nothing else. Ray's own `ray stop`
+would end every cluster on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from lockstep.clusters.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
+from lockstep.clusters.ray_settings import RAY_SETTINGS
+from lockstep.errors import ClusterError, SpecError, StorageError
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+
+START_S = 300.0
+"""How long the nodes may take to start; three take some 10 s on two idle cores."""
+
+AGENTS_S = 180.0
+"""How long the nodes' agents may take to start, after the nodes; `lockstep submit` waits for them as well."""
+
+STOP_S = 20.0
+"""How long the processes of a cluster may take to end by themselves."""
+
+MARK = "LOCKSTEP_CLUSTER"
+"""Environment variable of everything that a local cluster has started."""
+
+STORE_BYTES = 128 * 1024 * 1024
+"""Ray's object store, for each node: Lockstep passes messages through it, not tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """What is known of a cluster that was started here."""
+
+    mark: str
+    pid: int
+    started: float
+    """When the holder started, as its machine counts it: process ids are used again."""
+    folder: str
+    address: str
+    dashboard: str
+    nodes: int
+    cpus: float
+    token: str | None
+    """The file with the token."""
+
+    @property
+    def ports(self) -> set[int]:
+        """The ports by which the cluster is spoken to."""
+        return {int(self.address.rpartition(":")[2]), int(self.dashboard.rpartition(":")[2])}
+
+    def access(self) -> dict[str, str]:
+        """The environment that opens the cluster."""
+        if self.token is None:
+            return {"RAY_AUTH_MODE": "disabled"}
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token}
+
+    def running(self) -> bool:
+        """Whether the holder is alive, and still the process that it was."""
+        try:
+            return bool(abs(psutil.Process(self.pid).create_time() - self.started) < 1.0)
+        except psutil.NoSuchProcess:
+            return False
+
+
+def state_folder() -> Path:
+    """Where this user's clusters are remembered."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "lockstep")
+
+
+def recorded_cluster() -> LocalCluster | None:
+    """The cluster that was started last and not taken down, whether it runs or not."""
+    try:
+        found = json.loads(Path(state_folder(), "cluster.json").read_text())
+        return LocalCluster(**found)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise StorageError(
+            f"cluster: cannot read {str(state_folder() / 'cluster.json')!r}: {error}; delete it once its cluster has ended"
+        ) from error
+
+
+def running_cluster() -> LocalCluster | None:
+    """The cluster that was started here and runs."""
+    cluster = recorded_cluster()
+    return cluster if cluster is not None and cluster.running() else None
+
+
+def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCluster:
+    """Start `nodes` Ray nodes of `cpus` CPUs each on this machine, and wait until they are there.
+
+    SpecError where one runs already or where it would be open to others; ClusterError where it does not start.
+    """
+    refuse_open(host, token=token)
+    before = recorded_cluster()
+    if before is not None and before.running():
+        raise SpecError(f"cluster: one runs already at {before.dashboard}; end it with lockstep cluster down")
+    if before is not None:
+        down()
+    state_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+    mark = uuid.uuid4().hex
+    # Not below the state folder: the paths of Ray's sockets must stay short.
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+    token_file = state_folder() / "cluster_token" if token else None
+    if token_file is not None:
+        write_token(token_file)
+    config = {"nodes": nodes, "cpus": cpus, "host": host, "port": port, "folder": str(folder)}
+    with Path(folder, "holder.log").open("wb") as log:
+        holder = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.clusters.local_cluster", json.dumps(config)],
+            env=_environment(mark, token_file, host, folder),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C in this terminal is not for the cluster
+        )
+    started = psutil.Process(holder.pid).create_time()
+    cluster = LocalCluster(
+        mark, holder.pid, started, str(folder), "", "", nodes, cpus, str(token_file) if token_file else None
+    )
+    try:
+        cluster = _when_ready(holder, cluster)
+    except BaseException:
+        _end(cluster)
+        raise
+    _remember(cluster)
+    return cluster
+
+
+def _environment(mark: str, token: Path | None, host: str, folder: Path) -> dict[str, str]:
+    """What the nodes, their workers and the drivers of jobs are started with."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    access = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}  # fmt: skip
+    local = {**LOOPBACK_ONLY, "GLOO_SOCKET_IFNAME": "lo"} if is_loopback(host) else {}
+    return {
+        **kept,
+        **RAY_SETTINGS,
+        **WORKER_ENVIRONMENT,
+        **access,
+        **local,
+        "RAY_TMPDIR": str(
+            folder
+        ),  # else `ray.init()` of anybody else on this machine would find this cluster
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",  # 3 s by default: no time for a checkpoint
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",  # jobs find `lockstep` and `python`
+        MARK: mark,
+    }
+
+
+def _when_ready(holder: subprocess.Popen[bytes], cluster: LocalCluster) -> LocalCluster:
+    ready, until = Path(cluster.folder, "ready.json"), time.monotonic() + START_S
+    while not ready.exists():
+        if holder.poll() is not None or time.monotonic() > until:
+            lines = Path(cluster.folder, "holder.log").read_text(errors="replace").strip().splitlines()
+            raise ClusterError(f"cluster: it did not start: {lines[-1] if lines else 'no message'}")
+        time.sleep(0.1)
+    return LocalCluster(**{**asdict(cluster), **json.loads(ready.read_text())})
+
+
+def _remember(cluster: LocalCluster) -> None:
+    path = state_folder() / "cluster.json"
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(asdict(cluster), file)
+    new.replace(path)
+
+
+def described(cluster: LocalCluster) -> dict[str, Any]:
+    """Plain data for people and scripts; of the token only where its file lies."""
+    return {
+        "running": True,
+        "address": cluster.address,
+        "dashboard": cluster.dashboard,
+        "nodes": cluster.nodes,
+        "cpus": cluster.cpus,
+        "pid": cluster.pid,
+        "environment": {**cluster.access(), "RAY_API_SERVER_ADDRESS": cluster.dashboard},
+    }
+
+
+def down() -> LocalCluster | None:
+    """End the cluster that was started here, and all that runs in it. None where there is none."""
+    cluster = recorded_cluster()
+    if cluster is None:
+        return None
+    _end(cluster)
+    Path(state_folder(), "cluster.json").unlink(missing_ok=True)
+    if cluster.token is not None:
+        Path(cluster.token).unlink(missing_ok=True)
+    return cluster
+
+
+def _end(cluster: LocalCluster) -> None:
+    left = {process.pid: process for process in marked(cluster.mark)}
+    if cluster.running():
+        os.kill(cluster.pid, signal.SIGTERM)
+        until = time.monotonic() + STOP_S
+        while cluster.running() and time.monotonic() < until and not _reaped(cluster.pid):
+            time.sleep(0.1)
+    left |= {process.pid: process for process in marked(cluster.mark)}
+    for process in left.values():
+        with suppress(psutil.NoSuchProcess):  # it has ended; a new process with its id is not meant either
+            process.kill()
+    psutil.wait_procs(list(left.values()), timeout=STOP_S)
+    shutil.rmtree(cluster.folder, ignore_errors=True)  # a temporary folder; a file that is left hurts nobody
+
+
+def _reaped(pid: int) -> bool:
+    """Whether a child of this process has ended, and take note of it."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return False
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes of one cluster: those with the mark in their environment, and all that they have started.
+
+    Ray's workers rename themselves, and with a long name write over their environment.
+    """
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in found and process.environ().get(MARK) == mark:
+                found |= {child.pid: child for child in (process, *process.children(recursive=True))}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # gone, or another user's
+    return list(found.values())
+
+
+# --- the holder -------------------------------------------------------------------------------------------
+
+
+def hold(config: dict[str, Any]) -> None:
+    """Start the nodes, tell where they are, and keep them until SIGTERM."""
+    from ray.cluster_utils import Cluster
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    host, folder = config["host"], Path(config["folder"])
+    each = {
+        "num_cpus": config["cpus"],
+        "object_store_memory": STORE_BYTES,
+        # Ray's own choice for a head, 52365, may be another cluster's: then no job is ever taken.
+        "dashboard_agent_listen_port": 0,
+    }
+    if not is_loopback(host) and host != "0.0.0.0":
+        each["node_ip_address"] = host
+    (folder / "ray").mkdir(mode=0o700)  # where Ray writes the address
+    cluster = Cluster()
+    try:
+        cluster.add_node(
+            **each,
+            include_dashboard=True,
+            dashboard_host=host,
+            dashboard_port=config["port"],
+            temp_dir=str(folder),
+        )
+        # A job's driver looks for the address here; without it Ray takes any cluster that runs on this machine.
+        (folder / "ray_current_cluster").write_text(cluster.address)
+        for number in range(1, config["nodes"]):
+            # A folder of each node's own for what jobs bring along: in one, the nodes delete each other's copies.
+            cluster.add_node(**each, runtime_env_dir_name=f"runtime_resources_{number}")
+        _wait_for_agents(cluster, config["nodes"])
+        ready = {"address": cluster.address, "dashboard": f"http://{cluster.webui_url}"}
+        new = folder / "ready.new"
+        new.write_text(json.dumps(ready))
+        new.replace(folder / "ready.json")
+        while True:
+            signal.pause()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        cluster.shutdown()
+
+
+def _wait_for_agents(cluster: Any, nodes: int) -> None:
+    """Until every node's agent is known: before that the job API answers "No available agent". ClusterError after AGENTS_S."""
+    from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
+    from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
+
+    known = cluster.head_node.get_gcs_client().internal_kv_keys
+    prefix = DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX.encode()
+    until = time.monotonic() + AGENTS_S
+    while len(known(prefix, namespace=KV_NAMESPACE_DASHBOARD)) < nodes:
+        if time.monotonic() > until:
+            raise ClusterError(
+                f"the agents of its nodes did not start within {AGENTS_S:.0f} s, so it could take no job"
+            )
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    hold(json.loads(sys.argv[1]))

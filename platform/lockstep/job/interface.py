@@ -1,0 +1,125 @@
+"""What a user writes: the model, the data and the loss.
+
+A job holds no training loop, no device, no rank and no seed: the same job runs in one process or in many.
+Importing this module costs nothing but torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import pydantic
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+T = TypeVar("T")
+
+IS_PLACEMENT = object()
+"""Marks a param as placement, in the metadata of its type."""
+
+Placement = Annotated[T, IS_PLACEMENT]
+"""The type of a param that says where something lies or what it may take, never what it is: `train: Placement[str]`.
+
+It is no part of a run's identity, so a resume may change it. Data that are moved are the same data by their fingerprint.
+"""
+
+
+class Params(pydantic.BaseModel):
+    """A job's own settings, filled from the spec's `job.params`; unknown names are refused.
+
+    Types are converted as pydantic usually does, so that a tuple, a path or an enum can be written in YAML.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that is not divided yet: `total / weight` once all micro-batches are summed.
+
+    `total` and `weight` are scalars, tensors of no dimension or numbers. A weight is what the total is
+    divided by in the end: samples, or tokens.
+    """
+
+    total: Tensor | float
+    weight: Tensor | float
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of one micro-batch as a sum and its weight, with further means to record beside it.
+
+    `total` is a tensor of no dimension with a gradient: the *sum* of the losses, never their mean.
+    `parts` are recorded as `train/<name>` and `eval/<name>`; every micro-batch gives the same names.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+    parts: Mapping[str, Mean] = field(default_factory=dict)
+
+
+class Job:
+    """Base of every job. Override `model`, `train_data` and `loss`; the rest has defaults."""
+
+    Params: ClassVar[type[Params]] = Params
+    params: Any
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    def model(self) -> nn.Module:
+        """A freshly initialised model on the CPU; the generators are seeded before the call."""
+        raise NotImplementedError
+
+    def train_data(self) -> Dataset[Any]:
+        """A map-style dataset: `__len__` and `__getitem__`, or `__getitems__` for a whole micro-batch at once."""
+        raise NotImplementedError
+
+    def eval_data(self) -> Dataset[Any] | None:
+        """The held-out dataset, or None for a run without evaluation."""
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Loss of one collated micro-batch, already on the worker's device."""
+        raise NotImplementedError
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        """Further means of one evaluation micro-batch. The loss and its parts are always recorded."""
+        return {}
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """One micro-batch out of its samples; torch's `default_collate` unless overridden.
+
+        What a dataset's `__getitems__` gives as a mapping, as a table does, is a micro-batch already and stays as it is.
+        """
+        return samples if isinstance(samples, Mapping) else default_collate(list(samples))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """An optimizer of the job's own, or None for the one that the spec names."""
+        return None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What the job itself changes in training and a resumed run needs: tensors and plain values, the same on every worker.
+
+        Checkpoints keep it, and `load_state_dict` is given it back.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; called before the first step of a resumed run, where it gave anything."""
+        raise NotImplementedError("a job with a state_dict needs a load_state_dict")
+
+    def example_input(self) -> Any:
+        """Arguments for one call of the model, for export and for the record; None where there are none."""
+        return None
+
+    def activation_checkpoints(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Modules whose activations are recomputed in backward when `activation_checkpointing` is on."""
+        return ()
+
+    def conditional_parameters(self, model: nn.Module) -> Iterable[str]:
+        """Names of parameters that some micro-batches rightly leave without a gradient; they get zeros then."""
+        return ()

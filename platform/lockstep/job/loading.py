@@ -1,0 +1,83 @@
+"""Loading a job by the name that a spec gives it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import pydantic
+from torch.utils.data import Dataset
+
+from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
+from lockstep.job.interface import IS_PLACEMENT, Job, Params
+from lockstep.spec.messages import one_line
+
+
+def load_job(use: str, params: Mapping[str, Any]) -> Job:
+    """The job that `use` names, such as `"jobs.digits.job:Digits"`, built with `params`.
+
+    Raises JobImportError where the name leads nowhere and SpecError where the params do not fit.
+    """
+    job_class = _job_class(use)
+    try:
+        return job_class(job_class.Params.model_validate(dict(params)))
+    except pydantic.ValidationError as error:
+        raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
+
+
+def placement_params(use: str) -> frozenset[str]:
+    """The names of the job's params that are placement, as a spec writes them. Raises JobImportError."""
+    fields = _job_class(use).Params.model_fields.items()
+    return frozenset(
+        field.alias or name for name, field in fields if any(one is IS_PLACEMENT for one in field.metadata)
+    )
+
+
+def _job_class(use: str) -> type[Job]:
+    module_name, colon, class_name = use.partition(":")
+    if not colon or not module_name or not class_name or "/" in module_name:
+        raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
+    module = _module(module_name)
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [name for name, value in vars(module).items() if _is_job(value) and value is not Job]
+        known = nearest(class_name, classes) or "; it holds no subclass of lockstep.Job"
+        raise JobImportError(f"job.use: {module_name!r} has no {class_name!r}{known}")
+    if not _is_job(found):
+        raise JobImportError(f"job.use: {use!r} is no subclass of lockstep.Job")
+    job_class: type[Job] = found
+    if not (isinstance(job_class.Params, type) and issubclass(job_class.Params, Params)):
+        raise JobImportError(f"job.use: the Params of {use!r} are no subclass of lockstep.Params")
+    return job_class
+
+
+def _is_job(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Job)
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits
+        raise JobImportError(
+            f"job.use: cannot import {name!r}: {_brief(error)}; paths are looked up from {sys.path[0] or '.'!r}"
+        ) from error
+
+
+def _brief(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError in {error.filename}, line {error.lineno}: {error.msg}"
+    return first_line(error)
+
+
+def dataset_size(dataset: Dataset[Any], name: str) -> int:
+    """Number of samples of a map-style dataset; JobError for one without a length."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise JobError(
+            f"{name}: {type(dataset).__name__} has no __len__; Lockstep reads map-style datasets, whose samples can be named by an index"
+        ) from error

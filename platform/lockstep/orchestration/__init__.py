@@ -1,1 +1,0 @@
-"""Orchestration: where the workers of a run come from, and who listens to them."""

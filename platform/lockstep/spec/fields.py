@@ -1,0 +1,407 @@
+"""The validated configuration of a run.
+
+A spec is read once, in the driver: unknown keys are refused with the nearest real one, relative paths and
+URIs become absolute, defaults are filled in. What leaves this module is complete and immutable.
+
+Types are strict, for a spec is compared and digested: a number is no text and no truth value, "3" is not 3.
+A whole number will do where any number is wanted. (`job.params` are the job's own; pydantic's usual rules
+hold there.)
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from lockstep.errors import SpecError
+from lockstep.spec.file import override, read_document
+from lockstep.spec.messages import one_line
+from lockstep.spec.places import absolute, absolute_weights, tracking_uri
+
+PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults"})
+"""Sections of the spec that are no part of the identity; `data.loader_processes` and a job's placement params are others."""
+
+
+class Section(pydantic.BaseModel):
+    """Strict, immutable, without unknown keys."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Plain data come back from JSON as they went; anything else would not survive a record or a resume."""
+    try:
+        same = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(
+            "wanted plain data: text, finite numbers, true, false, null, lists, mappings of text"
+        )
+    return value
+
+
+class JobSpec(Section):
+    """Which job, with which params."""
+
+    use: str = Field(examples=['"package.module:Class"'])
+    params: dict[str, Annotated[Any, AfterValidator(_plain)]] = {}
+
+
+class _Count(Section):
+    """Whole epochs, or optimizer steps: exactly one of the two."""
+
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("wanted exactly one of epochs and steps")
+        return self
+
+
+class Length(_Count):
+    """How long to train, in epochs or in steps."""
+
+
+class Every(_Count):
+    """A cadence: each so many epochs, or each so many steps."""
+
+
+class Batch(Section):
+    """Samples of a step and of one forward/backward; their ratio is the number of micro-batches M."""
+
+    global_: PositiveInt = Field(default=64, alias="global")
+    micro: PositiveInt = Field(default_factory=lambda batch: _spread(batch["global_"]))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, given: Any) -> Any:
+        """`batch.micro=null` takes back the micro that a file gives."""
+        if isinstance(given, dict) and given.get("micro", 0) is None:
+            return {key: value for key, value in given.items() if key != "micro"}
+        return given
+
+    @field_validator("micro")
+    @classmethod
+    def _divides(cls, micro: int, info: ValidationInfo) -> int:
+        size = info.data.get("global_", micro)  # absent where it is wrong itself
+        if size % micro:
+            near = min(_divisors(size), key=lambda divisor: (abs(divisor - micro), divisor))
+            raise ValueError(f"wanted a divisor of batch.global = {size}; the nearest is {near}")
+        return micro
+
+    @property
+    def micro_batches(self) -> int:
+        """M, the number of micro-batches of a full step."""
+        return self.global_ // self.micro
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _spread(size: int) -> int:
+    """An eighth of the global batch, or the nearest larger part that divides it: a run can spread over that many."""
+    return next(size // parts for parts in range(8, 0, -1) if size % parts == 0)
+
+
+class Data(Section):
+    """The order of the samples and who fetches them."""
+
+    shuffle: Literal["full", "hashed", "blocks", "none"] = "full"
+    window: PositiveInt = 8
+    drop_last: bool = True
+    loader_processes: NonNegativeInt = 0
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]  # a list, as YAML has no tuples
+
+
+class AdamW(Section):
+    """torch.optim.AdamW."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.01
+    betas: _Betas = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+
+class Adam(Section):
+    """torch.optim.Adam."""
+
+    name: Literal["adam"] = "adam"
+    lr: PositiveFloat = 1e-3
+    weight_decay: NonNegativeFloat = 0.0
+    betas: _Betas = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+
+
+class SGD(Section):
+    """torch.optim.SGD."""
+
+    name: Literal["sgd"] = "sgd"
+    lr: PositiveFloat = 1e-2
+    weight_decay: NonNegativeFloat = 0.0
+    momentum: NonNegativeFloat = 0.0
+    nesterov: bool = False
+
+    @field_validator("nesterov")
+    @classmethod
+    def _needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
+        if nesterov and info.data.get("momentum") == 0:
+            raise ValueError("wanted false, or optimizer.momentum above 0")
+        return nesterov
+
+
+class Constant(Section):
+    """The learning rate stays, after an optional linear warm-up."""
+
+    name: Literal["constant"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+
+
+class Linear(Section):
+    """Falls in a straight line to `final` times the learning rate at the last step."""
+
+    name: Literal["linear"] = "linear"
+    warmup_steps: NonNegativeInt = 0
+    final: NonNegativeFloat = 0.0
+
+
+class Cosine(Section):
+    """Falls along half a cosine to `final` times the learning rate at the last step."""
+
+    name: Literal["cosine"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    final: NonNegativeFloat = 0.0
+
+
+class StepDecay(Section):
+    """Multiplied by `gamma` after every `every` steps that follow the warm-up."""
+
+    name: Literal["step"] = "step"
+    warmup_steps: NonNegativeInt = 0
+    every: PositiveInt = Field(examples=[1000])
+    gamma: PositiveFloat = 0.1
+
+
+class Evaluate(Section):
+    """When the held-out data are evaluated; the end of the run always is."""
+
+    every: Every = Every(epochs=1)
+
+
+class EarlyStop(Section):
+    """Stop after `patience` evaluations without a better metric; the best weights are kept."""
+
+    metric: str = "eval/loss"
+    mode: Literal["min", "max"] = "min"
+    patience: PositiveInt = 5
+
+
+class Workers(Section):
+    """How many processes execute the run, and what each is given."""
+
+    min: PositiveInt = 1
+    max: PositiveInt = Field(default_factory=lambda workers: int(workers["min"]))
+    cpus_each: PositiveFloat = 1.0
+    gpus_each: NonNegativeFloat | Literal["auto"] = "auto"
+    bucket_mb: PositiveFloat = 25.0
+
+    @field_validator("max")
+    @classmethod
+    def _ordered(cls, most: int, info: ValidationInfo) -> int:
+        least = info.data.get("min", most)  # absent where it is wrong itself
+        if most < least:
+            raise ValueError(f"wanted at least workers.min = {least}")
+        return most
+
+
+class Cadence(Section):
+    """When the state is saved: each so many epochs, steps or seconds, exactly one of the three."""
+
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    seconds: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(given is not None for given in (self.epochs, self.steps, self.seconds)) != 1:
+            raise ValueError("wanted exactly one of epochs, steps and seconds")
+        return self
+
+
+class KeepBest(Section):
+    """The checkpoint with the best value of an evaluation's metric is kept."""
+
+    metric: str = "eval/loss"
+    mode: Literal["min", "max"] = "min"
+
+
+class Checkpoint(Section):
+    """Where the files of runs are kept, `<storage>/<run_id>/`; when the state is saved, and which checkpoints stay."""
+
+    storage: str = "runs"
+    every: Cadence | None = Cadence(seconds=300.0)
+    keep_last: PositiveInt = 2
+    keep_best: KeepBest | None = None
+    keep_every: PositiveInt | None = None
+
+
+class Fork(Section):
+    """A run that starts from the state that another one had after a step, its counters and optimizer included."""
+
+    run: str
+    step: PositiveInt | None = None
+    storage: str | None = None
+
+
+class Record(Section):
+    """The MLflow tracking store, and the folder of the files beside it, `<folder>/<run_id>/`; `uri: off` records there alone."""
+
+    uri: str | None = None
+    experiment: str | None = None
+    folder: str | None = None
+    checkpoints: Literal["reference", "artifact"] = "reference"
+
+
+class Faults(Section):
+    """How often an attempt may end early before the run does: for workers that were lost, and for errors of the job."""
+
+    max_worker_failures: NonNegativeInt = 3
+    max_job_errors: NonNegativeInt = 0
+    wait_for_workers_s: NonNegativeFloat = 600.0
+    longest_silence_s: PositiveFloat = 300.0
+    standby_after_s: NonNegativeFloat | None = 15.0
+
+
+def _named(default: str) -> BeforeValidator:
+    """Fill in the name that tells the kinds of a section apart, so that it may be left out."""
+    return BeforeValidator(lambda given: {"name": default, **given} if isinstance(given, dict) else given)
+
+
+def _one_word(name: str) -> str:
+    if "/" in name or "\\" in name or not name.isprintable():
+        raise ValueError("wanted a name without slashes or control characters")
+    return name
+
+
+Optimizer = Annotated[Annotated[AdamW | Adam | SGD, Field(discriminator="name")], _named("adamw")]
+Schedule = Annotated[
+    Annotated[Constant | Linear | Cosine | StepDecay, Field(discriminator="name")], _named("constant")
+]
+
+
+class Spec(Section):
+    """A run as it is configured. The shortest valid one names a job and nothing else."""
+
+    name: Annotated[str, AfterValidator(_one_word)] = ""
+    job: JobSpec = Field(examples=['{use: "package.module:Class"}'])
+    seed: int = Field(default=0, ge=0, lt=2**63)  # torch's generators take no larger one
+    length: Length = Length(epochs=1)
+    batch: Batch = Batch()
+    data: Data = Data()
+    optimizer: Optimizer = AdamW()
+    schedule: Schedule = Constant()
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    clip_norm: PositiveFloat | None = None
+    activation_checkpointing: bool = False
+    initial_weights: str | None = None
+    fork: Fork | None = None
+    evaluate: Evaluate = Evaluate()
+    early_stop: EarlyStop | None = None
+    determinism: Literal["strict", "fast"] = "strict"
+    threads: PositiveInt = 1
+    reduction: Literal["exact", "native"] = "exact"
+    workers: Workers = Workers()
+    checkpoint: Checkpoint = Checkpoint()
+    record: Record = Record()
+    faults: Faults = Faults()
+
+    @model_validator(mode="after")
+    def _workers_fit(self) -> Self:
+        if self.workers.min > self.batch.micro_batches:
+            raise ValueError(
+                f"workers.min: got {self.workers.min}, wanted at most the {self.batch.micro_batches} micro-batches of a step, "
+                "for a worker runs at least one; lower workers.min or batch.micro"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """Where the record's files are kept, a folder a run."""
+        return Path(self.record.folder or self.checkpoint.storage)
+
+    def document(self) -> dict[str, Any]:
+        """The spec as plain data, as a spec file would write it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def load_spec(
+    source: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), *, uri: str | None = None
+) -> Spec:
+    """Read a spec from a YAML file or from plain data, apply `key=value` overrides, resolve paths.
+
+    An override replaces what is at its dotted key, whole sections included, and creates the sections above it.
+    Raises SpecError: one line that names the field, what was got and what is wanted.
+    """
+    document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
+    override(document, overrides)
+    spec = validate(document)
+    return _resolve(spec, default_name=spec.name or _default_name(source, spec), uri=uri)
+
+
+def validate(document: Mapping[str, Any]) -> Spec:
+    """The spec of a complete document; SpecError for the first thing that is wrong with it."""
+    try:
+        return Spec.model_validate(document, by_alias=True, by_name=False)
+    except pydantic.ValidationError as error:
+        raise SpecError(one_line(error, Spec, document)) from error
+
+
+def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
+    if not isinstance(source, Mapping) and Path(source).stem not in {"train", "spec"}:
+        return Path(source).stem
+    return spec.job.use.rpartition(":")[2].lower() or "run"
+
+
+def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
+    record, storage = spec.record, absolute(spec.checkpoint.storage)
+    folder = record.folder or ("runs" if "://" in storage else storage)
+    return spec.model_copy(
+        update={
+            "name": default_name,
+            "initial_weights": absolute_weights(spec.initial_weights) if spec.initial_weights else None,
+            "checkpoint": spec.checkpoint.model_copy(update={"storage": storage}),
+            "record": record.model_copy(
+                update={
+                    "uri": tracking_uri(uri or record.uri),
+                    "experiment": record.experiment or default_name,
+                    "folder": absolute(folder),
+                }
+            ),
+        }
+    )

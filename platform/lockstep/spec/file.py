@@ -1,0 +1,112 @@
+"""Reading a spec file and the overrides of a command line into plain data; what the fields mean is no matter here.
+
+Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3` is a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.errors import SpecError
+from lockstep.spec.messages import shown
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain words as YAML 1.2 does, and refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for i, key in enumerate(keys):
+            if any((key.tag, key.value) == (other.tag, other.value) for other in keys[:i]):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", "<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:  # `!!int x` is a ValueError
+        mark = getattr(error, "problem_mark", None)
+        words = [
+            getattr(error, "context", None),
+            getattr(error, "problem", None) or str(error).splitlines()[0],
+        ]
+        line = f"line {mark.line + 1}, " if mark else ""
+        raise SpecError(f"{what} is not YAML: {line}{', '.join(filter(None, words))}") from error
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; SpecError for anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"spec: cannot read {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"spec: {str(path)!r} is not text in UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    document = _parse(text, f"spec: {str(path)!r}")
+    if document is None:
+        raise SpecError(f'spec: {str(path)!r} is empty; name at least a job: {{use: "package.module:Class"}}')
+    if not isinstance(document, dict):
+        raise SpecError(f"spec: {str(path)!r} holds {shown(document)}, wanted a mapping of fields")
+    return document
+
+
+def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Apply `key=value` pairs. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
+    pairs = [_pair(one) for one in overrides]
+    given = {key for key, _ in pairs}
+    rivals = {"epochs", "steps", "seconds"}
+    for key, value in pairs:
+        above, _, leaf = key.rpartition(".")
+        section = _section(document, key)
+        section[leaf] = value
+        if value is None or leaf not in rivals or above.startswith("job."):
+            continue
+        for rival in rivals - {leaf}:
+            if f"{above}.{rival}" not in given:
+                section.pop(rival, None)
+
+
+def _pair(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise SpecError(f"override: got {override!r}, wanted key=value such as optimizer.lr=1e-3")
+    return key, _parse(text, f"{key}: {text!r}")
+
+
+def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
+    """The mapping that holds the dotted `key`; what is missing on the way is created."""
+    *above, _ = key.split(".")
+    section = document
+    for depth, part in enumerate(above, start=1):
+        if section.get(part) is None:
+            section[part] = {}
+        if not isinstance(section[part], dict):
+            name = ".".join(above[:depth])
+            raise SpecError(f"{key}: {name} is {shown(section[part])} and has no fields; set {name} itself")
+        section = section[part]
+    return section

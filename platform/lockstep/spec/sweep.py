@@ -1,0 +1,287 @@
+"""The validated configuration of a sweep: a base spec, a space over its fields, and how it is searched.
+
+What a random or grid sweep tries is a pure function of its seed and the number of the trial: each field of the space
+draws from a generator of its own, so that a field more or less leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from lockstep.errors import SpecError
+from lockstep.spec.fields import PLACEMENT, Section, Spec, load_spec
+from lockstep.spec.file import override, read_document
+from lockstep.spec.messages import one_line, shown
+
+_Bounds = Annotated[tuple[float, float], Field(strict=False)]
+_WholeBounds = Annotated[tuple[int, int], Field(strict=False)]
+
+_FIXED = PLACEMENT | {"fork"}
+"""Sections that a space may not search: they decide where a trial runs, not what it computes."""
+
+
+class Domain(Section):
+    """The values that one field may take: exactly one kind, and on which other fields' values it depends.
+
+    `grid` is gone through value by value, the others are drawn from; `randint` leaves its upper bound out.
+    """
+
+    choice: list[Any] | None = Field(default=None, min_length=1)
+    grid: list[Any] | None = Field(default=None, min_length=1)
+    uniform: _Bounds | None = None
+    loguniform: _Bounds | None = None
+    randint: _WholeBounds | None = None
+    when: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("uniform", "loguniform", "randint")
+    @classmethod
+    def _ascending(
+        cls, bounds: tuple[float, float] | None, info: ValidationInfo
+    ) -> tuple[float, float] | None:
+        if bounds is not None and not bounds[0] < bounds[1]:
+            raise ValueError("wanted [lower, upper] with lower below upper")
+        if bounds is not None and info.field_name == "loguniform" and bounds[0] <= 0:
+            raise ValueError("wanted bounds above 0")
+        return bounds
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
+            raise ValueError(f"wanted exactly one of {', '.join(KINDS)}")
+        return self
+
+    @property
+    def values(self) -> list[Any] | None:
+        """The values, where they can be counted."""
+        return self.grid if self.grid is not None else self.choice
+
+    def draw(self, source: random.Random) -> Any:
+        """One value. Floats have six digits, which is what a table shows."""
+        if self.values is not None:
+            return self.values[source.randrange(len(self.values))]
+        if self.randint is not None:
+            return source.randrange(*self.randint)
+        if self.uniform is not None:
+            return self.rounded(source.uniform(*self.uniform))
+        assert self.loguniform is not None
+        return self.rounded(math.exp(source.uniform(*map(math.log, self.loguniform))))
+
+    def rounded(self, value: float) -> float:
+        """`value` with six digits, within the bounds."""
+        low, high = self.uniform or self.loguniform or (-math.inf, math.inf)
+        return min(max(float(f"{value:.6g}"), low), high)
+
+
+KINDS = ("choice", "grid", "uniform", "loguniform", "randint")
+
+
+class NoScheduler(Section):
+    """Every trial is trained to its end."""
+
+    name: Literal["none"] = "none"
+
+
+class Asha(Section):
+    """Asynchronous successive halving: at each rung only the best 1/`reduction_factor` go on. `grace_steps` is the first rung, by default one evaluation."""
+
+    name: Literal["asha"] = "asha"
+    grace_steps: PositiveInt | None = None
+    reduction_factor: Annotated[float, Field(gt=1)] = 3.0
+
+
+class Median(Section):
+    """A trial ends whose best value is worse than the median of the others' means up to that step."""
+
+    name: Literal["median"] = "median"
+    grace_steps: PositiveInt | None = None
+    min_trials: PositiveInt = 3
+
+
+class Pbt(Section):
+    """Population-based training: each `every_steps` the worst `quantile` take over the state of one of the best, with other values.
+
+    The population waits for its last member, so that what it does depends on results alone and not on who was first.
+    """
+
+    name: Literal["pbt"] = "pbt"
+    every_steps: PositiveInt = Field(examples=[100])
+    quantile: Annotated[float, Field(gt=0, le=0.5)] = 0.25
+    resample: Annotated[float, Field(ge=0, le=1)] = 0.25
+
+
+class Budget(Section):
+    """When the sweep ends at the latest: seconds since it began, or steps of all its trials together."""
+
+    seconds: PositiveFloat | None = None
+    steps: PositiveInt | None = None
+
+
+def _named(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
+
+
+Scheduler = Annotated[
+    Annotated[NoScheduler | Asha | Median | Pbt, Field(discriminator="name")], BeforeValidator(_named)
+]
+
+
+class SweepSpec(Section):
+    """A sweep as it is configured."""
+
+    spec: dict[str, Any] = Field(examples=["train.yaml"])
+    space: dict[str, Domain] = Field(min_length=1, examples=["{optimizer.lr: {loguniform: [1e-4, 1e-1]}}"])
+    name: str = ""
+    metric: str = "eval/loss"
+    mode: Literal["min", "max"] = "min"
+    trials: PositiveInt | None = None
+    concurrency: PositiveInt | None = None
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    search: Literal["random", "grid", "optuna"] = "random"
+    scheduler: Scheduler = NoScheduler()
+    budget: Budget = Budget()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for field, domain in self.space.items():
+            if field.partition(".")[0] in _FIXED:
+                raise ValueError(
+                    f"space.{field}: it decides where a trial runs and not what comes out; set spec.{field}"
+                )
+            if self.search == "grid" and domain.values is None:
+                raise ValueError(
+                    f"space.{field}: search=grid wanted choice or grid; list the values, or set search=random"
+                )
+            if self.search == "optuna" and domain.grid is not None:
+                raise ValueError(f"space.{field}: search=optuna wanted choice instead of grid")
+            if self.search == "optuna" and self.scheduler.name == "pbt":
+                raise ValueError("search: optuna and scheduler=pbt exclude each other; leave one out")
+            if domain.when and self.scheduler.name == "pbt":
+                raise ValueError(f"space.{field}: `when` and scheduler=pbt exclude each other; leave one out")
+            for other in domain.when:
+                if other in self.space and list(self.space).index(other) > list(self.space).index(field):
+                    raise ValueError(f"space.{field}: it depends on {other}, which wanted to come before it")
+        if not self._enumerated and self.trials is None:
+            raise ValueError(
+                "trials: missing; wanted the number of trials, for nothing in the space is a grid"
+            )
+        return self
+
+    @property
+    def _enumerated(self) -> dict[str, list[Any]]:
+        """The fields that are gone through value by value."""
+        every = self.search == "grid"
+        return {
+            field: domain.values
+            for field, domain in self.space.items()
+            if domain.values is not None and (every or domain.grid is not None)
+        }
+
+    @cached_property
+    def base(self) -> Spec:
+        """The spec that all trials share."""
+        return load_spec(self.spec)
+
+    @property
+    def total(self) -> int:
+        """How many trials there are."""
+        return self.trials or math.prod(len(values) for values in self._enumerated.values())
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """What trial `index` of a random or grid sweep sets, by dotted field."""
+        grid = list(itertools.product(*self._enumerated.values()))
+        fixed = dict(zip(self._enumerated, grid[index % len(grid)], strict=True))
+        chosen: dict[str, Any] = {}
+        for field, domain in self.space.items():
+            if self.holds(domain.when, chosen):
+                source = random.Random(f"{self.seed}:{index}:{field}")
+                chosen[field] = fixed[field] if field in fixed else domain.draw(source)
+        return chosen
+
+    def holds(self, when: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+        """Whether the fields that a domain depends on have the values it wants, in `chosen` or else in the base."""
+        return all(
+            chosen[field] == value if field in chosen else _at(self.spec, field) == value
+            for field, value in when.items()
+        )
+
+    def trial(self, chosen: Mapping[str, Any], **more: Any) -> Spec:
+        """The spec of a trial that sets `chosen`, and sections `more`. SpecError where it is none."""
+        document = copy.deepcopy(self.spec) | more
+        try:
+            override(document, [f"{field}={json.dumps(value)}" for field, value in chosen.items()])
+            return load_spec(document)
+        except SpecError as error:
+            raise SpecError(
+                f"space: {', '.join(f'{field}={shown(value)}' for field, value in chosen.items())}: {error}"
+            ) from error
+
+    def document(self) -> dict[str, Any]:
+        """The sweep as plain data, as a sweep file would write it."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True) | {"spec": self.spec}
+
+
+def load_sweep(
+    source: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), *, uri: str | None = None
+) -> SweepSpec:
+    """Read a sweep from a YAML file or from plain data; `spec` in it is a spec, or the file of one beside it.
+
+    `overrides` are `key=value` strings over the sweep: `trials=4`, `spec.length.epochs=2`. Every trial that can be known
+    now is checked. Raises SpecError: one line that names the field, what was got and what is wanted.
+    """
+    if isinstance(source, Mapping):
+        document, beside, name = copy.deepcopy(dict(source)), Path(), ""
+    else:
+        document, beside, name = read_document(Path(source)), Path(source).parent, Path(source).stem
+    if isinstance(document.get("spec"), str):
+        path = beside / document["spec"]
+        document["spec"] = read_document(path)
+        if path.stem not in {"train", "spec"}:
+            document["spec"].setdefault("name", path.stem)
+    override(document, overrides)
+    if isinstance(document.get("spec"), dict):
+        document["spec"] = load_spec(document["spec"], uri=uri).document()
+    try:
+        sweep = SweepSpec.model_validate(document)
+    except pydantic.ValidationError as error:
+        raise SpecError(one_line(error, SweepSpec, document)) from error
+    spec = sweep.spec
+    if isinstance(sweep.scheduler, Pbt):
+        spec = _in_step(spec, sweep.scheduler.every_steps)
+    name = sweep.name or (name if name not in {"", "sweep"} else f"{spec['name']}-sweep")
+    sweep = sweep.model_copy(update={"name": name, "spec": spec})
+    for index in range(min(sweep.total, 1000)):  # what Optuna will suggest lies within the same bounds
+        sweep.trial(sweep.sample(index))
+    return sweep
+
+
+def _in_step(spec: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A spec that evaluates, saves and keeps its state each so many steps: there another trial may take it over."""
+    every = {"steps": steps}
+    checkpoint = {**spec["checkpoint"], "every": every, "keep_every": steps}
+    return {**spec, "evaluate": {"every": every}, "checkpoint": checkpoint}
+
+
+def _at(document: Any, field: str) -> Any:
+    """The value at a dotted field; None where there is none."""
+    for part in field.split("."):
+        document = document.get(part) if isinstance(document, Mapping) else None
+    return document

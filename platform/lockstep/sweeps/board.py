@@ -1,0 +1,193 @@
+"""How a sweep stands: a row a trial, kept by the driver from what Tune tells, shown and recorded as it changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import tune
+
+from lockstep.driver.progress import Progress
+from lockstep.driver.signals import StopSignal
+from lockstep.record.sweep_record import best_of, tally
+from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps.decisions import Decisions, Unkept
+from lockstep.sweeps.watch import Watch
+
+RECORD_S = 10.0
+"""How often the table is recorded while no trial ends."""
+
+
+class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
+    """Tune tells it of every trial, and asks it whether the sweep is over."""
+
+    def __init__(
+        self,
+        sweep: SweepSpec,
+        decisions: Decisions,
+        recorders: Any,
+        progress: Progress,
+        stop: StopSignal,
+    ) -> None:
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.over: str | None = None
+        """Why no other trial begins and those that run end after their next step."""
+        self._sweep, self._decisions, self._recorders = sweep, decisions, recorders
+        self._progress, self._stop = progress, stop
+        self._watch = Watch(recorders, sweep.base.faults.longest_silence_s)
+        self._began = time.monotonic()
+        self._recorded_at = time.monotonic()
+        self._update: Any = None
+        self._ends = 0
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """The trials by their number."""
+        return [self.rows[number] for number in sorted(self.rows)]
+
+    # --- what Tune tells ---------------------------------------------------------------------------------------
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._row(trial)["status"] = "running"
+        self._show()
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        row, metric = self._row(trial), result.get(self._sweep.metric)
+        row["run_id"] = result.get("run_id", row["run_id"])
+        row["weights_digest"] = result.get("weights_digest")
+        if metric is not None and result["step"] > row["step"]:
+            row["step"], row["metric"] = result["step"], metric
+            row["metrics"] = {name: value for name, value in result.items() if name.startswith("eval/")}
+            row["curve"].append((result["step"], metric))
+        if result.get("status"):
+            self._end(row, result["status"], result["reason"])
+        self._show()
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        row = self._row(trial)
+        if row["order"] is None:  # Tune has stopped it
+            self._end(row, "pruned", row["reason"])
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        row = self._row(trial)
+        told = str(trial.get_error() or "the trial's workers were lost").strip().splitlines()[-1]
+        reason = row["reason"] or told
+        self._recorders.end_trial.remote(str(row["trial"]), reason, "", "FAILED")
+        self._end(row, "failed", f"{trial.num_failures} attempts ended early, the last with: {reason}")
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        row = self._row(trial)
+        row |= {"restarts": row["restarts"] + 1, "reason": ""}
+
+    def pruned(self, number: int, reason: str) -> None:
+        """The scheduler ends a trial."""
+        self.rows[number]["reason"] = reason
+        self._recorders.end_trial.remote(str(number), f"pruned by {reason}", "", "KILLED")
+
+    # --- what Tune asks ----------------------------------------------------------------------------------------
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def stop_all(self) -> bool:
+        self._record_now_and_then()
+        for number, why in self._watch.end_hung().items():
+            self.rows[number]["reason"] = why
+            self._progress.say(f"trial {number} is ended, and begun again: {why}")
+        reason = self._reason_to_end() if self.over is None else None
+        if reason is not None:
+            self.over = reason
+            self._progress.say(f"the sweep ends: {reason}; its trials stop after their next step")
+            ray.get(self._recorders.stop_all.remote(self._stop.number))
+        return self.over is not None and not any(row["status"] == "running" for row in self.rows.values())
+
+    def _reason_to_end(self) -> str | None:
+        if self._stop.asked:
+            return "stopped by a signal"
+        budget, steps = self._sweep.budget, sum(row["step"] for row in self.rows.values())
+        if budget.seconds is not None and time.monotonic() - self._began >= budget.seconds:
+            return f"budget.seconds = {budget.seconds:g} are over"
+        if budget.steps is not None and steps >= budget.steps:
+            return f"budget.steps = {budget.steps} are done"
+        return None
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def _row(self, trial: Any) -> dict[str, Any]:
+        number, fields = trial.config["trial"], trial.config["fields"]
+        row = self.rows.setdefault(
+            number,
+            {
+                "trial": number,
+                "status": "waiting",
+                "fields": dict(fields),
+                "step": 0,
+                "metric": None,
+                "metrics": {},
+                "run_id": "",
+                "reason": "",
+                "restarts": 0,
+                "began": time.time(),
+                "ended": None,
+                "order": None,
+                "curve": [],
+                "weights_digest": None,
+            },
+        )
+        if row["fields"] != fields:  # a member of a population has taken over another one's state
+            row["fields"] = dict(fields)
+        return row
+
+    def _end(self, row: dict[str, Any], status: str, reason: str) -> None:
+        if row["order"] is not None:
+            return
+        row |= {"status": status, "reason": reason, "ended": time.time(), "order": self._ends}
+        self._ends += 1
+        if status != "stopped":  # that one goes on when the sweep does
+            self._decisions.end(row["trial"], status, row["step"], row["metric"], reason)
+        metric = "" if row["metric"] is None else f" · {self._sweep.metric} {row['metric']:.6g}"
+        self._progress.say(
+            f"trial {row['trial']} {status} at step {row['step']}{metric} · {shown(row['fields'])}"
+            + (f" · {reason}" if reason else "")
+        )
+        self.record()
+
+    def _record_now_and_then(self) -> None:
+        if time.monotonic() - self._recorded_at >= RECORD_S:
+            self.record()
+
+    def record(self) -> None:
+        """Send the table to the record, where the last one has arrived."""
+        if self._update is None or ray.wait([self._update], timeout=0)[0]:
+            self._recorded_at = time.monotonic()
+            self._update = self._recorders.update_sweep.remote(self.table)
+
+    def _show(self) -> None:
+        best = best_of(self.table, self._sweep.mode)
+        counts = " · ".join(f"{count} {status}" for status, count in tally(self.table).items())
+        told = (
+            ""
+            if best is None
+            else f" · best {self._sweep.metric} {best['metric']:.6g}, trial {best['trial']}"
+        )
+        self._progress.table(
+            f"{len(self.rows)} of {self._sweep.total} trials · {counts}{told}{self._left()}", self.table
+        )
+
+    def _left(self) -> str:
+        """The time that is left, from what the trials so far took."""
+        ended = [row for row in self.rows.values() if row["order"] is not None]
+        if not ended:
+            return ""
+        spent = time.monotonic() - self._began
+        left = spent / len(ended) * (self._sweep.total - len(ended))
+        return f" · about {left // 60:.0f}:{left % 60:02.0f} left"
+
+
+def shown(fields: Mapping[str, Any]) -> str:
+    """What a trial sets, in a few words."""
+    return " ".join(f"{field}={value}" for field, value in fields.items())

@@ -1,0 +1,325 @@
+"""A sweep from its spec to its end: preflight, Tune, the record."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checks.preflight import advise, check_storage, find_initial_weights
+from lockstep.driver.progress import Progress, Silent
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.job.source import check_job_source
+from lockstep.record.stores import find_sweep
+from lockstep.record.sweep_record import best_of, tally
+from lockstep.spec.fields import KeepBest, Spec, load_spec
+from lockstep.spec.sweep import SweepSpec, load_sweep
+
+TUNE_SETTINGS = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that fails has no metric
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # a sweep is taken up from its decisions, not from Tune's own state
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """The outcome of a sweep. `best` is the row of the best trial, `trials` all of them; times in seconds."""
+
+    sweep_id: str
+    status: str
+    metric: str
+    mode: str
+    trials: list[dict[str, Any]]
+    best: dict[str, Any] | None
+    counts: dict[str, int]
+    seconds: float
+    url: str
+    tracking_uri: str
+    folder: str
+    signal_number: int | None = None
+    """The signal that ended it, where `status` is KILLED."""
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def sweep(
+    source: SweepSpec | str | Path | Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    sweep_id: str | None = None,
+    address: str | None = None,
+    uri: str | None = None,
+    progress: Progress | None = None,
+    verbose: bool = False,
+    began_at: float | None = None,
+) -> SweepResult:
+    """Search the space of a sweep with Ray Tune, on the cluster at `address` or a local one.
+
+    `source` is a SweepSpec, a YAML file or plain data; with `sweep_id` the sweep of that id goes on. A SIGTERM or SIGINT
+    ends its trials after their next step with a checkpoint. Raises LockstepError.
+    """
+    began_at, progress = began_at or time.time(), progress or Silent()
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
+    base = find_initial_weights(loaded.base)
+    if base != loaded.base:
+        loaded = load_sweep({**loaded.document(), "spec": base.document()})
+    warnings = advise(base)
+    check_job_source(base.job.use)
+    check_storage(base)
+    from lockstep.clusters.connection import connected
+
+    with StopSignal() as stop, connected(address, verbose=verbose, for_workers=True):
+        stop.listen()
+        return _Driver(loaded, sweep_id, progress, stop, warnings, began_at, verbose=verbose).run()
+
+
+def resume_sweep(
+    sweep_id: str,
+    overrides: Iterable[str] = (),
+    *,
+    uri: str | None = None,
+    local: bool = False,
+    chaos: str | None = None,
+    **options: Any,
+) -> SweepResult | None:
+    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may say where it lies (`record.folder`). `options` are those of `sweep`."""
+    given = list(overrides)
+    where = load_spec(
+        {"job": {"use": "any:Job"}}, [o for o in given if o.startswith(("record.", "checkpoint."))], uri=uri
+    )
+    store = where.record.uri or ""
+    document = find_sweep(store, sweep_id, where.folder)
+    if document is None:
+        return None
+    if local or chaos is not None:
+        raise SpecError("resume: a sweep runs on Ray, and kills nothing; leave out --local and --chaos")
+    document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
+    return sweep(document, [f"spec.{override}" for override in given], sweep_id=sweep_id, **options)
+
+
+class _Driver:
+    """One sweep on a connected cluster."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        sweep_id: str | None,
+        progress: Progress,
+        stop: StopSignal,
+        warnings: list[str],
+        began_at: float,
+        *,
+        verbose: bool,
+    ) -> None:
+        self.verbose = verbose
+        self.spec, self.progress, self.stop, self.warnings, self.began_at = (
+            spec,
+            progress,
+            stop,
+            warnings,
+            began_at,
+        )
+        self._sweep_id = sweep_id
+
+    def run(self) -> SweepResult:
+        """Search until the trials, the budget or a signal end it."""
+        from lockstep.attempts.shared_files import check_shared
+        from lockstep.sweeps.recorders import recorders_here
+
+        concurrency, bundles = self._places()
+        for text in (found := check_shared(self.spec.base)):
+            self.progress.say(f"warning: {text}")
+        self.warnings += found
+        with recorders_here(concurrency) as recorders:
+            return self._search(recorders, concurrency, bundles)
+
+    def _search(self, recorders: Any, concurrency: int, bundles: list[dict[str, float]]) -> SweepResult:
+        import ray
+
+        from lockstep.sweeps.board import Board
+        from lockstep.sweeps.decisions import Decisions
+        from lockstep.sweeps.schedulers import Decided, make_scheduler
+        from lockstep.sweeps.search import Search
+
+        recorders.prepare.remote(self.spec.base.record.uri or "")
+        # Before the sweep's run is created, which a mistake would leave behind.
+        facts = preflight(self.spec, gpu="GPU" in bundles[0])
+        sweep_id, url, folder = ray.get(recorders.open_sweep.remote(self.spec, self._sweep_id))
+        self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
+
+        decisions = Decisions(Path(folder))
+        board = Board(self.spec, decisions, recorders, self.progress, self.stop)
+        error: LockstepError | None = None
+        try:
+            rule = make_scheduler(self.spec, facts["total_steps"], facts["first_evaluation"])
+            scheduler = Decided(rule, self.spec, decisions, board.pruned, concurrency)
+            search = Search(self.spec, decisions, lambda: board.over is None and scheduler.room())
+            self._tune(
+                search, scheduler, board, recorders, sweep_id, decisions, bundles, Path(folder, "tune")
+            )
+        except LockstepError as raised:
+            error = raised
+        except Exception as raised:  # noqa: BLE001 - whatever ends a sweep is recorded, and raised
+            error = ClusterError(f"Ray Tune ended: {raised!r}")
+        shutil.rmtree(Path(folder, "tune"), ignore_errors=True)
+        status = "KILLED" if self.stop.asked else "FAILED" if error else "FINISHED"
+        failures = ray.get(recorders.close.remote(board.over or "the sweep is over"))
+        verdict = str(error or board.over or f"{len(board.rows)} trials")
+        unsaid = ray.get(recorders.end_sweep.remote(board.table, status, verdict))
+        for failure in filter(None, [error, *failures, unsaid]):
+            raise failure
+        return SweepResult(
+            sweep_id=sweep_id,
+            status=status,
+            metric=self.spec.metric,
+            mode=self.spec.mode,
+            trials=board.table,
+            best=best_of(board.table, self.spec.mode),  # type: ignore[arg-type]
+            counts=tally(board.table),
+            seconds=time.time() - self.began_at,
+            url=url,
+            tracking_uri=self.spec.base.record.uri or "",
+            folder=folder,
+            signal_number=self.stop.number,
+            warnings=self.warnings,
+        )
+
+    def _places(self) -> tuple[int, list[dict[str, float]]]:
+        """How many trials run at a time, and what the workers of one are given."""
+        import ray
+
+        from lockstep.attempts.placement import place
+
+        resources = ray.cluster_resources()
+        _, each = place(self.spec.base, resources)
+        workers = self.spec.base.workers.min
+        room = min(int(resources.get(kind, 0.0) / (amount * workers) + 1e-9) for kind, amount in each.items())
+        concurrency = min(room, self.spec.concurrency or room, self.spec.total)
+        bundles = [dict(each) for _ in range(workers)]
+        if self.spec.scheduler.name == "pbt":  # all of it begins at once, so each trial takes its whole share
+            bundles[0]["CPU"] += resources["CPU"] // concurrency - workers * each["CPU"]
+        return concurrency, bundles
+
+    def _tune(
+        self,
+        search: Any,
+        scheduler: Any,
+        board: Any,
+        recorders: Any,
+        sweep_id: str,
+        decisions: Any,
+        bundles: list[dict[str, float]],
+        aside: Path,
+    ) -> None:
+        """`aside` is for Tune's own files; all nodes see it."""
+        begin = self.spec.total if self.spec.scheduler.name == "pbt" else 1
+        os.environ.update({**TUNE_SETTINGS, "TUNE_MAX_PENDING_TRIALS_PG": str(begin)})
+        from ray import tune
+
+        if not self.verbose:
+            logging.getLogger("ray.tune").setLevel(logging.ERROR)
+
+        from lockstep.sweeps.trial import Trial
+
+        trainable = tune.with_parameters(
+            Trial,
+            sweep=self.spec,
+            sweep_id=sweep_id,
+            recorders=recorders,
+            folder=str(Path.cwd()),
+            ends=dict(decisions.ends),
+        )
+        tune.Tuner(
+            tune.with_resources(trainable, tune.PlacementGroupFactory(bundles)),
+            tune_config=tune.TuneConfig(
+                search_alg=search,
+                scheduler=scheduler,
+                num_samples=self.spec.total,
+                reuse_actors=True,
+                trial_dirname_creator=lambda trial: str(trial.trial_id),
+            ),
+            run_config=tune.RunConfig(
+                name=f"lockstep-{uuid.uuid4().hex[:12]}",
+                storage_path=str(aside),
+                callbacks=[board],
+                stop=board,
+                failure_config=tune.FailureConfig(max_failures=self.spec.base.faults.max_worker_failures),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                verbose=0,
+            ),
+        ).fit()
+
+
+def preflight(spec: SweepSpec, *, gpu: bool) -> dict[str, int]:
+    """Prepare the first trial once, and train nothing: its number of steps, and the first that ends with an evaluation.
+
+    SpecError where the job never gives the metric of the sweep.
+    """
+    if gpu:
+        import ray
+
+        found: dict[str, int] = ray.get(
+            ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()))
+        )
+        return found
+    return _prepared(spec, str(Path.cwd()))
+
+
+def _prepared(sweep: SweepSpec, folder: str) -> dict[str, int]:
+    from lockstep.job.loading import load_job
+    from lockstep.training.determinism import determinism
+    from lockstep.training.group import Group
+    from lockstep.training.no_record import NoRecord
+    from lockstep.training.setup import prepare
+
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    first = sweep.trial(sweep.sample(0))
+    spec = first.model_copy(
+        update={
+            "determinism": "fast",  # nothing of this is kept
+            "early_stop": None,
+            "checkpoint": first.checkpoint.model_copy(
+                update={"keep_best": KeepBest(metric=sweep.metric, mode=sweep.mode)}
+            ),
+        }
+    )
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        with determinism(spec.determinism, spec.threads):
+            run = prepare(spec, load_job(spec.job.use, spec.job.params), Group.join(device), NoRecord())
+    except SpecError as error:
+        raise SpecError(
+            str(error)
+            .replace("checkpoint.keep_best.metric", "metric")
+            .replace("checkpoint.keep_best", "metric")
+        ) from error
+    return {
+        "total_steps": run.plan.total_steps,
+        "first_evaluation": first_evaluation(spec, run.plan.steps_per_epoch, run.plan.total_steps),
+    }
+
+
+def first_evaluation(spec: Spec, steps_per_epoch: int, total_steps: int) -> int:
+    """The first step that ends with an evaluation."""
+    every = spec.evaluate.every
+    return min(total_steps, every.steps or (every.epochs or 1) * steps_per_epoch)

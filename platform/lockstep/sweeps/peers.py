@@ -1,0 +1,101 @@
+"""The other ranks of a trial: actors in its placement group, warm from one trial to the next."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lockstep.attempts.watchdog import listening
+from lockstep.checkpoint.run_folder import Origin
+from lockstep.errors import ClusterError, LockstepError
+from lockstep.job.loading import load_job
+from lockstep.spec.fields import Spec
+from lockstep.training.failure import told
+from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
+from lockstep.training.loop import fit
+from lockstep.training.no_record import NoRecord
+
+
+class Peer:
+    """Another rank of a trial, in a process that stays for the trials that follow."""
+
+    def __init__(self, folder: str) -> None:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+
+    def train(
+        self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int, channel: Any
+    ) -> None:
+        """Train as this rank. What the job raises comes back as it is told on one line."""
+        channel.joined.remote(origin.attempt, listening(rank))
+        try:
+            store = TCPStore(host, port, size, is_master=False)
+            with joined(store, rank, size):
+                fit(spec, load_job(spec.job.use, spec.job.params), Group.join(device()), NoRecord(), origin)
+        except Exception as error:
+            known = error if isinstance(error, LockstepError) else told(error, f"rank {rank}")
+            raise type(known)(str(known)) from error
+
+
+def start_peers(spec: Spec, folder: str) -> list[Any]:
+    """The other ranks of this actor's trials, in its placement group."""
+    group = ray.util.get_current_placement_group()
+    bundles = group.bundle_specs if group is not None else []
+    return [
+        ray.remote(Peer)
+        .options(
+            num_cpus=bundles[rank]["CPU"],
+            num_gpus=bundles[rank].get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+        )
+        .remote(folder)
+        for rank in range(1, spec.workers.min)
+    ]
+
+
+@contextmanager
+def joined(store: Any, rank: int, size: int) -> Iterator[None]:
+    """The process group of a trial, ended on the way out, in whatever step that is.
+
+    Its connections are closed with its last reference, for which the peers of a rank that has left wait.
+    """
+    backend = "nccl" if device().type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # in which `fit` has the group
+        raise
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def device() -> torch.device:
+    """What Ray gave this process."""
+    return torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")
+
+
+def first_cause(others: list[Any], error: Exception) -> Exception:
+    """The error that another rank ended with, where rank 0 has only lost it."""
+    if not isinstance(error, ClusterError) and not isinstance(told(error, "rank 0"), ClusterError):
+        return error
+    for done in ray.wait(others, num_returns=len(others), timeout=10.0)[0]:
+        try:
+            ray.get(done)
+        except ray.exceptions.RayTaskError as failure:
+            if isinstance(failure.cause, LockstepError) and not isinstance(failure.cause, ClusterError):
+                return failure.cause
+        except ray.exceptions.RayError:
+            continue  # it is gone: that is what rank 0 says
+    return error

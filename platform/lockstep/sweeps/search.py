@@ -1,0 +1,107 @@
+"""Which values the next trial has: drawn by number, or suggested by Optuna from the results so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ray.tune.search import Searcher
+
+from lockstep.errors import SpecError
+from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps.decisions import Decisions, Unkept
+
+
+class Search(Unkept, Searcher):  # type: ignore[misc]
+    """The trials of a sweep in order. Those that were made before it was interrupted are made again as they were."""
+
+    def __init__(self, sweep: SweepSpec, decisions: Decisions, room: Callable[[], bool]) -> None:
+        super().__init__(metric=sweep.metric, mode=sweep.mode)
+        self._room = room
+        self._sweep, self._decisions = sweep, decisions
+        self._numbers: dict[str, int] = {}
+        self._optuna = optuna_search(sweep) if sweep.search == "optuna" else None
+        if self._optuna is not None:
+            self._live_again()
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | Any:
+        number = len(self._numbers)
+        if number >= self._sweep.total:
+            return Searcher.FINISHED
+        if not self._room():
+            return None
+        self._numbers[trial_id] = number
+        fields = self._decisions.began.get(number)
+        if fields is None:
+            fields = self._suggest(number)
+            self._decisions.begin(number, fields)
+        return {"trial": number, "fields": fields}
+
+    def _suggest(self, number: int) -> dict[str, Any]:
+        if self._optuna is None:
+            return self._sweep.sample(number)
+        return {name: json.loads(value) for name, value in self._optuna.suggest(str(number)).items()}
+
+    def _live_again(self) -> None:
+        for event in self._decisions.events:
+            number = event["trial"]
+            if "fields" in event and (again := self._suggest(number)) != event["fields"]:
+                raise SpecError(
+                    f"sweep: Optuna suggests {again} for trial {number} where it had suggested {event['fields']}; take the "
+                    "sweep up with the version of optuna that it was begun with"
+                )
+            if "status" in event:
+                self._tell(number, event["metric"])
+
+    def on_trial_complete(
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+    ) -> None:
+        number = self._numbers[trial_id]
+        if number not in self._decisions.ends:
+            self._tell(number, None if error or not result else result.get(self._sweep.metric))
+
+    def _tell(self, number: int, metric: float | None) -> None:
+        if self._optuna is not None:
+            result = None if metric is None else {self._sweep.metric: metric}
+            self._optuna.on_trial_complete(str(number), result, error=metric is None)
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Nothing: the search hears of ends."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the decisions are the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing, likewise."""
+
+
+def optuna_search(sweep: SweepSpec) -> Any:
+    """Tune's way to Optuna, over the fields of the space; every value travels as JSON, for one may be a whole section."""
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            "search: optuna is not installed; pip install 'lockstep-train[optuna]', or set search=random"
+        ) from error
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    def suggested(trial: Any) -> dict[str, Any]:
+        chosen: dict[str, Any] = {}
+        for field, domain in sweep.space.items():
+            if not sweep.holds(domain.when, chosen):
+                continue
+            if domain.choice is not None:
+                values = [json.dumps(value, sort_keys=True) for value in domain.choice]
+                chosen[field] = json.loads(trial.suggest_categorical(field, values))
+            elif domain.randint is not None:
+                chosen[field] = trial.suggest_int(field, domain.randint[0], domain.randint[1] - 1)
+            else:
+                low, high = domain.uniform or domain.loguniform or (0.0, 0.0)
+                drawn = trial.suggest_float(field, low, high, log=domain.loguniform is not None)
+                chosen[field] = domain.rounded(drawn)
+        return {field: json.dumps(value) for field, value in chosen.items()}
+
+    return OptunaSearch(space=suggested, metric=sweep.metric, mode=sweep.mode, seed=sweep.seed)

@@ -1,0 +1,338 @@
+"""One trial after another on workers that stay warm: what Tune starts, feeds and stops.
+
+Tune's actor is rank 0 itself, and the other ranks are actors in the same placement group, so that whatever ends the
+trial gives all of it back. `fit` runs in a thread; after an evaluation it waits until Tune has decided.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lockstep.attempts.watchdog import listening
+from lockstep.checkpoint.names import give_name, run_of_name
+from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.runs import claim, steps_of
+from lockstep.checkpoint.storage import Storage
+from lockstep.checkpoint.storages import open_storage
+from lockstep.errors import ClusterError, LockstepError, StorageError
+from lockstep.job.loading import load_job
+from lockstep.record.ledger import EvaluationRow, History
+from lockstep.record.run_store import Recorded
+from lockstep.record.stores import find_history, find_run
+from lockstep.spec.fields import PLACEMENT, Spec
+from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps.peers import device, first_cause, joined, start_peers
+from lockstep.sweeps.recorders import Channel
+from lockstep.sweeps.trial_record import LeftError, ReusedError, TrialRecord
+from lockstep.training.failure import told
+from lockstep.training.group import Group
+from lockstep.training.loop import fit
+
+PATIENCE_S = 10.0
+"""How long rank 0 may take to find out by itself that another rank is gone."""
+
+
+class Trial(tune.Trainable):  # type: ignore[misc]
+    """Tune's side of a trial. A result is an evaluation; the last one has `done`, `status` and `reason`."""
+
+    def setup(
+        self,
+        config: dict[str, Any],
+        sweep: SweepSpec,
+        sweep_id: str,
+        recorders: Any,
+        folder: str,
+        ends: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        self._sweep, self._sweep_id, self._recorders, self._folder, self._ends = (
+            sweep,
+            sweep_id,
+            recorders,
+            folder,
+            ends,
+        )
+        self._peers = start_peers(sweep.base, folder)
+        self._begin(config)
+
+    def reset_config(self, config: dict[str, Any]) -> bool:
+        if self._training is not None and not self._training.leave():
+            self._end_peers()
+            self._peers = start_peers(self._sweep.base, self._folder)
+        self._begin(config)
+        return True
+
+    def _begin(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._taken: dict[str, Any] | None = None
+        self._training: Training | None = None
+
+    def step(self) -> dict[str, Any]:
+        if self._training is None:
+            self._training = self._start()
+        return self._training.next_result()
+
+    def _start(self) -> Training:
+        number, fields = self._config["trial"], self._config["fields"]
+        fork = None if self._taken is None else self._taken["fork"]
+        if self._taken is not None and self._taken["trial"] != number:  # another one's state
+            storage = self._sweep.base.checkpoint.storage
+            fork = {"run": self._taken["run"], "step": self._taken["step"], "storage": storage}
+        name = f"{self._sweep.base.name}-{number}"
+        spec = self._sweep.trial(fields, name=name, **({"fork": fork} if fork else {}))
+        return Training(
+            spec,
+            number,
+            fork,
+            self._sweep_id,
+            self._recorders,
+            self._peers,
+            Path(self._folder),
+            self._ends.get(number),
+            may_reuse=self._may_reuse,
+        )
+
+    @property
+    def _may_reuse(self) -> bool:
+        """Whether a finished run may stand for a trial: it has all its bits, and a population needs checkpoints besides."""
+        return self._sweep.base.determinism == "strict" and self._sweep.scheduler.name != "pbt"
+
+    def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
+        """Where the state is that the last result came from: Tune's checkpoint is no more than that."""
+        assert self._training is not None
+        return self._training.saved()
+
+    def load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._taken = checkpoint
+
+    def _end_peers(self) -> None:
+        for peer in self._peers:
+            ray.kill(peer)
+
+    def cleanup(self) -> None:
+        if self._training is not None:
+            self._training.leave()
+        self._end_peers()
+
+
+class Training:
+    """`fit` for one trial in a thread of its own, held after each evaluation until the next result is wanted."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        number: int,
+        fork: Mapping[str, Any] | None,
+        sweep_id: str,
+        recorders: Any,
+        peers: list[Any],
+        folder: Path,
+        end: Mapping[str, Any] | None,
+        *,
+        may_reuse: bool,
+    ) -> None:
+        self._may_reuse = may_reuse
+        self.spec, self.number, self.fork = spec, number, fork
+        self.results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.run_id = ""
+        self._sweep_id, self._recorders, self._peers, self._end = sweep_id, recorders, peers, end
+        self._channel = Channel(recorders, str(number))
+        self._record = TrialRecord(self._channel, folder, {"parent": sweep_id, "trial": number}, self.give)
+        self._last: dict[str, Any] = {}
+        self._others: list[Any] = []
+        self._thread = threading.Thread(target=self._run, name="lockstep-trial", daemon=True)
+        self._thread.start()
+
+    # --- Tune's side -------------------------------------------------------------------------------------------
+
+    def next_result(self) -> dict[str, Any]:
+        """The next evaluation, or how the trial ended."""
+        self._record.go_on()
+        result = self.results.get()
+        if "lost" in result:
+            raise WorkersLostError(result["lost"])  # Tune starts the trial again
+        self._last |= result
+        return {**self._last, "trial": self.number}
+
+    def saved(self) -> dict[str, Any]:
+        """The checkpoint of the last result, once it is written."""
+        step = int(self._last["step"])
+        if step not in steps_of(self.spec.checkpoint.storage, self.run_id):
+            self._record.wait_for_checkpoint(step)
+        return {"trial": self.number, "run": self.run_id, "step": step, "fork": self.fork}
+
+    def leave(self) -> bool:
+        """End the thread where it waits; what has become of the trial is recorded by whoever decided it. Whether the peers have ended it too."""
+        self._record.leave()
+        self._thread.join(3 * PATIENCE_S)
+        if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
+            os._exit(1)
+        others = self._others
+        return not others or not ray.wait(others, num_returns=len(others), timeout=PATIENCE_S)[1]
+
+    # --- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._train()
+        except LeftError:
+            pass
+        except ReusedError:
+            self._reuse()
+        except Exception as error:  # noqa: BLE001 - whatever ended the trial is told
+            self._broke(error)
+
+    def _train(self) -> None:
+        spec, key = self.spec, str(self.number)
+        storage = open_storage(spec.checkpoint.storage)
+        name = run_name(self._sweep_id, self.number, spec)
+        run_id = run_of_name(storage, name)
+        if run_id is None:
+            begun: str | None = ray.get(self._recorders.begun.remote(key, name))
+            if begun is not None:
+                give_name(storage, name, begun)
+            run_id = begun
+        if run_id is not None:
+            found = find_run(spec.record.uri or "", run_id, spec.folder)
+            ended = found.status == "FINISHED" or self._end is not None
+            if ended and (history := self._history(found)) is not None:
+                self._replay(found, history)
+                return
+        origin = Origin() if run_id is None else claim(spec.checkpoint.storage, run_id, None)
+        ray.get(self._recorders.open.remote(key, name, spec, run_id, origin.attempt, self._may_reuse))
+        self._record.begin(origin.attempt)
+        self._channel.joined.remote(origin.attempt, listening(0))
+        if run_id is not None:
+            self.run_id = run_id
+        else:
+            self._record.on_run_id = lambda found: self._name(storage, name, found)
+        summary = self._fit(origin)
+        self._recorders.close_trial.remote(key)
+        stopped = summary["stopped"]
+        self._over("stopped" if stopped else "finished", "", summary["weights_digest"])
+
+    def _name(self, storage: Storage, name: str, run_id: str) -> None:
+        """By its name another attempt finds the run."""
+        give_name(storage, name, run_id)
+        self.run_id = run_id
+
+    def _reuse(self) -> None:
+        """A finished run has this trial's identity, and so its every bit."""
+        found = ray.get(self._channel.reused.remote())
+        rows, digest = ray.get(self._channel.adopt.remote())
+        self.run_id = ray.get(self._channel.run_id.remote())
+        for row in rows:
+            self.give(row)
+        self._recorders.close_trial.remote(str(self.number))
+        self._over("reused", f"run {found} has the same identity and is finished", digest)
+
+    def _history(self, found: Recorded) -> History | None:
+        """The rows of a run that has ended; None where it was cut off before all were written, and has to be trained once more."""
+        try:
+            history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
+        except StorageError:
+            if found.status == "FINISHED":
+                raise
+            return None
+        told = history.evaluations[-1].step if history.evaluations else 0
+        return history if found.status == "FINISHED" or told >= (self._end or {}).get("step", 0) else None
+
+    def _replay(self, found: Recorded, history: History) -> None:
+        """A trial that had ended before the sweep was taken up again: its results, and nothing else."""
+        self.run_id = found.run_id
+        for row in history.evaluations:
+            self.give(row)
+        end = self._end or {}
+        digest = found.summary.get("weights_digest")
+        self._over(end.get("status", "finished"), end.get("reason", ""), digest)
+
+    def _fit(self, origin: Origin) -> dict[str, Any]:
+        spec, size = self.spec, len(self._peers) + 1
+        job = load_job(spec.job.use, spec.job.params)
+        if size == 1:
+            return fit(spec, job, Group.join(device()), self._record, origin)
+        store = TCPStore(ray.util.get_node_ip_address(), 0, size, is_master=True, wait_for_workers=False)
+        others = self._others = [
+            peer.train.remote(spec, origin, store.host, store.port, rank, size, self._channel)
+            for rank, peer in enumerate(self._peers, start=1)
+        ]
+        over = threading.Event()
+        threading.Thread(target=self._watch, args=(others, over), name="lockstep-peers", daemon=True).start()
+        try:
+            with joined(store, 0, size):
+                summary = fit(spec, job, Group.join(device()), self._record, origin)
+        except Exception as error:
+            raise first_cause(others, error) from error
+        finally:
+            over.set()
+        ray.get(others)
+        return summary
+
+    def _watch(self, others: list[Any], over: threading.Event) -> None:
+        """Until `fit` is over: end the attempt where another rank has ended, and rank 0 waits for it all the same."""
+        waiting = list(others)
+        while waiting and not over.is_set():
+            ended, waiting = ray.wait(waiting, timeout=1.0)
+            try:
+                ray.get(ended)
+            except ray.exceptions.RayError as error:
+                if not over.wait(PATIENCE_S):
+                    lost = ClusterError(
+                        f"a worker of the trial is gone: {' '.join(str(error).split())[-300:]}"
+                    )
+                    self._broke(first_cause(others, lost))
+                return
+
+    def _broke(self, error: Exception) -> None:
+        known = error if isinstance(error, LockstepError) else told(error, "rank 0")
+        if isinstance(known, ClusterError):
+            self.results.put({"lost": str(known)})
+            return
+        self._recorders.end_trial.remote(str(self.number), str(known), traceback.format_exc(), "FAILED")
+        with suppress(ray.exceptions.RayError):  # where the store could not be opened there is no run
+            self.run_id = self.run_id or ray.get(self._channel.run_id.remote())
+        self._over("failed", str(known))
+
+    def give(self, row: EvaluationRow) -> None:
+        """A result for Tune."""
+        self.results.put(self._result(row))
+
+    def _result(self, row: EvaluationRow) -> dict[str, Any]:
+        return {"step": row.step, **row.metrics, "run_id": self.run_id}
+
+    def _over(self, status: str, reason: str, digest: str | None = None) -> None:
+        last = self._record.pending
+        end = {
+            "done": True,
+            "status": status,
+            "reason": reason,
+            "weights_digest": digest,
+            "run_id": self.run_id,
+        }
+        self.results.put(end if last is None else {**self._result(last), **end})
+
+
+class WorkersLostError(RuntimeError):
+    """A worker of the trial is gone; the trial goes on in another attempt."""
+
+
+def run_name(sweep_id: str, number: int, spec: Spec) -> str:
+    """The name under which any attempt of a trial finds its run; in a population a trial goes through several."""
+    document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return f"sweep-{sweep_id}-{number}-{digest[:16]}"

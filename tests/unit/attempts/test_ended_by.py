@@ -1,0 +1,36 @@
+"""What Ray says of a process that is gone, in one line."""
+
+from __future__ import annotations
+
+from lockstep.attempts.worker_group import ended_by, why_lost
+
+DIED = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\nWorker exit type: SYSTEM_ERROR "
+    "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: …"
+)
+
+
+class Failed(Exception):
+    """As Ray Train's: the error of each rank that failed."""
+
+    def __init__(self, failures: dict[int, Exception]) -> None:
+        super().__init__("training failed")
+        self.worker_failures = failures
+
+
+def test_the_ranks_and_the_cause_are_named() -> None:
+    assert ended_by(Failed({1: RuntimeError(DIED)}), 2) == (
+        "rank 1 of 2 was lost: Worker unexpectedly exits with a connection error code 2"
+    )
+    told = ended_by(
+        Failed({0: RuntimeError("OutOfMemoryError: Task was killed due to the node running low on memory")}),
+        4,
+    )
+    assert told.startswith("rank 0 of 4 was ended for want of memory on its node; lower batch.micro")
+    assert ended_by(ValueError("first\nsecond"), 3) == "the attempt on 3 workers ended: ValueError: first"
+
+
+def test_a_process_of_which_little_is_known_is_told_in_one_line() -> None:
+    assert why_lost(DIED) == "Worker unexpectedly exits with a connection error code 2"
+    assert why_lost("gone\nfor good") == "gone"
+    assert why_lost("") == "no message"

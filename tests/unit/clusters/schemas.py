@@ -1,0 +1,209 @@
+"""What the files in `cluster/` are held against: Ray's own functions, KubeRay's definitions, and rules of the house."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = ROOT / "cluster"
+FIELDS = Path(__file__).with_name("kuberay_fields.json")
+"""The fields of KubeRay's definitions that the files in `cluster/` use: `python -m tests.unit.clusters.schemas` writes it."""
+CRD_FOLDER = "LOCKSTEP_KUBERAY_CRDS"
+"""Environment variable: a folder with `ray.io_rayjobs.yaml` and `ray.io_rayclusters.yaml` of ray-project/kuberay."""
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+@cache
+def definition(kind: str) -> dict[str, Any]:
+    """The schema of ray.io/v1 RayJob or RayCluster, as far as the files here use it; strict: any other key is refused."""
+    known: dict[str, Any] = json.loads(FIELDS.read_text())[kind]
+    return _strict(known)
+
+
+@cache
+def full_definition(kind: str) -> dict[str, Any]:
+    """The schema as KubeRay publishes it."""
+    folders = [os.environ.get(CRD_FOLDER), str(ROOT.parent / "shared" / "kuberay")]
+    files = [Path(folder, f"ray.io_{kind.lower()}s.yaml") for folder in folders if folder]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        pytest.skip(
+            f"KubeRay's definitions are not here: set {CRD_FOLDER} to a folder with {files[-1].name} "
+            "from ray-project/kuberay, ray-operator/config/crd/bases"
+        )
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 1.4 MB: 8 s without C
+    versions = yaml.load(found.read_text(), Loader=loader)["spec"]["versions"]
+    schema: dict[str, Any] = next(v for v in versions if v["name"] == "v1")["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def used_fields(schema: Mapping[str, Any], nodes: Sequence[Any]) -> dict[str, Any]:
+    """What `schema` says of the fields that `nodes` have, and of those that it asks for."""
+    left = {"description", "format", "default", "properties", "items"}
+    kept = {key: value for key, value in schema.items() if key not in left}
+    mappings = [node for node in nodes if isinstance(node, Mapping)]
+    if "properties" in schema:
+        names = {name for node in mappings for name in node} | set(schema.get("required", []))
+        kept["properties"] = {
+            name: used_fields(schema["properties"][name], [node[name] for node in mappings if name in node])
+            for name in sorted(names & schema["properties"].keys())
+        }
+    if "items" in schema:
+        kept["items"] = used_fields(
+            schema["items"], [part for node in nodes if isinstance(node, list) for part in node]
+        )
+    return kept
+
+
+def kuberay_fields() -> dict[str, Any]:
+    """The content of FIELDS, made from the definitions that KubeRay publishes and the files in `cluster/`."""
+    files = {"RayJob": ["rayjob.yaml", "rayjob-gpu.yaml"], "RayCluster": ["raycluster.yaml"]}
+    used: dict[str, list[Any]] = {
+        kind: [document for name in names for document in documents(CLUSTER / "kuberay" / name)]
+        for kind, names in files.items()
+    }
+    pods = documents(CLUSTER / "mlflow" / "deployment.yaml")[0]["spec"]["template"]
+    used["RayCluster"].append({"spec": {"headGroupSpec": {"template": pods}}})
+    origin = {"origin": "ray-project/kuberay, ray-operator/config/crd/bases; Apache-2.0"}
+    return origin | {kind: used_fields(full_definition(kind), nodes) for kind, nodes in used.items()}
+
+
+def _strict(schema: Any) -> Any:
+    """Kubernetes drops what it does not know without a word; here that is an error."""
+    if isinstance(schema, list):
+        return [_strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: _strict(part) for key, part in schema.items() if key != "format"}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        strict["properties"] = {name: _strict(part) for name, part in schema["properties"].items()}
+        strict.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string"):
+        strict = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    return strict
+
+
+def check_custom_resource(document: Mapping[str, Any]) -> None:
+    """Against KubeRay's definition, and through Ray's own autoscaler."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    schema = copy.deepcopy(definition(document["kind"]))
+    schema["properties"]["metadata"] = {"type": "object"}  # Kubernetes' own
+    jsonschema.validate(document, schema)
+    spec = document["spec"].get("rayClusterSpec", document["spec"])
+    _derive_autoscaling_config_from_ray_cr(
+        {"metadata": {"name": document["metadata"]["name"], "namespace": "default"}, "spec": spec}
+    )
+
+
+def check_pod_template(template: Mapping[str, Any]) -> None:
+    """A Deployment's pods against the schema of pods that KubeRay's definition holds."""
+    head = definition("RayCluster")["properties"]["spec"]["properties"]["headGroupSpec"]
+    schema = copy.deepcopy(head["properties"]["template"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    jsonschema.validate(template, schema)
+
+
+def check_ray_up(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As `ray up` does before it calls the cloud."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    prepared: dict[str, Any] = prepare_config(copy.deepcopy(dict(config)))
+    validate_config(prepared)
+    return prepared
+
+
+SECRET_NAME = re.compile(r"password|secret|(?<!http)token|access_key(?!_id)|credential", re.IGNORECASE)
+NO_VALUE = re.compile(r"^secret(Name|KeyRef)?$|_PATH$")
+REFERENCE = re.compile(r"^(\$\{\w+:\?[^}]+\}|~?/[\w/.-]+|token)$")
+
+
+def literal_secrets(node: Any, path: str = "") -> Iterator[str]:
+    """Where a value that is named like a secret stands in clear, rather than as a reference to one."""
+    if isinstance(node, Mapping):
+        for name, value in _named_values(node):
+            if SECRET_NAME.search(name) and not NO_VALUE.search(name) and not REFERENCE.match(value):
+                yield f"{path}.{name}"
+        for key, value in node.items():
+            yield from literal_secrets(value, f"{path}.{key}")
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from literal_secrets(value, f"{path}[{i}]")
+    elif isinstance(node, str) and re.search(r"://[^/\s:@$]+:[^@/\s$]+@", node):
+        yield path
+
+
+def _named_values(node: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """`NAME: value` as compose has it, and `{name: NAME, value: value}` as Kubernetes does."""
+    yield from ((str(key), value) for key, value in node.items() if isinstance(value, str))
+    if isinstance(node.get("name"), str) and isinstance(node.get("value"), str):
+        yield node["name"], node["value"]
+
+
+def check_compose(document: Mapping[str, Any]) -> None:
+    """The parts of a compose file fit together, nothing is published beyond loopback, no secret is in it."""
+    services = document["services"]
+    for name, service in services.items():
+        if not {"image", "build"} & service.keys():
+            raise ValueError(f"{name}: has neither image nor build")
+        for needed, condition in service.get("depends_on", {}).items():
+            if needed not in services:
+                raise ValueError(f"{name}: depends on {needed!r}, which is no service")
+            if condition["condition"] == "service_healthy" and "healthcheck" not in services[needed]:
+                raise ValueError(f"{name}: waits for {needed!r} to be healthy, which has no healthcheck")
+        for port in service.get("ports", []):
+            if not port.startswith("127.0.0.1:"):
+                raise ValueError(f"{name}: publishes {port} beyond loopback")
+        for secret in service.get("secrets", []):
+            if secret not in document["secrets"]:
+                raise ValueError(f"{name}: uses the secret {secret!r}, which is not declared")
+        for volume in service.get("volumes", []):
+            if volume.partition(":")[0] not in document["volumes"]:
+                raise ValueError(f"{name}: mounts {volume!r}, which is not declared")
+        words = str(service.get("command", ""))
+        if "ray start" in words and service["environment"].get("RAY_AUTH_MODE") != "token":
+            raise ValueError(f"{name}: starts Ray without RAY_AUTH_MODE=token")
+        if "mlflow server" in words and not {"--app-name", "--allowed-hosts"} <= set(words.split()):
+            raise ValueError(f"{name}: starts MLflow without --app-name basic-auth and --allowed-hosts")
+    clear = list(literal_secrets(document))
+    if clear:
+        raise ValueError(f"secrets in clear: {', '.join(clear)}")
+
+
+INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
+
+
+def check_dockerfile(text: str) -> None:
+    """Every instruction is one, what is copied is there, and the image does not run as root."""
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+    instructions = [line.split() for line in lines]
+    for name, *words in instructions:
+        if name not in INSTRUCTIONS:
+            raise ValueError(f"unknown instruction {name!r}")
+        if name == "COPY":
+            for source in words[:-1]:
+                if not (ROOT / source).exists():
+                    raise ValueError(f"COPY: there is no {source!r}")
+    users = [words[0] for name, *words in instructions if name == "USER"]
+    if not users or users[-1] in {"root", "0"}:
+        raise ValueError("the image would run as root")
+    if not any(words[0].startswith("TORCH_INDEX=") for name, *words in instructions if name == "ARG"):
+        raise ValueError("no TORCH_INDEX to choose the CPU or the CUDA build with")
+
+
+if __name__ == "__main__":
+    FIELDS.write_text(json.dumps(kuberay_fields(), indent=1) + "\n")

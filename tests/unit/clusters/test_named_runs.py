@@ -1,0 +1,90 @@
+"""`--run NAME`: one command begins a run and later goes on with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import train
+from lockstep.calls.named_runs import train_named
+from lockstep.checkpoint.names import give_name, run_of_name
+from lockstep.checkpoint.storages import open_storage
+from lockstep.driver.progress import Silent
+from lockstep.driver.result import Result
+from lockstep.errors import SpecError
+from lockstep.spec.fields import Spec, load_spec
+
+OPTIONS: dict[str, Any] = {
+    "local": True, "address": None, "verbose": False, "progress": Silent(), "began_at": 1.0
+}  # fmt: skip
+
+
+def spec(folder: Path, **changes: Any) -> Spec:
+    base = {
+        "job": {"use": "jobs.digits.job:Digits", "params": {"width": 8}},
+        "length": {"steps": 12},
+        "batch": {"global": 128, "micro": 32},
+        "checkpoint": {"storage": str(folder), "every": {"steps": 4}},
+        "record": {"uri": "off"},
+    }
+    return load_spec({**base, **changes})
+
+
+def named(folder: Path, name: str = "night", **changes: Any) -> Result:
+    return train_named(spec(folder, **changes), name, **OPTIONS)
+
+
+def test_a_run_that_broke_is_resumed_under_its_name_with_the_bits_of_one_that_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jobs.digits.job import Digits
+
+    loss, calls = Digits.loss, [0]
+
+    def breaks(self: Digits, model: Any, batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 4 * 9 + 1:
+            raise RuntimeError("the first try ends here")
+        return loss(self, model, batch)
+
+    monkeypatch.setattr(Digits, "loss", breaks)
+    with pytest.raises(Exception, match="the first try ends here"):
+        named(tmp_path / "a")
+    monkeypatch.setattr(Digits, "loss", loss)
+    run_id = run_of_name(open_storage(str(tmp_path / "a")), "night")
+    second = named(tmp_path / "a")
+    assert (second.run_id, second.attempts) == (run_id, 2)
+    whole = train(spec(tmp_path / "b"), local=True)
+    assert second.weights_digest == whole.weights_digest
+    other = train(spec(tmp_path / "b", seed=1), local=True)
+    assert other.weights_digest != whole.weights_digest
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+    first, second = named(tmp_path), named(tmp_path)
+    assert (first.run_id, first.weights_digest) == (second.run_id, second.weights_digest)
+    assert second.attempts == 1
+
+
+def test_another_name_is_another_run_and_another_spec_is_refused(tmp_path: Path) -> None:
+    first, other = named(tmp_path), named(tmp_path, "day")
+    assert first.run_id != other.run_id
+    with pytest.raises(SpecError, match="seed is 0 in run"):
+        named(tmp_path, seed=3)
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    assert run_of_name(storage, "night") is None
+    give_name(storage, "night", "a" * 32)
+    with pytest.raises(SpecError, match="which another command began"):
+        give_name(storage, "night", "b" * 32)
+    assert run_of_name(storage, "night") == "a" * 32
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", "-x", "x" * 101])
+def test_a_name_is_one_word(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SpecError, match="wanted a name"):
+        named(tmp_path, name)

@@ -1,0 +1,112 @@
+"""What a job takes along and how it is called, before anything is sent."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lockstep.clusters.packaging import MIB, pack, upload_limit
+from lockstep.clusters.submission import connect, entrypoint, find_address
+from lockstep.errors import ClusterError, SpecError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+]
+
+
+def noise(path: Path, size: int) -> None:
+    """Bytes that no packing makes smaller."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(random.Random(0).randbytes(size))
+
+
+def test_what_is_ignored_stays_here(tmp_path: Path) -> None:
+    noise(tmp_path / "job.py", 100)
+    noise(tmp_path / "data" / "big.bin", 2 * MIB)
+    noise(tmp_path / "data" / "small.txt", 10)
+    noise(tmp_path / "notes" / "draft.txt", 10)
+    noise(tmp_path / ".git" / "objects", MIB)
+    noise(tmp_path / "__pycache__" / "x.pyc", MIB)
+    (tmp_path / ".gitignore").write_text("*.bin\n")
+    (tmp_path / ".rayignore").write_text("notes/\n")
+    package = pack(tmp_path)
+    assert {name for name, _ in package.largest} <= {"job.py", "data/small.txt", ".gitignore", ".rayignore"}
+    assert package.size < 10_000
+    (tmp_path / ".gitignore").unlink()
+    assert pack(tmp_path).size > 2 * MIB
+
+
+def test_a_package_that_is_too_large_is_refused_before_ray_does_and_names_what_is_large(
+    tmp_path: Path,
+) -> None:
+    noise(tmp_path / "job.py", 100)
+    noise(tmp_path / "weights" / "old.bin", 3 * MIB)
+    with pytest.raises(
+        SpecError, match=r"takes 2 MiB: 2 files, 3\.0 MiB packed; largest: weights/old\.bin 3\.0 MiB"
+    ):
+        pack(tmp_path, limit=2 * MIB)
+    assert pack(tmp_path, limit=4 * MIB).files == 2
+
+
+def test_the_limit_is_that_of_rays_dashboard() -> None:
+    assert upload_limit() == 100 * MIB
+
+
+def test_a_spec_is_trained_and_a_run_id_resumed(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train.yaml").touch()
+    start = ["python", "-m", "lockstep"]
+    assert entrypoint("jobs/train.yaml", ["seed=1"], None, tmp_path) == [
+        *start,
+        "train",
+        "jobs/train.yaml",
+        "seed=1",
+    ]
+    assert entrypoint("jobs/train.yaml", [], "night", tmp_path) == [
+        *start, "train", "jobs/train.yaml", "--run", "night"
+    ]  # fmt: skip
+    assert entrypoint("0" * 32, ["workers.max=4"], None, tmp_path) == [
+        *start, "resume", "0" * 32, "workers.max=4"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "overrides", "told"),
+    [
+        ("nothing.yaml", [], "there is no such file"),
+        ("../train.yaml", [], "is not below"),
+        ("jobs/train.yaml", ["record.uri=http://me:hunter2@mlflow:5000"], "MLFLOW_TRACKING_PASSWORD"),
+    ],
+)
+def test_what_cannot_work_there_is_refused_here(
+    tmp_path: Path, what: str, overrides: list[str], told: str
+) -> None:
+    (tmp_path / "here" / "jobs").mkdir(parents=True)
+    (tmp_path / "here" / "jobs" / "train.yaml").touch()
+    (tmp_path / "train.yaml").touch()
+    with pytest.raises(SpecError, match=told) as caught:
+        entrypoint(what, overrides, None, tmp_path / "here")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_an_address_is_a_url_or_one_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    with pytest.raises(SpecError, match="lockstep cluster up"):
+        find_address(None)
+    with pytest.raises(SpecError, match="wanted the job API's URL"):
+        find_address("10.0.0.1:6379")
+    assert find_address("http://10.0.0.1:8265/") == "http://10.0.0.1:8265"
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://10.0.0.2:8265")
+    assert find_address(None) == "http://10.0.0.2:8265"
+
+
+def test_nobody_at_the_address_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(ClusterError, match="does not answer as Ray's job API does") as caught:
+        connect("http://127.0.0.1:9")
+    assert "\n" not in str(caught.value)
