@@ -42,7 +42,7 @@ class Twenty:
         self.looked = threading.Event()
 
     def _aliases(self, spec: Spec, run_id: str, steps: frozenset[int]) -> None:
-        pin_aliased(spec, run_id, steps)
+        pin_aliased(spec.checkpoint.storage, run_id, steps)
         self.looked.set()
 
     def _saved(self, saved: Saved) -> None:
