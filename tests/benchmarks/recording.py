@@ -33,7 +33,7 @@ from lockstep.attempts.recorder_actor import RemoteRecord, start_recorder
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import StepRow
+from lockstep.record.events import StepRow
 from lockstep.spec.fields import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.group import Group

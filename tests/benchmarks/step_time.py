@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import StepRow
+from lockstep.record.events import StepRow
 from lockstep.spec.fields import load_spec
 from lockstep.training.group import Group
 from lockstep.training.loop import fit

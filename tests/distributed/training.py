@@ -22,7 +22,8 @@ import lockstep.training.step
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import DETERMINISTIC, CheckpointRow, EvaluationRow, History, StepRow
+from lockstep.record.events import CheckpointRow, EvaluationRow, StepRow
+from lockstep.record.ledger import DETERMINISTIC, History
 from lockstep.spec.fields import load_spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.digest import weights_digest
