@@ -86,7 +86,7 @@ def test_a_disk_that_stays_full_ends_in_a_run_that_says_so(
     recorder.run_id()
     disk.full.set()
     recorder.tell(step_row(1), Finished({"step": 1}))
-    with pytest.raises(RecordError, match="No space left on device; name a folder .*; 2 events"):
+    with pytest.raises(RecordError, match=r"No space left on device; name a folder .*; 2 events"):
         recorder.close()
     assert json.loads((recorder.run_folder() / "run.json").read_text())["status"] == "FAILED"
     assert read_steps(recorder.run_folder()) == []
