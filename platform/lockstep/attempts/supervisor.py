@@ -196,7 +196,7 @@ class Supervisor:
             self._standbys.fill(attempt.origin.attempt, members, surroundings.each)
         advice = surroundings.advice(members)
         if advice.save is not None:
-            self.progress.say(f"saving, and going on: {advice.save}")
+            self.progress.say(f"saving, and continuing: {advice.save}")
             self._recording.ask_save()
         if advice.move is not None:
             self._moving = advice.move
@@ -259,8 +259,8 @@ class Supervisor:
         longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
         spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
         self.progress.say(
-            f"attempt {account.attempt} goes on with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
-            f"{account.repeated} steps are taken again"
+            f"attempt {account.attempt} continues with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
+            f"{account.repeated} steps are repeated"
         )
 
     def _warn(self, text: str) -> None:

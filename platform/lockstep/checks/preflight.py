@@ -19,7 +19,7 @@ def advise(spec: Spec) -> list[str]:
     if spec.workers.max > most:
         return [
             f"workers.max = {spec.workers.max} is above the {most} micro-batches of a step; "
-            f"{most} workers are the most that can share it (lower batch.micro for more)"
+            f"at most {most} workers can share a step (lower batch.micro for more)"
         ]
     return []
 
@@ -56,7 +56,7 @@ def check_storage(spec: Spec) -> None:
                 field = "checkpoint.storage"
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise StorageError(
-                f"{field}: cannot write in {name!r}: {reason}; name a folder that can be written"
+                f"{field}: cannot write in {name!r}: {reason}; name a writable folder"
             ) from error
 
 

@@ -44,17 +44,17 @@ app = typer.Typer(
 
 
 Local = Annotated[
-    bool, typer.Option("--local", help="train in this one process, without Ray; works under torchrun")
+    bool, typer.Option("--local", help="train in this process, without Ray; works under torchrun")
 ]
 RunName = Annotated[
     str | None,
-    typer.Option(
-        "--run", help="a name: the same command begins the run of this name, and later goes on with it"
-    ),
+    typer.Option("--run", help="name of the run; the same command starts this run, and later resumes it"),
 ]
 ChaosRates = Annotated[
     str | None,
-    typer.Option("--chaos", help='kill parts of the run on purpose: "worker:0.02,node:0.005" a step'),
+    typer.Option(
+        "--chaos", help='kill parts of the run on purpose; probabilities per step: "worker:0.02,node:0.005"'
+    ),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
@@ -111,14 +111,14 @@ def train(
 
 @app.command()
 def resume(
-    run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="the run, as `lockstep train` named it")],
+    run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="the run id that lockstep train printed")],
     overrides: Overrides = None,
     from_step: Annotated[
-        int | None, typer.Option(min=1, help="the checkpoint of this step, rather than the newest good one")
+        int | None, typer.Option(min=1, help="resume from this step instead of the newest good checkpoint")
     ] = None,
     fork: Annotated[
         bool,
-        typer.Option("--fork", help="a new run that starts from this state; overrides may change anything"),
+        typer.Option("--fork", help="start a new run from this state; overrides may change anything"),
     ] = False,
     json_: Json = False,
     local: Local = False,
@@ -127,7 +127,7 @@ def resume(
     chaos: ChaosRates = None,
     verbose: Verbose = False,
 ) -> None:
-    """Continue a run from its newest good checkpoint, with the same bits."""
+    """Resume a run from its newest good checkpoint, bit for bit."""
     options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
@@ -173,13 +173,13 @@ def _exit(result: Result | SweepResult) -> None:
 @app.command()
 def ui(
     uri: Uri = None,
-    port: Annotated[int, typer.Option(help="the port")] = 5000,
+    port: Annotated[int, typer.Option(help="port to listen on")] = 5000,
     host: Annotated[
-        str, typer.Option(help="the address to listen on; beyond 127.0.0.1 with a password only")
+        str, typer.Option(help="address to listen on; beyond 127.0.0.1 only with a password")
     ] = "127.0.0.1",
     verbose: Verbose = False,
 ) -> None:
-    """Open the MLflow UI on the run store, on this machine only unless --host says otherwise."""
+    """Open the MLflow UI on the run store. It is reachable from this machine only, unless --host says otherwise."""
     with answered(as_json=False, verbose=verbose):
         from lockstep.calls.ui import Ui
         from lockstep.spec.places import tracking_uri
@@ -207,7 +207,7 @@ def _told(result: dict[str, Any]) -> str:
     ]
     if result["status"] == "KILLED":
         lines.append(
-            f"go on with it     lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
+            f"resume it with    lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
         )
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")

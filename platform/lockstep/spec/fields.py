@@ -355,7 +355,7 @@ class Spec(Section):
         if self.workers.min > self.batch.micro_batches:
             raise ValueError(
                 f"workers.min: got {self.workers.min}, wanted at most the {self.batch.micro_batches} micro-batches of a step, "
-                "for a worker runs at least one; lower workers.min or batch.micro"
+                "since every worker runs at least one; lower workers.min or batch.micro"
             )
         return self
 

@@ -97,7 +97,7 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
         self._record_now_and_then()
         for number, why in self._watch.end_hung().items():
             self.rows[number]["reason"] = why
-            self._progress.say(f"trial {number} is ended, and begun again: {why}")
+            self._progress.say(f"trial {number} was ended and starts again: {why}")
         reason = self._reason_to_end() if self.over is None else None
         if reason is not None:
             self.over = reason
