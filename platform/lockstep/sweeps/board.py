@@ -11,9 +11,9 @@ from ray import tune
 
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
-from lockstep.record.sweep_record import best_of, tally
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import Decisions, Unkept
+from lockstep.sweeps.sweep_record import best_of, tally
 from lockstep.sweeps.watch import Watch
 
 RECORD_S = 10.0

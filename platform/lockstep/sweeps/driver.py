@@ -21,9 +21,9 @@ from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.job.source import check_job_source
 from lockstep.record.stores import find_sweep
-from lockstep.record.sweep_record import best_of, tally
 from lockstep.spec.fields import KeepBest, Spec, load_spec
 from lockstep.spec.sweep import SweepSpec, load_sweep
+from lockstep.sweeps.sweep_record import best_of, tally
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
