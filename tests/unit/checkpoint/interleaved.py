@@ -83,6 +83,10 @@ class Actor:
         self._verdict = "go"
         self._turn, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.over = False
+        self.at = ""
+        """The path of the call that it is about to make."""
+        self.changes = False
+        """Whether that call changes what is there."""
         self._run = RunFolder(Gated(uri, self), RUN)
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
@@ -100,6 +104,7 @@ class Actor:
 
     def call(self, path: str, change: Callable[[], None] | None = None) -> None:
         """Before each call. A change that is not let through is under way: it may still come to pass."""
+        self.at, self.changes = path, change is not None
         self._stopped.release()
         self._turn.acquire()
         if self._verdict == "go":
