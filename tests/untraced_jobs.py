@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
+import lockstep
 from jobs.digits.job import Digits
 
 
@@ -10,3 +14,16 @@ class UntracedDigits(Digits):
 
     def example_input(self) -> None:
         return None
+
+
+class PacedDigits(UntracedDigits):
+    """The same bits at a pace that leaves time to do something to a run."""
+
+    class Params(Digits.Params):
+        pause_s: float = 0.0
+
+    params: Params
+
+    def loss(self, model: Any, batch: Any) -> lockstep.Loss:
+        time.sleep(self.params.pause_s)
+        return super().loss(model, batch)

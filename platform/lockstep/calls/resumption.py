@@ -7,7 +7,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from lockstep.calls.held import held_run, leads
 from lockstep.calls.training import run_attempt, train
+from lockstep.checkpoint.holder import Hold
+from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import adopt, claim, steps_of
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result, result_of
@@ -32,13 +35,15 @@ def resume(
     verbose: bool = False,
     began_at: float | None = None,
     chaos: str | None = None,
+    takeover: bool = False,
 ) -> Result:
     """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
 
     `overrides` may change placement: workers, storage, loader processes. With `fork` they may change anything, and a
     new run starts from the state. A run that is finished is left as it is, and its result returned. The run is looked
     up in the MLflow store at `uri`; for `off` in the folder that `record.folder` or `checkpoint.storage` names.
-    Raises LockstepError.
+    SpecError where another command works on the run; with `takeover` that one is asked to end after its next step, and
+    stopped where it does not answer. Raises LockstepError.
     """
     began_at, overrides, progress = began_at or time.time(), list(overrides), progress or Silent()
     store = tracking_uri(uri)
@@ -60,22 +65,28 @@ def resume(
             began_at=began_at,
             chaos=chaos,
         )
-    return continue_run(
-        found,
-        spec,
-        step=step,
-        local=local,
-        address=address,
-        progress=progress,
-        verbose=verbose,
-        began_at=began_at,
-        chaos=chaos,
-    )
+    refuse_changes(run_id, recorded_spec, spec)
+    if found.status == "FINISHED":
+        return finished(found, spec, progress, began_at)
+    with held_run(spec, run_id, progress, takeover=takeover) as hold:
+        return continue_run(
+            run_id,
+            spec,
+            hold,
+            step=step,
+            local=local,
+            address=address,
+            progress=progress,
+            verbose=verbose,
+            began_at=began_at,
+            chaos=chaos,
+        )
 
 
 def continue_run(
-    found: Recorded,
+    run_id: str,
     spec: Spec,
+    hold: Hold | None,
     *,
     step: int | None,
     local: bool,
@@ -85,35 +96,41 @@ def continue_run(
     began_at: float,
     chaos: str | None = None,
 ) -> Result:
-    """Continue a recorded run as `spec` places it. SpecError where `spec` is another run."""
-    run_id, store = found.run_id, spec.record.uri or ""
+    """Continue a recorded run, which this process holds, as `spec` places it. SpecError where `spec` is another run."""
+    store = spec.record.uri or ""
+    found = find_run(store, run_id, spec.folder)  # now that no other command changes it
     refuse_changes(run_id, load_spec(found.spec), spec)
     if found.status == "FINISHED":
-        progress.say(
-            f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"
-        )
-        return result_of(
-            {"first_step_at": None, "stopped": False, **found.summary},
-            run_id=run_id,
-            url=found.url,
-            tracking_uri=store,
-            folder=str(spec.folder / run_id),
-            began_at=began_at,
-            warnings=[],
-            attempts=int(found.summary.get("attempts", 1)),
-            signal_number=None,
-        )
-    if "://" not in spec.checkpoint.storage:
+        return finished(found, spec, progress, began_at)
+    if "://" not in spec.checkpoint.storage and leads():
         fetch_copy(spec, store, run_id, step, progress)
     return run_attempt(
         spec,
-        claim(spec.checkpoint.storage, run_id, step),
+        claim(spec.checkpoint.storage, run_id, step) if leads() else Origin(run_id, step=step),
         progress,
         local=local,
         address=address,
         verbose=verbose,
         began_at=began_at,
         chaos=chaos,
+        hold=hold,
+    )
+
+
+def finished(found: Recorded, spec: Spec, progress: Progress, began_at: float) -> Result:
+    """The result of a run that is left as it is."""
+    run_id = found.run_id
+    progress.say(f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)")
+    return result_of(
+        {"first_step_at": None, "stopped": False, **found.summary},
+        run_id=run_id,
+        url=found.url,
+        tracking_uri=spec.record.uri or "",
+        folder=str(spec.folder / run_id),
+        began_at=began_at,
+        warnings=[],
+        attempts=int(found.summary.get("attempts", 1)),
+        signal_number=None,
     )
 
 

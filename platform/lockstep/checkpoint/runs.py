@@ -7,16 +7,22 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError
-from lockstep.checkpoint.layout import MANIFEST, step_folder
+from lockstep.checkpoint.holder import ensure_held
+from lockstep.checkpoint.layout import manifests, step_folder
 from lockstep.checkpoint.pins import ALIAS, pin_exactly
+from lockstep.checkpoint.reader import listed
 from lockstep.checkpoint.run_folder import Origin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 
 
 def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Origin:
-    """Begin the next attempt of a run, with a number of `at_least` so much: whatever still runs of it can publish nothing from here on."""
+    """Begin the next attempt of a run, with a number of `at_least` so much: whatever still runs of it can publish nothing from here on.
+
+    StaleAttemptError where another command has taken the run over from this process.
+    """
     folder = opened(storage, run_id)
+    ensure_held(folder.storage, run_id)
     if step is not None and step not in saved_steps(folder):
         kept = ", ".join(map(str, saved_steps(folder))) or "none"
         raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
@@ -29,9 +35,7 @@ def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Ori
 
 def saved_steps(folder: RunFolder) -> list[int]:
     """The steps that have a checkpoint, newest first, unverified."""
-    return [
-        step for step in folder.steps() if folder.storage.exists(folder.path(step_folder(step), MANIFEST))
-    ]
+    return [step for step, names in listed(folder) if manifests(names)]
 
 
 def steps_of(storage: str, run_id: str) -> list[int]:

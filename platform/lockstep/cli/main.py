@@ -56,6 +56,13 @@ ChaosRates = Annotated[
         "--chaos", help='kill parts of the run on purpose; probabilities per step: "worker:0.02,node:0.005"'
     ),
 ]
+Takeover = Annotated[
+    bool,
+    typer.Option(
+        "--takeover",
+        help="take the run over from the command that works on it: it ends after its next step, or is stopped where it does not answer",
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
 ]
@@ -86,6 +93,7 @@ def train(
     run_name: RunName = None,
     uri: Uri = None,
     chaos: ChaosRates = None,
+    takeover: Takeover = False,
     dry_run: DryRun = False,
     verbose: Verbose = False,
 ) -> None:
@@ -104,7 +112,7 @@ def train(
             return
         from lockstep.calls.named_runs import train_named
 
-        result = options.lived(partial(train_named, loaded, run_name))
+        result = options.lived(partial(train_named, loaded, run_name, takeover=takeover))
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
 
@@ -125,6 +133,7 @@ def resume(
     address: Address = None,
     uri: Uri = None,
     chaos: ChaosRates = None,
+    takeover: Takeover = False,
     verbose: Verbose = False,
 ) -> None:
     """Resume a run from its newest good checkpoint, bit for bit."""
@@ -136,10 +145,12 @@ def resume(
 
         try:
             result = options.lived(
-                partial(resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri)
+                partial(
+                    resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
+                )
             )
         except RecordError:
-            swept = options.lived(partial(resume_sweep, run_id, overrides or [], uri=uri))
+            swept = options.lived(partial(resume_sweep, run_id, overrides or [], uri=uri, takeover=takeover))
             if swept is None:
                 raise
             answer(swept.as_dict(), lambda: sweeps.told(swept))
