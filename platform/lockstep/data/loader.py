@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
+from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError
@@ -59,9 +60,9 @@ class MicroBatches(Dataset[Any]):
         self.collate = collate
         self.seed = seed
         self.purpose = purpose
-        self.fetch_many: Callable[[Any], Any] | None = getattr(samples, "__getitems__", None)
-        self.draws_nothing: bool = getattr(samples, "draws_nothing", False)
-        self.in_memory: bool = getattr(samples, "residence", None) == "memory"
+        self.fetch_many: Callable[[Any], Any] | None = samples.__getitems__ if is_batched(samples) else None
+        self.draws_nothing = draws_nothing(samples)
+        self.in_memory = in_memory(samples)
 
     def __getitem__(self, batch: MicroBatch) -> Any:
         """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
@@ -87,8 +88,8 @@ class MicroBatches(Dataset[Any]):
         try:
             if self.fetch_many is not None:
                 samples = self.fetch_many(batch.ids)
-                if batch.due:
-                    self.samples.read_ahead(batch.due)  # type: ignore[attr-defined]
+                if batch.due and reads_ahead(self.samples):
+                    self.samples.read_ahead(batch.due)
                 return samples
             fetch = self.samples.__getitem__
             for sample_id in batch.ids:
