@@ -45,7 +45,12 @@ class Linear(lockstep.Params):
 class Pooled(lockstep.Params):
     size: int = 2
 
-class Digits(lockstep.Job):
+class Whole(lockstep.Job):
+    def model(self): ...
+    def train_data(self): ...
+    def loss(self, model, batch): ...
+
+class Digits(Whole):
     class Params(lockstep.Params):
         width: int = 64
         rate: float = Field(default=0.5, ge=0, le=1)
@@ -64,11 +69,11 @@ class Digits(lockstep.Job):
                 raise ValueError("wanted an even width")
             return width
 
-class Needy(Job):
+class Needy(Whole):
     class Params(lockstep.Params):
         classes: int
 
-class Loose(Job):
+class Loose(Whole):
     class Params:
         pass
 

@@ -21,7 +21,7 @@ from lockstep.errors import LockstepError
 from lockstep.job.loading import load_job
 from lockstep.record.system import sampled
 from lockstep.spec.fields import validate
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.loop import RunRecord, fit
 from lockstep.training.no_record import NoRecord
@@ -55,6 +55,6 @@ def worker_main(config: dict[str, Any]) -> None:
         with system_recorded(recorder), output_told(partial(_tell_output, recorder, attempt, group.rank)):
             fit(spec, load_job(spec.job.use, spec.job.params), group, record, config["origin"])
     except Exception as error:
-        known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
+        known = error if isinstance(error, LockstepError) else as_lockstep_error(error, f"rank {group.rank}")
         ray.get(recorder.broke.remote(attempt, type(known)(str(known)), traceback.format_exc()))
         raise

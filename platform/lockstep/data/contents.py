@@ -123,7 +123,7 @@ class _Walk:
         else:
             whole = whole.cpu().resolve_conj().resolve_neg().contiguous()
             content = whole.view(torch.uint8) if whole.dim() else whole.reshape(1).view(torch.uint8)
-            found = hashlib.sha256(content.numpy()).hexdigest()  # the memory itself: no copy
+            found = hashlib.sha256(content.numpy().data).hexdigest()  # the memory itself: no copy
             yield path, f"{whole.dtype} {tuple(whole.shape)} {found}"
 
     def _array(self, value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -48,7 +48,7 @@ def _samples_digest(dataset: Any, samples: int, seed: int) -> str:
         seed_all(seed, "fingerprint", index)
         try:
             sample = fetch_one(dataset, index)
-        except Exception:  # noqa: BLE001 - a sample that cannot be fetched is told with its step when training meets it
+        except (Exception, SystemExit):  # noqa: BLE001 - a sample that cannot be fetched is told with its step when training meets it
             found.update(b"cannot be fetched")
             continue
         try:
