@@ -26,6 +26,7 @@ from lockstep.attempts.worker_group import Attempt, why_lost
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
+from lockstep.driver.failed import with_run
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.signals import StopSignal
@@ -96,6 +97,8 @@ class Supervisor:
                 self._end("ended at once by a second signal", "", "KILLED")
             with suppress(*LOST):  # what ended the run is told; its record comes second
                 ray.get(self.recorder.close.remote())
+            if isinstance(error, LockstepError):
+                raise with_run(error, self._run_id, self.spec.folder) from error
             raise
         if closed.failure is not None:
             raise closed.failure

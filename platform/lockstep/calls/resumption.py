@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.calls.training import run_attempt, train
-from lockstep.checkpoint.runs import adopt, claim, steps_of
+from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
@@ -50,6 +50,14 @@ def resume(
     recorded_spec = load_spec(found.spec)
     spec = load_spec(found.spec, overrides, uri=uri)
     if fork:
+        there = steps_of(recorded_spec.checkpoint.storage, run_id)
+        if step is not None:
+            check_step(run_id, step, there)
+        elif not there:
+            raise SpecError(
+                f"resume: run {run_id} has no checkpoint in {recorded_spec.checkpoint.storage!r} to fork from; start a new run"
+            )
+        progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
         parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
         return train(
             spec.model_copy(update={"fork": parent, "initial_weights": None}),
@@ -89,6 +97,9 @@ def continue_run(
     run_id, store = found.run_id, spec.record.uri or ""
     refuse_changes(run_id, load_spec(found.spec), spec)
     if found.status == "FINISHED":
+        if step is not None:
+            copies = [copy.step for copy in find_copies(store, run_id)]
+            check_step(run_id, step, [*{*steps_of(spec.checkpoint.storage, run_id), *copies}])
         progress.say(
             f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"
         )
@@ -105,9 +116,17 @@ def continue_run(
         )
     if "://" not in spec.checkpoint.storage:
         fetch_copy(spec, store, run_id, step, progress)
+    origin = claim(spec.checkpoint.storage, run_id, step)
+    newest = next(iter(steps_of(spec.checkpoint.storage, run_id)), None)
+    start = (
+        f"its checkpoint of step {step or newest}"
+        if step or newest
+        else "the beginning: it has no checkpoint"
+    )
+    progress.say(f"run {run_id} goes on from {start}")
     return run_attempt(
         spec,
-        claim(spec.checkpoint.storage, run_id, step),
+        origin,
         progress,
         local=local,
         address=address,

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import pin_aliased
+from lockstep.driver.failed import with_run
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import RecordError
+from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import repeated
 from lockstep.record.environment import git_state
@@ -179,6 +180,8 @@ def _train_as(
         )
         with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
             recorder.close()
+        if isinstance(error, LockstepError) and recorder.opened:
+            raise with_run(error, recorder.run_id(), spec.folder) from error
         raise
     recorder.close()
     if recorder.violation:

@@ -9,7 +9,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 from lockstep.errors import JobImportError
@@ -123,11 +123,11 @@ def _function(value: Any) -> FunctionType | None:
 def _names_used(job_class: type[Job]) -> Iterator[str]:
     """Every name that the code of the job's classes and of their modules mentions."""
     for base in job_class.__mro__[: job_class.__mro__.index(Job)]:
-        module = sys.modules.get(base.__module__)
-        for home in (base, module):
-            for value in vars(home).values() if isinstance(home, type | ModuleType) else ():
+        for home in (base, sys.modules.get(base.__module__)):
+            for value in vars(home).values() if home is not None else ():
                 for function in _functions_of(value):
-                    yield from _names_in(function.__code__)
+                    if function.__module__ == base.__module__:
+                        yield from _names_in(function.__code__)
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
