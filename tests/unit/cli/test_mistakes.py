@@ -421,6 +421,48 @@ def test_one_split_in_train_data_and_eval_data_leaks_nothing(call: Call) -> None
             del sys.modules[name]
 
 
+OBJECTS = """
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class Graph:
+    x: object
+
+class Graphs(Items):
+    def item(self, index):
+        return Graph(torch.full((4,), float(Path("data.txt").read_text()) * index))
+
+class Wrong(Right):
+    def train_data(self):
+        return Graphs()
+    def eval_data(self):
+        return None
+    def collate(self, samples):
+        return torch.stack([sample.x for sample in samples])
+    def loss(self, model, batch):
+        return super().loss(model, (batch, batch.argmax(1)))
+"""
+
+
+def test_a_run_whose_samples_are_objects_goes_on_with_its_own_data_alone(call: Call, tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("0.1")
+    _, out, _ = call("train", "spec.yaml", "--local", "--json", source=OBJECTS)
+    first = json.loads(out)
+    record = tmp_path / "runs" / first["run_id"] / "run.json"
+    killed = json.dumps({**json.loads(record.read_text()), "status": "FAILED"})
+    for value, wanted in (("0.2", 2), ("0.1", 0)):
+        data.write_text(value)
+        record.write_text(killed)
+        code, out, err = call("resume", "--local", "--json", "--uri", "off", first["run_id"], source=OBJECTS)
+        assert code == wanted, err
+        if wanted:
+            assert only_line(err).startswith("lockstep: resume: data.train.samples is ")
+        else:
+            assert json.loads(out)["weights_digest"] == first["weights_digest"]
+
+
 # --- commands ------------------------------------------------------------------------------------------------
 
 GONE = "0" * 32
