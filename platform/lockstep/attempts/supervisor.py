@@ -27,6 +27,7 @@ from lockstep.attempts.worker_group import Attempt
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
+from lockstep.driver.failed import with_run
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
@@ -88,6 +89,8 @@ class Supervisor:
                 self._end("ended at once by a second signal", "", "KILLED")
             with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
                 self._recording.close()
+            if isinstance(error, LockstepError):
+                raise with_run(error, self._recording.run_id, self.spec.folder) from error
             raise
         if failure is not None:
             raise failure

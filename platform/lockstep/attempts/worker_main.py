@@ -21,7 +21,7 @@ from lockstep.job.loading import load_job
 from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
 from lockstep.record.system import sampled
 from lockstep.spec.fields import validate
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests, Requests
@@ -72,7 +72,7 @@ def worker_main(config: dict[str, Any]) -> None:
     try:
         _train(config, group, sender, tell, requests)
     except Exception as error:
-        known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
+        known = error if isinstance(error, LockstepError) else as_lockstep_error(error, f"rank {group.rank}")
         sender.tell(Broke(type(known)(str(known)), traceback.format_exc()))
         raise
     finally:

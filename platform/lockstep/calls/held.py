@@ -11,7 +11,7 @@ from lockstep.checkpoint.holder import Hold, holding
 from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.local import under_torchrun
 from lockstep.driver.progress import Progress
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 
 

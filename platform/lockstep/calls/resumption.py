@@ -11,7 +11,7 @@ from lockstep.calls.held import held_run, leads
 from lockstep.calls.training import run_attempt, train
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.checkpoint.runs import adopt, claim, steps_of
+from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
@@ -55,6 +55,14 @@ def resume(
     recorded_spec = load_spec(found.spec)
     spec = load_spec(found.spec, overrides, uri=uri)
     if fork:
+        there = steps_of(recorded_spec.checkpoint.storage, run_id)
+        if step is not None:
+            check_step(run_id, step, there)
+        elif not there:
+            raise SpecError(
+                f"resume: run {run_id} has no checkpoint in {recorded_spec.checkpoint.storage!r} to fork from; start a new run"
+            )
+        progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
         parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
         return train(
             spec.model_copy(update={"fork": parent, "initial_weights": None}),
@@ -67,7 +75,7 @@ def resume(
         )
     refuse_changes(run_id, recorded_spec, spec)
     if found.status == "FINISHED":
-        return finished(found, spec, progress, began_at)
+        return finished(found, spec, step, progress, began_at)
     with held_run(spec, run_id, progress, takeover=takeover) as hold:
         return continue_run(
             run_id,
@@ -101,12 +109,20 @@ def continue_run(
     found = find_run(store, run_id, spec.folder)  # now that no other command changes it
     refuse_changes(run_id, load_spec(found.spec), spec)
     if found.status == "FINISHED":
-        return finished(found, spec, progress, began_at)
+        return finished(found, spec, step, progress, began_at)
     if "://" not in spec.checkpoint.storage and leads():
         fetch_copy(spec, store, run_id, step, progress)
+    origin = claim(spec.checkpoint.storage, run_id, step) if leads() else Origin(run_id, step=step)
+    newest = next(iter(steps_of(spec.checkpoint.storage, run_id)), None)
+    start = (
+        f"its checkpoint of step {step or newest}"
+        if step or newest
+        else "the beginning: it has no checkpoint"
+    )
+    progress.say(f"run {run_id} goes on from {start}")
     return run_attempt(
         spec,
-        claim(spec.checkpoint.storage, run_id, step) if leads() else Origin(run_id, step=step),
+        origin,
         progress,
         local=local,
         address=address,
@@ -117,9 +133,12 @@ def continue_run(
     )
 
 
-def finished(found: Recorded, spec: Spec, progress: Progress, began_at: float) -> Result:
-    """The result of a run that is left as it is."""
+def finished(found: Recorded, spec: Spec, step: int | None, progress: Progress, began_at: float) -> Result:
+    """The result of a run that is left as it is. SpecError where it has no checkpoint of `step`."""
     run_id = found.run_id
+    if step is not None:
+        copies = [copy.step for copy in find_copies(spec.record.uri or "", run_id)]
+        check_step(run_id, step, [*{*steps_of(spec.checkpoint.storage, run_id), *copies}])
     progress.say(f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)")
     return result_of(
         {"first_step_at": None, "stopped": False, **found.summary},

@@ -77,6 +77,10 @@ def run_attempt(
         progress.say(f"warning: {text}")
     spec = find_initial_weights(spec)
     check_job_source(spec.job.use)
+    if local:
+        from lockstep.job.loading import load_job
+
+        load_job(spec.job.use, spec.job.params)  # before a run exists; it takes no time to do it again
     check_storage(spec)
     if local and chaos is not None:
         raise SpecError("chaos: kills what runs on Ray; leave out --local")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,14 +24,20 @@ def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Ori
     """
     folder = opened(storage, run_id)
     ensure_held(folder.storage, run_id)
-    if step is not None and step not in saved_steps(folder):
-        kept = ", ".join(map(str, saved_steps(folder))) or "none"
-        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
+    if step is not None:
+        check_step(run_id, step, saved_steps(folder))
     try:
         attempt = folder.claim(at_least)
     except StaleAttemptError:  # so many have begun already
         attempt = folder.claim()
     return Origin(run_id, attempt.number, step)
+
+
+def check_step(run_id: str, step: int, there: Sequence[int]) -> None:
+    """SpecError where `step` is none of the steps that have a checkpoint."""
+    if step not in there:
+        kept = ", ".join(map(str, sorted(there))) or "none"
+        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
 
 
 def saved_steps(folder: RunFolder) -> list[int]:

@@ -29,7 +29,7 @@ from lockstep.cli.answers import (
     shown,
     uri_option,
 )
-from lockstep.errors import RecordError
+from lockstep.errors import NoSuchRunError, RecordError
 from lockstep.spec.places import RECORD_OFF
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ DryRun = Annotated[
 def run() -> None:
     """Entry point of the command."""
     began_at = time.time()
-    if "--local" in sys.argv and "PYTHONHASHSEED" not in os.environ:
+    trains_here = "--local" in sys.argv or "lr-find" in sys.argv[1:2]
+    if trains_here and "PYTHONHASHSEED" not in os.environ:
         # Python reads it when it starts: a run in this very process has to start over with it.
         os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
         os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
@@ -149,8 +150,13 @@ def resume(
                     resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
                 )
             )
-        except RecordError:
-            swept = options.lived(partial(resume_sweep, run_id, overrides or [], uri=uri, takeover=takeover))
+        except NoSuchRunError as error:
+            try:
+                swept = options.lived(
+                    partial(resume_sweep, run_id, overrides or [], uri=uri, takeover=takeover)
+                )
+            except RecordError:  # the store has no sweep of this id either
+                raise error from None
             if swept is None:
                 raise
             answer(swept.as_dict(), lambda: sweeps.told(swept))

@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
+from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError
+from lockstep.job.frames import place_in_job
 from lockstep.randomness import seed_all
 
 ALIGNMENT = 64
@@ -59,9 +61,9 @@ class MicroBatches(Dataset[Any]):
         self.collate = collate
         self.seed = seed
         self.purpose = purpose
-        self.fetch_many: Callable[[Any], Any] | None = getattr(samples, "__getitems__", None)
-        self.draws_nothing: bool = getattr(samples, "draws_nothing", False)
-        self.in_memory: bool = getattr(samples, "residence", None) == "memory"
+        self.fetch_many: Callable[[Any], Any] | None = samples.__getitems__ if is_batched(samples) else None
+        self.draws_nothing = draws_nothing(samples)
+        self.in_memory = in_memory(samples)
 
     def __getitem__(self, batch: MicroBatch) -> Any:
         """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
@@ -87,15 +89,15 @@ class MicroBatches(Dataset[Any]):
         try:
             if self.fetch_many is not None:
                 samples = self.fetch_many(batch.ids)
-                if batch.due:
-                    self.samples.read_ahead(batch.due)  # type: ignore[attr-defined]
+                if batch.due and reads_ahead(self.samples):
+                    self.samples.read_ahead(batch.due)
                 return samples
             fetch = self.samples.__getitem__
             for sample_id in batch.ids:
                 samples.append(fetch(sample_id))  # their number tells which one failed
         except LockstepError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a dataset may end the process
             one = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
             raise _told(error, batch, one) from error
         return samples
@@ -105,17 +107,17 @@ class MicroBatches(Dataset[Any]):
             return self.collate(samples)
         except LockstepError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _told(error, batch, f"the collation of {_named(batch.ids)}") from error
 
 
-def _told(error: Exception, batch: MicroBatch, what: str) -> JobError:
+def _told(error: BaseException, batch: MicroBatch, what: str) -> JobError:
     """What the job's code raised, with the samples and the step."""
     text = " ".join(str(error).split()) or "no message"
     where = f"step {batch.step + 1}, micro-batch {batch.micro_batch}"
     if batch.step < 0:
         where = f"evaluation micro-batch {batch.micro_batch}"
-    return JobError(f"data: {what} failed ({where}): {type(error).__name__}: {text}")
+    return JobError(f"data: {what} failed ({where}{place_in_job(error)}): {type(error).__name__}: {text}")
 
 
 def _named(ids: Sequence[int] | Ids) -> str:
@@ -297,12 +299,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def process_lost(error: Exception) -> ClusterError | None:
+def process_lost(error: BaseException) -> ClusterError | None:
     """What torch's complaint about a loader process that is gone means, or None for any other error."""
     return _lost(error) if str(error).startswith("DataLoader worker (pid") else None
 
 
-def _lost(error: Exception) -> ClusterError:
+def _lost(error: BaseException) -> ClusterError:
     text = " ".join(str(error).split()) or type(error).__name__
     return ClusterError(
         f"data: a loader process was lost: {text}; often the machine is out of memory or shared memory: "

@@ -38,7 +38,7 @@ from lockstep.spec.fields import PLACEMENT, Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.sweeps.trial_run import TrialRun
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
 
@@ -302,7 +302,7 @@ class Training:
                 return
 
     def _broke(self, error: Exception) -> None:
-        known = error if isinstance(error, LockstepError) else told(error, "rank 0")
+        known = error if isinstance(error, LockstepError) else as_lockstep_error(error, "rank 0")
         if isinstance(known, ClusterError):
             self.results.put({"lost": str(known)})
             return

@@ -17,8 +17,9 @@ from lockstep.job.interface import Job, Mean
 from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
+from lockstep.training.means import means_of
 from lockstep.training.precision import Precision
 
 
@@ -116,6 +117,6 @@ class Evaluation:
                 further = self.job.metrics(model, batch)
         except LockstepError:
             raise
-        except Exception as error:
-            raise told(error, f"evaluation micro-batch {i}, rank {self.group.rank}") from error
-        return {"loss": Mean(loss.total, loss.weight), **loss.parts, **further}
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, f"evaluation micro-batch {i}, rank {self.group.rank}") from error
+        return means_of(loss, further)

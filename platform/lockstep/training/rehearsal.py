@@ -16,7 +16,7 @@ from lockstep.job.interface import Loss, Mean
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
 from lockstep.training.determinism import filled_memory
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.precision import Precision
 from lockstep.training.step import LossModule, missing_gradient
 
@@ -68,8 +68,8 @@ def rehearse(
             loss.total.backward()
         except LockstepError:
             raise
-        except Exception as error:
-            raise told(error, where) from error
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, where) from error
         missing = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
         if missing:
             raise missing_gradient(missing, where)

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from lockstep.checkpoint.run_folder import Origin
+from lockstep.data.dataset import is_fingerprinted
 from lockstep.data.fingerprint import check_repeats, fingerprint
+from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
-from lockstep.errors import DriftError, JobError, LockstepError, SpecError, nearest
+from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.job.identity import identity_digest, identity_fields
 from lockstep.job.interface import Job
 from lockstep.job.loading import dataset_size
@@ -41,8 +42,9 @@ from lockstep.training.checkpoints import (
 from lockstep.training.determinism import numerics_probe
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
+from lockstep.training.job_data import check_rules, open_data
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal import check_model, rehearse
@@ -114,7 +116,8 @@ def prepare(
 
     start = find_start(spec, group, origin, warn)
     tell(StageEnded("checkpoint", time.time()))
-    train_data, eval_data = _data(job, spec.seed)
+    train_data, eval_data = open_data(job, spec.seed)
+    check_rules(spec, eval_data)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
     precision = Precision(spec.precision, group.device)
@@ -139,13 +142,10 @@ def prepare(
             processes=spec.data.loader_processes,
         )
         _check_metric(spec, evaluate.rehearse(model))
-    elif spec.early_stop is not None or spec.checkpoint.keep_best is not None:
-        name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
-        raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
-    if group.rank == 0:
-        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, warn)
+    if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before
+        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     history = History()
     if start is not None:
@@ -182,24 +182,12 @@ def make_plan(spec: Spec, samples: int) -> Plan:
         raise SpecError(f"batch.global: {error}{advice}") from error
 
 
-def _data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    try:
-        seed_all(seed, "train data")
-        train_data = job.train_data()
-        seed_all(seed, "eval data")
-        return train_data, job.eval_data()
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise told(error, "while its data were opened") from error
-
-
 def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
     seed_all(spec.seed, "model")
     try:
         model = job.model()
-    except Exception as error:
-        raise told(error, "while its model was made") from error
+    except (Exception, SystemExit) as error:  # a job may end the process
+        raise as_lockstep_error(error, "while its model was made") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
     check_model(model, plan)
@@ -219,7 +207,9 @@ def _first(plan: Plan, batches: MicroBatches, spec: Spec, group: Group) -> Any:
     first: MicroBatch = next(iter(every))
     once = next(Loader(batches, [first], group.device))
     if spec.determinism == "strict":
-        check_repeats(once, next(Loader(batches, [first], group.device)))
+        check_repeats(
+            once, next(Loader(batches, [first], group.device)), opaque=is_fingerprinted(batches.samples)
+        )
     return once
 
 
@@ -267,19 +257,17 @@ def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[st
     }
 
 
-def _leaked_rows(train_data: Any, eval_data: Any, warn: Callable[[str], None]) -> int | None:
-    """Evaluation rows that are training rows too, which is warned of; None where they are not compared."""
-    if not (hasattr(train_data, "decoders") and hasattr(eval_data, "decoders")):
-        return None  # no tables, for whose sake pyarrow would be imported
-    from lockstep.data.leakage import known_leakage
-
-    found = known_leakage(train_data, eval_data)
+def _leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str], None]) -> int | None:
+    """Evaluation samples that are training samples too, which is warned of; None where they are not compared."""
+    if eval_data is None:
+        return None
+    found = find_leakage(train_data, eval_data, seed)
     if found is None:
         return None
     if found.rows:
         warn(
-            f"data: {found.rows} of {len(eval_data)} evaluation rows are training rows too, the first is row {found.eval_row} "
-            f"(training row {found.train_row}); they flatter every metric: leave them out of one of the two"
+            f"data: {found.told(len(eval_data))}; they flatter every metric: leave them out of one of the two "
+            "(train_data and eval_data are opened under one seed, so equal draws in both are equal samples)"
         )
     return found.rows
 

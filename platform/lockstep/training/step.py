@@ -25,7 +25,7 @@ from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Exchange, Totals
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.pace import Stopwatch
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
@@ -191,8 +191,8 @@ class Stepper:
             torch.autograd.backward(self.state.precision.scaled(loss.total * down))
         except LockstepError:
             raise
-        except Exception as error:
-            raise told(error, self._where(position, m)) from error
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, self._where(position, m)) from error
         self.buffers.restore()
 
     def _forward(self, position: Position, m: int, batch: Any) -> Loss:
@@ -202,8 +202,8 @@ class Stepper:
                 loss: Loss = self.wrapped(batch)
         except LockstepError:
             raise
-        except Exception as error:
-            raise told(error, self._where(position, m)) from error
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, self._where(position, m)) from error
         return loss
 
     def _backward_nothing(self) -> None:

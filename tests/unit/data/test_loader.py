@@ -131,14 +131,20 @@ def one_line(error: LockstepError) -> str:
 def test_a_sample_that_fails_is_named(processes: int) -> None:
     with pytest.raises(JobError) as info:
         fetched(Samples(torn), processes=processes)
-    assert one_line(info.value) == "data: sample 7 failed (step 2, micro-batch 1): ValueError: torn file"
+    assert (
+        one_line(info.value)
+        == "data: sample 7 failed (step 2, micro-batch 1, tests/unit/data/test_loader.py:121 in torn): ValueError: torn file"
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_samples_that_fail_together_are_named(processes: int) -> None:
     with pytest.raises(JobError) as info:
         fetched(Whole(torn), processes=processes)
-    assert one_line(info.value) == "data: samples 6, 7 failed (step 2, micro-batch 1): ValueError: torn file"
+    assert (
+        one_line(info.value)
+        == "data: samples 6, 7 failed (step 2, micro-batch 1, tests/unit/data/test_loader.py:121 in torn): ValueError: torn file"
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 2])

@@ -86,7 +86,7 @@ def test_a_server(tmp_path: Path, spec: Specs) -> None:
     with Server(tmp_path) as server:
         run_id = run_once(spec(server.uri))
         assert reader(server.uri, Path()).run(run_id).url.startswith(f"{server.uri}/#/experiments/")
-        with pytest.raises(RecordError, match="not found"):
+        with pytest.raises(RecordError, match="no record of it"):
             reader(server.uri, Path()).run("0" * 32)
         with pytest.raises(RecordError, match=r"experiment: there is no 'digit'; known here: .*digits"):
             reader(server.uri, Path()).runs("digit", 1)
