@@ -1,0 +1,180 @@
+"""One micro-batch from end to end before a long run: what would fail in an hour fails in the first second."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import JobError, LockstepError, NumericsError
+from lockstep.job.interface import Loss, Mean
+from lockstep.plan import Plan
+from lockstep.randomness import seed_all
+from lockstep.training.buffers import KeptBuffers
+from lockstep.training.determinism import filled_memory
+from lockstep.training.failure import told
+from lockstep.training.parameters import ParameterWatch, written_parameter
+from lockstep.training.precision import Precision
+from lockstep.training.rehearsal.memory import tensor_digest
+from lockstep.training.step import LossModule, missing_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What the micro-batch showed: the names of the loss's parts, its value to compare between ranks, and which
+    buffers (by index) it wrote to.
+    """
+
+    parts: tuple[str, ...]
+    loss: float
+    written: frozenset[int]
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Refuse what cannot be exact, and what would break in the ragged tail of an epoch."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
+    lazy = [
+        name
+        for name, one in [*model.named_parameters(), *model.named_buffers()]
+        if nn.parameter.is_lazy(one)  # type: ignore[no-untyped-call]
+    ]
+    if lazy:
+        raise JobError(
+            f"job.model: {lazy[0]!r} of a lazy module has no shape yet; run the model once on an example in job.model(), "
+            "where the generators are seeded"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise JobError(
+                f"job.model: {name!r} is a SyncBatchNorm, whose statistics depend on how many workers share a step; "
+                "use BatchNorm (statistics of a micro-batch) or GroupNorm"
+            )
+        tail = plan.smallest_micro_batch
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and tail == 1 < plan.micro_batch:
+            raise JobError(
+                f"job.model: {name!r} is a BatchNorm, and the last step of an epoch of {plan.samples} samples has a micro-batch of "
+                "one sample, which has no variance; set data.drop_last=true or change batch.global"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One micro-batch, forward and backward: its loss, and by name what it gave and what it wrote.
+
+    `results` are texts that two equal values share: of the loss, its weight, its parts, each gradient and each buffer.
+    """
+
+    loss: Loss
+    results: dict[str, str]
+    gradients: dict[str, Tensor]
+    written: frozenset[int]
+
+    def first_difference(self, other: Computed) -> str | None:
+        """What differs first between two computations of one micro-batch."""
+        names = {**self.results, **other.results}
+        return next((name for name in names if self.results.get(name) != other.results.get(name)), None)
+
+
+def rehearse(
+    module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device
+) -> Rehearsal:
+    """Run micro-batch 0 forward and backward on the bare model, and leave no trace of it.
+
+    Raises the JobError, NumericsError or DeterminismError that the first step would meet, before it does.
+    Newly allocated memory is filled with NaN meanwhile, so that a job that reads what it never wrote is found.
+    """
+    with filled_memory(True):
+        computed = compute(module, batch, precision, seed=seed, device=device)
+    return Rehearsal(tuple(computed.loss.parts), float(computed.loss.total.detach()), computed.written)
+
+
+def compute(
+    module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device, m: int = 0
+) -> Computed:
+    """Run one micro-batch forward and backward on the bare model, then put buffers and gradients back.
+
+    Raises JobError where the job wrote a parameter by itself.
+    """
+    model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
+    seed_all(seed, "rehearsal", *([m] if m else []), cuda=device if device.type == "cuda" else None)
+    buffers, parameters = KeptBuffers(model), ParameterWatch(model)
+    values = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
+    try:
+        try:
+            with precision.autocast():
+                loss = module(batch)
+            _check_loss(loss, precision, first=m == 0)
+            parameters.check(where)
+            loss.total.backward()
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise told(error, where) from error
+        parameters.check(where)
+        for name, parameter in model.named_parameters():
+            if tensor_digest(parameter) != values[name]:
+                raise written_parameter(name, where)
+        gradients = _gradients(model, where)
+        written = buffers.written()
+        return Computed(loss, _results(loss, gradients, buffers), gradients, written)
+    finally:
+        buffers.restore()
+        model.zero_grad(set_to_none=True)
+
+
+def _gradients(model: nn.Module, where: str) -> dict[str, Tensor]:
+    asking = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, p in asking.items() if p.grad is None]
+    if missing:
+        raise missing_gradient(missing, where)
+    gradients = {name: p.grad for name, p in asking.items() if p.grad is not None}
+    sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
+    if sparse:
+        raise JobError(
+            f"parameter {sparse[0]!r} has a sparse gradient, which has no fixed sum; use sparse=False"
+        )
+    return gradients
+
+
+def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> dict[str, str]:
+    means = {"the loss": Mean(loss.total.detach(), loss.weight)}
+    means |= {f"the part {name!r} of the loss": part for name, part in loss.parts.items()}
+    return {
+        **{what: f"{float(mean.total).hex()} {float(mean.weight).hex()}" for what, mean in means.items()},
+        **{f"the gradient of {name!r}": tensor_digest(gradient) for name, gradient in gradients.items()},
+        **{f"the buffer {name!r}": tensor_digest(now) for name, now in buffers.now().items()},
+    }
+
+
+def _check_loss(loss: object, precision: Precision, *, first: bool) -> None:
+    if not isinstance(loss, Loss):
+        raise JobError(f"job.loss: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
+    total = loss.total
+    if not isinstance(total, torch.Tensor) or total.dim() != 0:
+        got = (
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
+            else type(total).__name__
+        )
+        raise JobError(f"job.loss: total is {got}, wanted a tensor of no dimension: the sum of the losses")
+    if not total.requires_grad:
+        raise JobError(
+            "job.loss: total has no gradient; it must come from the model, without detach() or no_grad()"
+        )
+    value, weight = float(total.detach()), float(loss.weight)
+    if first and not math.isfinite(value) and precision.name != "fp16":
+        raise NumericsError(
+            f"job.loss: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "
+            "a division by zero or a logarithm of zero"
+        )
+    if not math.isfinite(weight) or weight < 0:
+        raise JobError(f"job.loss: weight is {weight}, wanted a number of samples or tokens, at least 0")
+    for name, part in loss.parts.items():
+        if not isinstance(part, Mean):
+            raise JobError(
+                f"job.loss: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
+            )
