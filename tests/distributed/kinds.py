@@ -809,13 +809,12 @@ class ClampedInTheLoss(Kind):
 
 
 def document(kind: type[Kind], **more: Any) -> dict[str, Any]:
-    """Five steps over two epochs; the last step of an epoch is ragged, 8 samples instead of 12."""
+    """An epoch of three steps, the last one ragged: 8 samples instead of 12."""
     whole = kind is BackPropagationThroughTime
     return {
         "job": {"use": f"{kind.__module__}:{kind.__qualname__}"},
         "batch": {"global": 12, "micro": 12 if whole else 3},
         "data": {"drop_last": False},
-        "length": {"steps": 5},
         "clip_norm": 1.0,
         **more,
     }

@@ -103,12 +103,9 @@ class KeptBuffers:
 
     def written(self) -> frozenset[int]:
         """Indices of those that do not hold what they did."""
-        pairs = enumerate(zip(self._owners, self._before, strict=True))
-        return frozenset(
-            i
-            for i, ((place, key), value) in pairs
-            if place[key] is None or not torch.equal(place[key], value)
-        )
+        now = [place[name] for place, name in self._owners]
+        pairs = enumerate(zip(now, self._before, strict=True))
+        return frozenset(i for i, (value, before) in pairs if value is None or not torch.equal(value, before))
 
     def restore(self) -> None:
         """Put back every buffer and its value."""

@@ -26,7 +26,7 @@ class ParameterWatch:
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     full = f"{prefix}.{name}" if prefix else name
-                    self._held.append((full, parameter, module._parameters, name))  # type: ignore[arg-type]
+                    self._held.append((full, parameter, module._parameters, name))
         self._versions: list[int] = []
         self.note()
 

@@ -219,15 +219,7 @@ def _top(value: types.ModuleType | type) -> str:
 
 def _is_data(value: Any) -> bool:
     """Whether a name of a module or of a class stands for data, and not for code."""
-    code = (
-        types.ModuleType
-        | types.FunctionType
-        | types.MethodType
-        | type
-        | staticmethod
-        | classmethod
-        | property
-    )
+    code = (types.ModuleType, types.FunctionType, types.MethodType, type, staticmethod, classmethod, property)
     return not isinstance(value, code) and not (callable(value) and not isinstance(value, nn.Module))
 
 

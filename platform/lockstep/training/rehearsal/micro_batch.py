@@ -38,9 +38,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
     lazy = [
-        name
-        for name, one in [*model.named_parameters(), *model.named_buffers()]
-        if nn.parameter.is_lazy(one)  # type: ignore[no-untyped-call]
+        name for name, one in [*model.named_parameters(), *model.named_buffers()] if nn.parameter.is_lazy(one)
     ]
     if lazy:
         raise JobError(

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -156,7 +157,7 @@ class StepRehearsal:
         if self.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
             extent = "quick"
         before = self._memory()
-        check_sum(self._fetch, lambda batch: self._forward(module, batch), keys[0], again, self.warn)
+        check_sum(self._fetch, partial(self._forward, module), keys[0], again.loss, self.warn)
         if extent == "full":
             self._compare_across(module, keys, again, before)
         elif first.first_difference(again) is not None:
@@ -211,10 +212,11 @@ class StepRehearsal:
     def _memory(self) -> Memory:
         return memory_of(self.job, self.state.model, self.state.optimizer)
 
-    def _forward(self, module: LossModule, batch: Any) -> Loss:
-        """The loss of a batch, forward only; buffers are put back."""
+    def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
+        """The loss of a batch, forward only; buffers are put back. Seed 0 is that of the first micro-batch."""
         buffers = KeptBuffers(self.state.model)
-        seed_all(self.spec.seed, "rehearsal", cuda=self.device if self.device.type == "cuda" else None)
+        more = ("again", seed) if seed else ()
+        seed_all(self.spec.seed, "rehearsal", *more, cuda=self.device if self.device.type == "cuda" else None)
         try:
             with self.state.precision.autocast():
                 loss: Loss = module(batch)
