@@ -142,6 +142,13 @@ class LazyMadeInTime(Kind):
         return model
 
 
+class Lazy(Kind):
+    """The first micro-batch gives its layers their shapes."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(3))
+
+
 class GradientPenalty(Kind):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         x, y = batch
@@ -793,11 +800,6 @@ class KeptMetric(Kind):
         return {"running": Mean(self.right / self.seen, 1)}
 
 
-class LazyLeft(Kind):
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3))
-
-
 class ClampedInTheLoss(Kind):
     """Weight clipping where it does not belong."""
 
@@ -840,7 +842,6 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     RateAfterwards: ("job.optimizer: an update left the learning rate of group 0 at 0.01, it was 0.1", "schedule"),
     UpdateFromTheLoss: ("job.optimizer: the first update of '0.weight'", "ran last"),
     KeptMetric: ("evaluation: job.right and 1 more is kept from one micro-batch to the next", "eval/running", "lockstep.Mean"),
-    LazyLeft: ("job.model: '0.weight' of a lazy module has no shape yet", "job.model()"),
 }  # fmt: skip
 """Jobs that are refused, and words of the line that says why."""
 

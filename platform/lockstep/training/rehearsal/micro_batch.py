@@ -37,14 +37,6 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     """Refuse what cannot be exact, and what would break in the ragged tail of an epoch."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
-    lazy = [
-        name for name, one in [*model.named_parameters(), *model.named_buffers()] if nn.parameter.is_lazy(one)
-    ]
-    if lazy:
-        raise JobError(
-            f"job.model: {lazy[0]!r} of a lazy module has no shape yet; run the model once on an example in job.model(), "
-            "where the generators are seeded"
-        )
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise JobError(

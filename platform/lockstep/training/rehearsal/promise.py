@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.data.fingerprint import check_repeats
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
-from lockstep.errors import DeterminismError, JobError
+from lockstep.errors import DeterminismError, JobError, LockstepError
 from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
@@ -91,6 +91,7 @@ class StepRehearsal:
         keys = self._keys()
         batch = self._fetched_twice(keys)
         module = LossModule(self.job, self.state.model)
+        self._give_shapes(module, keys[0])
         with filled_memory(True):
             first = compute(module, batch, self.state.precision, seed=self.spec.seed, device=self.device)
         found = Rehearsal(tuple(first.loss.parts), float(first.loss.total.detach()), first.written)
@@ -131,6 +132,16 @@ class StepRehearsal:
                 self._fetch(keys[1])
             check_repeats(once, self._fetch(keys[0]))
         return once
+
+    def _give_shapes(self, module: LossModule, key: MicroBatch) -> None:
+        """Make the parameters that a lazy module leaves to its first forward, from one seed on every worker."""
+        model = self.state.model
+        if not any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
+            return
+        model.eval()
+        with torch.no_grad():
+            self._loss(module, self._fetch(key), 0)
+        model.train()
 
     # --- how far ----------------------------------------------------------------------------------------------
 
@@ -215,14 +226,22 @@ class StepRehearsal:
     def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
         """The loss of a batch, forward only; buffers are put back. Seed 0 is that of the first micro-batch."""
         buffers = KeptBuffers(self.state.model)
-        more = ("again", seed) if seed else ()
-        seed_all(self.spec.seed, "rehearsal", *more, cuda=self.device if self.device.type == "cuda" else None)
+        try:
+            return self._loss(module, batch, seed)
+        finally:
+            buffers.restore()
+
+    def _loss(self, module: LossModule, batch: Any, seed: int) -> Loss:
+        more, device = ("again", seed) if seed else (), self.device
+        seed_all(self.spec.seed, "rehearsal", *more, cuda=device if device.type == "cuda" else None)
         try:
             with self.state.precision.autocast():
                 loss: Loss = module(batch)
-            return loss
-        finally:
-            buffers.restore()
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise told(error, "first micro-batch, before training") from error
+        return loss
 
     def _tell_buffers(self, first: Computed, second: Computed) -> None:
         """Warn of buffers that take something from the samples, of which the step keeps the first micro-batch's."""
