@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_convert
 
 from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
@@ -202,15 +203,18 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         if isinstance(batch, LockstepError):
             return batch, None
         with torch.cuda.stream(stream):  # pinned memory is kept until its copy is done
-            there = map_tensors(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+            there = map_tensors(
+                batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True), lambda other: other
+            )
         return there, stream.record_event()
 
     def ready(there: Any, event: torch.cuda.Event | None) -> Any:
         if event is not None:
             current = torch.cuda.current_stream(device)
             current.wait_event(event)
-            map_tensors(there, lambda tensor: _used_on(tensor, current))
-        return there
+            map_tensors(there, lambda tensor: _used_on(tensor, current), lambda other: other)
+        # On the stream that computes: what such an object copies on another one could be freed too early.
+        return map_tensors(there, lambda tensor: tensor, lambda other: moved(other, device))
 
     before = None
     for batch in batches:
@@ -319,16 +323,26 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in its tuples, lists and mappings changed; other objects pass as they are."""
+def moved(value: Any, device: torch.device) -> Any:
+    """An object on the device where it has a method `to`, as a graph library's batch or a packed sequence; else as it is."""
+    to = getattr(value, "to", None)
+    return to(device) if callable(to) and not isinstance(value, type) else value
+
+
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None
+) -> Any:
+    """`value` with every tensor in its tuples, lists and mappings changed; `other`, if given, changes what is none of these."""
     if isinstance(value, Tensor):
         return change(value)
+    if other is not None and isinstance(value, PackedSequence):
+        return other(value)  # one of its tensors stays on the processor
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)  # a defaultdict or a UserDict is not made from a plain dict alone
-        changed.update({key: map_tensors(inner, change) for key, inner in value.items()})
+        changed.update({key: map_tensors(inner, change, other) for key, inner in value.items()})
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(inner, change) for inner in value))
+        return type(value)(*(map_tensors(inner, change, other) for inner in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(inner, change) for inner in value)
-    return value
+        return type(value)(map_tensors(inner, change, other) for inner in value)
+    return value if other is None else other(value)

@@ -36,7 +36,7 @@ from lockstep.spec.file import override, read_document
 from lockstep.spec.messages import one_line
 from lockstep.spec.places import absolute, absolute_weights, tracking_uri
 
-PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults"})
+PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; `data.loader_processes` and a job's placement params are others."""
 
 
@@ -345,6 +345,7 @@ class Spec(Section):
     determinism: Literal["strict", "fast"] = "strict"
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
+    rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()

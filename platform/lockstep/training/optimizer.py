@@ -24,6 +24,7 @@ def make_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim.O
         raise as_lockstep_error(error, "while its optimizer was made") from error
     if own is not None:
         _check_own(own, model)
+        _check_no_scheduler(own)
         return own
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(spec, SGD):
@@ -66,6 +67,15 @@ def _check_own(optimizer: object, model: nn.Module) -> None:
         raise JobError(
             f"job.optimizer: parameter {missing[0]!r}{_others(missing)} is in no group and would never learn; "
             "add it, or set requires_grad to False"
+        )
+
+
+def _check_no_scheduler(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler of torch marks the groups of its optimizer. Its own state would be in no checkpoint."""
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise JobError(
+            "job.optimizer: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "
+            "return it without one, and use the spec's schedule (its warmup_steps, linear, cosine or step)"
         )
 
 

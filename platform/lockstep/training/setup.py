@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.data.dataset import is_fingerprinted
-from lockstep.data.fingerprint import check_repeats, fingerprint
+from lockstep.data.fingerprint import fingerprint
 from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
-from lockstep.data.sampler import MicroBatch, MicroBatchSampler
+from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.job.identity import identity_digest, identity_fields
 from lockstep.job.interface import Job
@@ -47,10 +46,11 @@ from lockstep.training.group import Group
 from lockstep.training.job_data import check_rules, open_data
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.precision import Precision
-from lockstep.training.rehearsal import check_model, rehearse
+from lockstep.training.rehearsal.micro_batch import check_model
+from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
 from lockstep.training.state import TrainState
-from lockstep.training.step import LossModule, Stepper
+from lockstep.training.step import Stepper
 from lockstep.training.weights import load_weights
 
 
@@ -123,13 +123,7 @@ def prepare(
     precision = Precision(spec.precision, group.device)
     state = TrainState(job, model, make_optimizer(job, model, spec.optimizer), precision)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
-    rehearsal = rehearse(
-        LossModule(job, model),
-        _first(plan, batches, spec, group),
-        precision,
-        seed=spec.seed,
-        device=group.device,
-    )
+    rehearsal, extent = StepRehearsal(job, spec, plan, state, batches, group.device, warn)()
     evaluate = None
     if eval_data is not None:
         evaluate = Evaluation(
@@ -141,7 +135,7 @@ def prepare(
             seed=spec.seed,
             processes=spec.data.loader_processes,
         )
-        _check_metric(spec, evaluate.rehearse(model))
+        _check_metric(spec, evaluate.rehearse(model, repeat=extent != "off"))
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before
@@ -153,6 +147,8 @@ def prepare(
         history = restore(start, spec, plan, state)
         check_same_state(group, state)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
+    if evaluate is not None:
+        evaluate.restore_buffers = step.buffers.restore
     tell(StageEnded("preparation", time.time()))
     return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
 
@@ -196,21 +192,6 @@ def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
     return model.to(device).train()
-
-
-def _first(plan: Plan, batches: MicroBatches, spec: Spec, group: Group) -> Any:
-    """Micro-batch 0 of the first step, on the device. Under strict it is fetched twice, and must be the same."""
-    data = spec.data
-    every = MicroBatchSampler(
-        batches.samples, plan, range(1), seed=spec.seed, shuffle=data.shuffle, window=data.window
-    )
-    first: MicroBatch = next(iter(every))
-    once = next(Loader(batches, [first], group.device))
-    if spec.determinism == "strict":
-        check_repeats(
-            once, next(Loader(batches, [first], group.device)), opaque=is_fingerprinted(batches.samples)
-        )
-    return once
 
 
 def _facts(
