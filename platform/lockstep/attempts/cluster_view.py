@@ -13,6 +13,8 @@ import ray
 
 from lockstep.attempts.placement import Placement, place, room_for
 from lockstep.attempts.watchdog import Member
+from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources
 from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 
@@ -46,7 +48,7 @@ def find_place(spec: Spec) -> Placement:
 
 def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
     """A node that could take the place of any one of the `used` (workers by node), and how many it would get; nothing where there is none."""
-    drained, free = draining(), ray._private.state.available_resources_per_node()
+    drained, free = draining(), free_resources()
     for node in sorted(node["NodeID"] for node in ray.nodes() if node["Alive"]):
         if node not in used and node not in drained:
             fit = room_for(each, free.get(node, {}))
@@ -66,8 +68,12 @@ def answers(node: Mapping[str, Any]) -> bool:
 
 def draining() -> dict[str, float]:
     """The nodes that have been told to go (preempted, scaled down, or drained by hand), and when at the latest: Unix seconds, infinity where nobody said."""
-    nodes: Mapping[str, int] = ray._private.state.state.get_draining_nodes() or {}
-    return {node: deadline_ms / 1000 if deadline_ms else math.inf for node, deadline_ms in nodes.items()}
+    if unavailable("nodes"):
+        return {}
+    return {
+        node: deadline_ms / 1000 if deadline_ms else math.inf
+        for node, deadline_ms in draining_nodes().items()
+    }
 
 
 def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
