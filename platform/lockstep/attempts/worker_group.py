@@ -25,7 +25,7 @@ class Attempt:
         self,
         spec: Spec,
         origin: Origin,
-        recorder: Any,
+        mailbox: Any,
         place: Placement,
         environment: Mapping[str, str],
     ) -> None:
@@ -39,7 +39,7 @@ class Attempt:
         self._config = {
             "spec": spec.document(),
             "origin": origin,
-            "recorder": recorder,
+            "mailbox": mailbox,
             "folder": str(Path.cwd()),
         }
         self._place = place

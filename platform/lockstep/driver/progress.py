@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.events import EvaluationRow, StepRow
 
 
 class Progress(Protocol):

@@ -17,8 +17,8 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
+from lockstep.record.heartbeat import vanished
 from lockstep.record.journal import newest_step
-from lockstep.record.liveness import vanished
 from lockstep.record.points import Point
 from lockstep.record.run_store import Recorded, RunInfo, Status, recorded
 from lockstep.spec.fields import Spec

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.errors import RecordError
 from lockstep.record import documents, sweep_figures
 from lockstep.record.files import write_text
-from lockstep.record.liveness import process_tags
+from lockstep.record.heartbeat import process_tags
 from lockstep.record.points import Point
 from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError
 from lockstep.record.stores import find_run, reader, store_for

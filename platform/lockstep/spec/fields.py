@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from lockstep.errors import SpecError
+from lockstep.plan import Position, is_due
 from lockstep.spec.file import override, read_document
 from lockstep.spec.messages import one_line
 from lockstep.spec.places import absolute, absolute_weights, tracking_uri
@@ -86,6 +87,10 @@ class Length(_Count):
 
 class Every(_Count):
     """A cadence: each so many epochs, or each so many steps."""
+
+    def due(self, position: Position) -> bool:
+        """Whether it is due after the step at `position`."""
+        return is_due(position, steps=self.steps, epochs=self.epochs)
 
 
 class Batch(Section):
@@ -252,6 +257,10 @@ class Cadence(Section):
         if sum(given is not None for given in (self.epochs, self.steps, self.seconds)) != 1:
             raise ValueError("wanted exactly one of epochs, steps and seconds")
         return self
+
+    def due(self, position: Position) -> bool:
+        """Whether it is due after the step at `position`. A cadence in seconds is the clock's to tell, not the plan's."""
+        return is_due(position, steps=self.steps, epochs=self.epochs)
 
 
 class KeepBest(Section):

@@ -285,9 +285,9 @@ def preflight(spec: SweepSpec, *, gpu: bool) -> dict[str, int]:
 
 def _prepared(sweep: SweepSpec, folder: str) -> dict[str, int]:
     from lockstep.job.loading import load_job
+    from lockstep.record.events import tell_nobody
     from lockstep.training.determinism import determinism
     from lockstep.training.group import Group
-    from lockstep.training.no_record import NoRecord
     from lockstep.training.setup import prepare
 
     if folder not in sys.path:
@@ -305,7 +305,7 @@ def _prepared(sweep: SweepSpec, folder: str) -> dict[str, int]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         with determinism(spec.determinism, spec.threads):
-            run = prepare(spec, load_job(spec.job.use, spec.job.params), Group.join(device), NoRecord())
+            run = prepare(spec, load_job(spec.job.use, spec.job.params), Group.join(device), tell_nobody)
     except SpecError as error:
         raise SpecError(
             str(error)

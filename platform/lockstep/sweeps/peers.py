@@ -19,11 +19,12 @@ from lockstep.attempts.watchdog import listening
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
+from lockstep.record.events import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import told
 from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.training.loop import fit
-from lockstep.training.no_record import NoRecord
+from lockstep.training.requests import NoRequests
 
 
 class Peer:
@@ -34,14 +35,15 @@ class Peer:
             sys.path.insert(0, folder)
 
     def train(
-        self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int, channel: Any
+        self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int, recorders: Any, key: str
     ) -> None:
         """Train as this rank. What the job raises comes back as it is told on one line."""
-        channel.joined.remote(origin.attempt, listening(rank))
+        recorders.tell.remote(key, origin.attempt, [listening(rank)])
         try:
             store = TCPStore(host, port, size, is_master=False)
             with joined(store, rank, size):
-                fit(spec, load_job(spec.job.use, spec.job.params), Group.join(device()), NoRecord(), origin)
+                job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
+                fit(spec, job, group, tell_nobody, NoRequests(), origin)
         except Exception as error:
             known = error if isinstance(error, LockstepError) else told(error, f"rank {rank}")
             raise type(known)(str(known)) from error

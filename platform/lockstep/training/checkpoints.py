@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.manifest import Facts
@@ -24,37 +24,17 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
 from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64
-from lockstep.record.ledger import CheckpointRow, History
+from lockstep.record.events import Alive, CheckpointRow, Tell, Warned
+from lockstep.record.ledger import History
 from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.group import Group
+from lockstep.training.requests import Requests
 from lockstep.training.schedule import rate_factor
 from lockstep.training.state import TrainState
 
 GRACE_S = 30.0
 """How long an attempt that broke waits for the save in flight."""
-
-
-class CheckpointRecord(Protocol):
-    """What the record is asked and told of checkpoints. `checkpoint` and `warn` may be called from other threads."""
-
-    def run_id(self) -> str:
-        """Wait until the run exists; its id."""
-
-    def loaded(self) -> None:
-        """The checkpoint that this attempt starts from is read, if there is one."""
-
-    def saving(self) -> bool:
-        """Whether someone asks for a checkpoint after the next step, once for each time that it is asked. Never waits."""
-
-    def checkpoint(self, row: CheckpointRow) -> None:
-        """A save is done, or was given up."""
-
-    def alive(self) -> None:
-        """Nothing hangs, though no step is done: an evaluation or a save goes on. May be called often."""
-
-    def warn(self, text: str) -> None:
-        """Something that a person should know of, and that ends nothing."""
 
 
 # --- taking up ----------------------------------------------------------------------------------------------
@@ -192,12 +172,13 @@ class Checkpoints:
         state: TrainState,
         facts: dict[str, Any],
         history: History,
-        record: CheckpointRecord,
+        tell: Tell,
+        requests: Requests,
         origin: Origin | None,
         start: Start | None = None,
     ) -> None:
         self.spec, self.plan, self.group, self.state, self.facts = spec, plan, group, state, facts
-        self.history, self.record, self.origin = history, record, origin
+        self.history, self.tell, self.requests, self.origin = history, tell, requests, origin
         self.newest: str | None = None
         """Where the newest checkpoint is; known on rank 0."""
         own = start is not None and not start.fork
@@ -213,7 +194,7 @@ class Checkpoints:
         every = self.spec.checkpoint.every
         if self.origin is None or self.group.rank > 0:
             return False
-        if self.record.saving():
+        if self.requests.save():
             return True
         return (
             every is not None
@@ -223,12 +204,8 @@ class Checkpoints:
 
     def due(self, position: Position, *, agreed: bool) -> bool:
         """Whether the state is saved after this step."""
-        every, done = self.spec.checkpoint.every, position.step + 1
-        if self.origin is None or agreed or every is None:
-            return agreed and self.origin is not None
-        if every.steps is not None:
-            return done % every.steps == 0
-        return position.ends_epoch and every.epochs is not None and (position.epoch + 1) % every.epochs == 0
+        every = self.spec.checkpoint.every
+        return self.origin is not None and (agreed or (every is not None and every.due(position)))
 
     def save(self) -> None:
         """Copy the state as it is and have it written. All ranks call it at the same step.
@@ -302,7 +279,7 @@ class Checkpoints:
             ),
             on_saved=self._saved,
             on_failure=self._failed,
-            alive=self.record.alive,
+            alive=lambda: self.tell(Alive()),
         )
 
     def _joined(self, action: Callable[[], Attempt]) -> tuple[Attempt | None, str | None]:
@@ -321,7 +298,7 @@ class Checkpoints:
         """Rank 0's: a new run's folder is claimed now, that of one that goes on was claimed before its state was read."""
         if self._own is None and origin.run_id is None:
             storage = open_storage(self.spec.checkpoint.storage)
-            self._own = RunFolder.create(storage, self.record.run_id())
+            self._own = RunFolder.create(storage, self.requests.run_id())
         if origin.run_id is None and self._own is not None:
             return self._own.claim(origin.attempt)
         attempt = self._folder(origin.run_id or "").attempt(origin.attempt)
@@ -338,7 +315,7 @@ class Checkpoints:
         if saved.checkpoint is None:
             return  # rank 0 publishes, and tells
         self.newest = saved.checkpoint.shown
-        self.record.checkpoint(
+        self.tell(
             CheckpointRow(
                 saved.step,
                 self.newest,
@@ -351,15 +328,15 @@ class Checkpoints:
             )
         )
         if saved.warning is not None:
-            self.record.warn(saved.warning)
+            self.tell(Warned(saved.warning))
 
     def _failed(self, failed: Failed) -> None:
         """Told by the thread that writes."""
         if self.group.rank > 0:
             return
-        self.record.checkpoint(
-            CheckpointRow(failed.step, None, str(failed.error), 0, *failed.pause, 0.0, time.time())
-        )
-        self.record.warn(
-            f"the checkpoint of step {failed.step} could not be saved: {failed.error}; training goes on"
+        self.tell(CheckpointRow(failed.step, None, str(failed.error), 0, *failed.pause, 0.0, time.time()))
+        self.tell(
+            Warned(
+                f"the checkpoint of step {failed.step} could not be saved: {failed.error}; training goes on"
+            )
         )

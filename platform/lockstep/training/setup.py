@@ -5,6 +5,7 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,11 @@ from lockstep.job.loading import dataset_size
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
+from lockstep.record.events import StageEnded, Tell, Warned
 from lockstep.record.ledger import History
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
 from lockstep.training.checkpoints import (
-    CheckpointRecord,
     Checkpoints,
     Start,
     check_identity,
@@ -45,6 +46,7 @@ from lockstep.training.group import Group
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal import check_model, rehearse
+from lockstep.training.requests import Requests
 from lockstep.training.state import TrainState
 from lockstep.training.step import LossModule, Stepper
 from lockstep.training.weights import load_weights
@@ -82,7 +84,7 @@ class Run:
         """The steps that are still to be taken: none where the run is `over`."""
         return iter(()) if over else self.plan.positions(self.state.counters.step)
 
-    def checkpoints(self, record: CheckpointRecord, origin: Origin | None) -> Checkpoints:
+    def checkpoints(self, tell: Tell, requests: Requests, origin: Origin | None) -> Checkpoints:
         """What saves the state of this run."""
         return Checkpoints(
             self.spec,
@@ -91,7 +93,8 @@ class Run:
             self.state,
             self.facts,
             self.history,
-            record,
+            tell,
+            requests,
             origin,
             self.start,
         )
@@ -101,12 +104,16 @@ def prepare(
     spec: Spec,
     job: Job,
     group: Group,
-    record: CheckpointRecord,
+    tell: Tell,
     origin: Origin | None = None,
 ) -> Run:
     """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state."""
-    start = find_start(spec, group, origin, record.warn)
-    record.loaded()
+
+    def warn(text: str) -> None:
+        tell(Warned(text))
+
+    start = find_start(spec, group, origin, warn)
+    tell(StageEnded("checkpoint", time.time()))
     train_data, eval_data = _data(job, spec.seed)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
@@ -138,7 +145,7 @@ def prepare(
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if group.rank == 0:
-        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, record.warn)
+        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, warn)
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     history = History()
     if start is not None:
@@ -146,6 +153,7 @@ def prepare(
         history = restore(start, spec, plan, state)
         check_same_state(group, state)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
+    tell(StageEnded("preparation", time.time()))
     return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
 
 

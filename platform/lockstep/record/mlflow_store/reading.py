@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
-from lockstep.record.liveness import vanished
+from lockstep.record.heartbeat import vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models
 from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, recorded
