@@ -39,15 +39,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(spec(tmp_path_factory.mktemp("whole"), length={"epochs": 4}), local=True)
 
 
-def recorders() -> list[psutil.Process]:
+def mailboxes() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [process for process in children if "RecorderActor" in " ".join(process.cmdline())]
+    return [process for process in children if "Mailbox" in " ".join(process.cmdline())]
 
 
-def kill_a_worker_then_the_recorder(folder: Path, killed: list[str]) -> None:
+def kill_a_worker_then_the_mailbox(folder: Path, killed: list[str]) -> None:
     """Each as soon as another checkpoint is there."""
     seen = 0
-    for find in (workers, recorders):
+    for find in (workers, mailboxes):
         saved: list[Path] = []
         while len(saved) <= seen or not find():
             saved = list(folder.glob("runs/*/step-*/manifest.json"))
@@ -58,12 +58,12 @@ def kill_a_worker_then_the_recorder(folder: Path, killed: list[str]) -> None:
         seen = len(saved) + 1
 
 
-def test_a_killed_worker_and_a_killed_recorder_cost_an_attempt_each_and_no_bit(
+def test_a_killed_worker_and_a_killed_mailbox_cost_an_attempt_each_and_no_bit(
     trainer: str, tmp_path: Path, whole: Result
 ) -> None:
-    """G1, G4. The workers whose recorder was lost are ended from the driver: the public trainer has no call for that."""
+    """G1, G4. The workers whose mailbox was lost are ended from the driver: the public trainer has no call for that."""
     killed: list[str] = []
-    thread = threading.Thread(target=kill_a_worker_then_the_recorder, args=(tmp_path, killed), daemon=True)
+    thread = threading.Thread(target=kill_a_worker_then_the_mailbox, args=(tmp_path, killed), daemon=True)
     thread.start()
     changes = {"workers": {"min": 2, "max": 2}, "checkpoint": {"storage": str(tmp_path / "runs"), "every": {"steps": 4}, "keep_last": 100}}  # fmt: skip
     result = train(spec(tmp_path, **changes))
@@ -72,7 +72,7 @@ def test_a_killed_worker_and_a_killed_recorder_cost_an_attempt_each_and_no_bit(
     assert columns(result) == columns(whole)
     first, second, third = accounts(result)
     assert "lost" in first["why"] or "cannot be reached" in first["why"]
-    assert "recorder was lost" in second["why"]
+    assert "mailbox was lost" in second["why"]
     assert third["why"] == "finished"
     public = [text for text in result.warnings if "public TorchTrainer" in text]
     assert len(public) == (trainer == "public")

@@ -7,6 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
@@ -31,14 +32,24 @@ STEADY_S = 3.0
 """How long room has to be there before an attempt moves for it."""
 
 
-def find_place(spec: Spec) -> Placement:
-    """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`."""
+def find_place(spec: Spec, without: frozenset[str] = frozenset()) -> Placement:
+    """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`.
+
+    Nodes in `without` are left out where the others have room for `workers.min`.
+    """
+    if without:
+        with suppress(SpecError):
+            return _place_outside(spec, without)
+    return _place_outside(spec, frozenset())
+
+
+def _place_outside(spec: Spec, without: frozenset[str]) -> Placement:
     drained = draining()
     fit, unfit, total = set[str](), set[str](), Counter[str]()
     for node in ray.nodes():
         if not node["Alive"]:
             continue
-        if node["NodeID"] in drained or not answers(node):
+        if node["NodeID"] in drained or node["NodeID"] in without or not answers(node):
             unfit.add(node["NodeID"])
         else:
             fit.add(node["NodeID"])
@@ -89,9 +100,10 @@ class Advice(NamedTuple):
 
 
 class Surroundings:
-    """Watches the cluster for one attempt, which runs at `place`."""
+    """Watches the cluster for one attempt, which runs at `place`; nodes in `without` are left out."""
 
-    def __init__(self, spec: Spec, place: Placement) -> None:
+    def __init__(self, spec: Spec, place: Placement, without: frozenset[str] = frozenset()) -> None:
+        self._without = without
         self.spec, self.workers, self.each = spec, place.workers, place.each
         self._looked = 0.0
         self._noticed = 0
@@ -113,7 +125,7 @@ class Surroundings:
         names = ", ".join(sorted(node[:8] for node in leaving))
         notice = f"node {names} is being drained"
         try:
-            find_place(self.spec)
+            find_place(self.spec, self._without)
         except SpecError as error:
             near = min(leaving.values()) - time.time() < NEAR_S
             if self._noticed < 1 + near:
@@ -127,7 +139,7 @@ class Surroundings:
             return None
         possible = room(self.spec, self.workers, self.each, ray.available_resources())
         if possible > self.workers:  # of what is free, a part may be about to go
-            possible = min(possible, find_place(self.spec).workers)
+            possible = min(possible, find_place(self.spec, self._without).workers)
         if possible <= self.workers:
             self._roomy_since = None
             return None

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.attempts.placement import Placement, anywhere_but, only_on
 from lockstep.attempts.stages import Moments
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.errors import ClusterError, LockstepError, first_line
+from lockstep.errors import ClusterError, DeviceError, LockstepError, first_line
 from lockstep.spec.fields import Spec
 
 
@@ -31,6 +31,8 @@ class Attempt:
     ) -> None:
         self.over = threading.Event()
         self.error: LockstepError | None = None
+        self.device_ranks: list[int] = []
+        """The ranks that ended with a DeviceError."""
         self.moments = Moments()
         self.origin = origin
         self._spec = spec
@@ -64,6 +66,7 @@ class Attempt:
             self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - whatever ended the attempt is told by the driver
             self.error = ClusterError(ended_by(error, self._place.workers))
+            self.device_ranks = device_ranks(error)
         finally:
             self.moments.note("teardown")
             self.over.set()
@@ -126,10 +129,17 @@ def ended_by(error: BaseException, workers: int) -> str:
     text = " ".join(str(failure) for failure in failures.values())
     if of_memory(text):
         return (
-            f"rank {ranks} of {workers} was ended for want of memory on its node; lower batch.micro or "
+            f"rank {ranks} of {workers} was killed: its node ran out of memory; lower batch.micro or "
             "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
         )
     return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
+
+
+def device_ranks(error: BaseException) -> list[int]:
+    """The ranks whose failure Ray passes on is a DeviceError: it does so as a traceback."""
+    failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
+    name = f"{DeviceError.__module__}.{DeviceError.__qualname__}: "
+    return sorted(rank for rank, failure in failures.items() if name in str(failure))
 
 
 def of_memory(text: str) -> bool:
@@ -140,6 +150,16 @@ def of_memory(text: str) -> bool:
 def why_lost(text: str) -> str:
     """Why a process is gone, in one line, as far as Ray tells."""
     if of_memory(text):
-        return "it was ended for want of memory on its node"
-    exit_detail = re.search(r"Worker exit detail: ([^.\n]+)", text)
-    return exit_detail[1] if exit_detail else next(iter(text.strip().splitlines()), "no message")
+        return "it was killed: its node ran out of memory"
+    found = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
+    if found is None:
+        return next(iter(text.strip().splitlines()), "no message")
+    detail = found[1].strip()
+    if (
+        "connection error code 2" in detail
+    ):  # the process ended without a word; Ray guesses, after the first full stop
+        return (
+            f"{detail.partition('.')[0]}: it was killed from outside or crashed; where the kernel's out-of-memory killer did "
+            "it, dmesg on its node says so"
+        )
+    return detail.rstrip(".")

@@ -17,6 +17,7 @@ from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
 from lockstep.attempts.worker_output import output_told
 from lockstep.errors import LockstepError
+from lockstep.failure_kinds import may_pass
 from lockstep.job.loading import load_job
 from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
 from lockstep.record.system import sampled
@@ -72,7 +73,7 @@ def worker_main(config: dict[str, Any]) -> None:
     try:
         _train(config, group, sender, tell, requests)
     except Exception as error:
-        known = error if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
+        known = may_pass(error) if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
         sender.tell(Broke(type(known)(str(known)), traceback.format_exc()))
         raise
     finally:

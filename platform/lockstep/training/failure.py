@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import torch
-import torch.distributed as dist
 
 from lockstep.data.loader import process_lost
-from lockstep.errors import ClusterError, DeterminismError, JobError, LockstepError
+from lockstep.errors import DeterminismError, JobError, LockstepError
+from lockstep.failure_kinds import infrastructure_error
 
 
 def told(error: Exception, where: str) -> LockstepError:
@@ -22,8 +22,9 @@ def told(error: Exception, where: str) -> LockstepError:
     if lost is not None:
         return lost
     text = " ".join(str(error).split())
-    if isinstance(error, dist.DistError) or re.search(r"gloo/|Connection (closed|reset) by peer", text):
-        return ClusterError(f"the other workers cannot be reached any more ({where}): {text[:300]}")
+    infrastructure = infrastructure_error(error, where)
+    if infrastructure is not None:
+        return infrastructure
     operator = re.match(r"(\S+) does not have a deterministic implementation", text)
     if operator:
         return DeterminismError(
