@@ -14,6 +14,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Tests have more threads than a small machine has cores: one that waits for others shall not spin meanwhile.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Tests start hundreds of processes, each of which would compile the same files anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 WARNINGS_OF_OTHERS = (
     # From python 3.12 on: loader processes are forked on purpose, and run nothing of torch's threads.
     "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",

@@ -11,8 +11,6 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import time
 from functools import cache
@@ -25,8 +23,8 @@ from lockstep import train
 from lockstep.driver.result import Result
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.training import bits
+from tests.forked import ROOT, Forked, lockstep, script
 from tests.in_process import here
-from tests.unit.cli.test_command import ROOT, command, environment
 from tests.unit.record.conftest import THIRD_PARTY
 
 pytestmark = [
@@ -62,8 +60,10 @@ class Told(NamedTuple):
 def empty_store() -> bytes:
     """An MLflow database without a run. To make one takes seconds, and is shown in the tests of the record."""
     with tempfile.TemporaryDirectory() as folder:
-        script = f"import mlflow; mlflow.MlflowClient('sqlite:///{folder}/mlflow.db').search_experiments()"
-        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+        made = script(
+            f"import mlflow; mlflow.MlflowClient('sqlite:///{folder}/mlflow.db').search_experiments()"
+        )
+        assert made.wait() == 0
         return Path(folder, "mlflow.db").read_bytes()
 
 
@@ -71,18 +71,10 @@ def words(folder: Path, *more: str) -> list[str]:
     return ["--local", "--uri", f"sqlite:///{folder}/mlflow.db", *more]
 
 
-def start(folder: Path, *more: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+def start(folder: Path, *more: str, cwd: Path = ROOT) -> Forked:
     if not (folder / "mlflow.db").exists():
         (folder / "mlflow.db").write_bytes(empty_store())
-    return subprocess.Popen(
-        command(*more[:1], *words(folder), *more[1:]),
-        cwd=cwd,
-        env=environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return lockstep(*more[:1], *words(folder), *more[1:], cwd=cwd)
 
 
 def done(folder: Path, *more: str, code: int = 0, cwd: Path = ROOT) -> tuple[dict[str, Any], str]:
