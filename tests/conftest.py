@@ -35,10 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
-def together(path: Path) -> str:
-    """Which tests stay in one process where several run them: those of a file, of the one Ray cluster, of the one pool."""
-    folder = path.relative_to(Path(__file__).parent).parts[0]
-    return folder if folder in {"cluster", "distributed"} else path.as_posix()
+def together(item: pytest.Item) -> str:
+    """Which tests stay in one process where several run them: those of a file, of the shared Ray cluster, of the one pool."""
+    if "cluster" in getattr(item, "fixturenames", ()):
+        return "cluster"
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return folder if folder == "distributed" else item.path.as_posix()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
@@ -46,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the full products to `-m exact`; the default run has a covering part of each."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            item.add_marker(pytest.mark.xdist_group(together(item.path)))
+            item.add_marker(pytest.mark.xdist_group(together(item)))
     if "exact" in config.option.markexpr:
         return
     left = [item for item in items if item.get_closest_marker("exact")]

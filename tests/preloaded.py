@@ -6,11 +6,12 @@ Ray is not among it: it reads its environment when it is imported.
 from __future__ import annotations
 
 import os
+import warnings
 from importlib import import_module
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # its thread would not be in the forked processes
 
-for name in (
+MODULES = (
     "torch.distributed",
     "torch._dynamo",  # an optimizer imports it
     "torch._inductor.config",  # `use_deterministic_algorithms` does
@@ -25,5 +26,8 @@ for name in (
     "lockstep.training.loop",
     "lockstep.record.mlflow_store.models",
     "jobs.digits.job",
-):
-    import_module(name)
+)
+
+with warnings.catch_warnings(action="ignore"):  # theirs, about each other
+    for name in MODULES:
+        import_module(name)

@@ -37,7 +37,7 @@ def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -45,7 +45,7 @@ def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def answer(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The same where the start of the interpreter is not what is looked at."""
     process = lockstep(*words, *([f"checkpoint.storage={folder}"] if "train" in words else []))
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(words, process.wait(), out, err)
 
 
@@ -147,13 +147,13 @@ def test_dry_run_tells_the_spec_and_the_plan_and_trains_nothing(tmp_path: Path) 
 def test_a_signal_ends_the_run_as_killed(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     words = ["train", "jobs/digits/train.yaml", "--local", "--json", "length.epochs=100000", "record.uri=off"]
     process = lockstep(*words, f"checkpoint.storage={tmp_path}")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not list(tmp_path.glob("*/environment.json")):
         assert time.monotonic() < deadline, "the run did not start"
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     process.send_signal(sent)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == code, err
     assert json.loads(out)["status"] == "KILLED"
     (record,) = tmp_path.glob("*/run.json")

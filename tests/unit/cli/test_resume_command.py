@@ -80,7 +80,7 @@ def start(folder: Path, *more: str, cwd: Path = ROOT) -> Forked:
 def done(folder: Path, *more: str, code: int = 0, cwd: Path = ROOT) -> tuple[dict[str, Any], str]:
     """The command's `--json` and what it says on standard error."""
     process = start(folder, *more, "--json", cwd=cwd)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == code, err
     return json.loads(out), err
 
@@ -124,7 +124,7 @@ def killed(folder: Path, moment: random.Random, *more: str) -> str:
     """A run whose process tree was killed at a random moment after a checkpoint of it appeared; its id."""
     process = start(folder, *more)
     at_step = moment.randrange(1, 45)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not any(
         int(path.parent.name[5:]) >= at_step for path in folder.glob("runs/*/step-*/manifest.json")
     ):
@@ -159,13 +159,13 @@ DIGITS = [*UNTRACED, "length.epochs=5", "job.params.width=8"]
 def stop(folder: Path, *more: str) -> tuple[str, str]:
     """Train DIGITS and ask the run to stop once it has a checkpoint. Its id, and what it told."""
     process = start(folder, "train", *DIGITS, f"checkpoint.storage={folder}/runs", *more)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not list(folder.glob("runs/*/step-*/manifest.json")):
         assert time.monotonic() < deadline, "no checkpoint appeared"
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     (owner,) = folder.glob("runs/*/owner.json")
     return owner.parent.name, out
