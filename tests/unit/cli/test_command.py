@@ -73,7 +73,8 @@ def test_two_runs_of_one_spec_have_one_digest_and_another_seed_has_another(
 ) -> None:
     """G1 over repeats, in processes with random string hashing of their own; the seed is the negative control."""
     first = json.loads(short.stdout)
-    second, other = (json.loads(call(tmp_path, *TRAIN_SHORT, *more).stdout) for more in ([], ["seed=18"]))
+    second = json.loads(call(tmp_path, *TRAIN_SHORT).stdout)
+    other = json.loads(answer(tmp_path, *TRAIN_SHORT, "seed=18").stdout)
     assert first["weights_digest"] == second["weights_digest"] != other["weights_digest"]
     assert first["identity"] == second["identity"] != other["identity"]
 
