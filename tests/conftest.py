@@ -14,6 +14,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Tests have more threads than a small machine has cores: one that waits for others shall not spin meanwhile.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Ray's workers are as urgent as the tests beside them: with Ray's own 15, a busy machine would starve them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Tests start hundreds of processes, each of which would compile the same files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
