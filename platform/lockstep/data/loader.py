@@ -155,7 +155,7 @@ class Loader:
             ConnectionError,
             EOFError,
             FileNotFoundError,
-        ) as error:  # met before torch's watch has noticed
+        ) as error:  # met before torch has looked at its processes
             raise _lost(error) from error
         except RuntimeError as error:
             lost = process_lost(error)
@@ -255,6 +255,7 @@ def _data_loader(
         )
         with nothing_collected_in_children():
             iterator: Any = iter(loader)
+        _unwatched(iterator)
         if all(begun.acquire(timeout=START_S) for _ in range(processes)):
             return iterator  # type: ignore[no-any-return]
         _end(iterator)
@@ -281,6 +282,17 @@ def nothing_collected_in_children() -> Iterator[None]:
 def _begin(begun: Semaphore, _number: int) -> None:
     """The first thing that a loader process does."""
     begun.release()
+
+
+def _unwatched(iterator: Any) -> None:
+    """Take loader processes off the list that torch's SIGCHLD handler looks at.
+
+    The handler raises in the main thread wherever that is: in the midst of a checkpoint, or in `close`, where it would
+    take the place of the error that is under way. The queue's own look finds a lost process within 5 s, in any thread.
+    """
+    if iterator._worker_pids_set:
+        torch._C._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
 
 
 def _end(iterator: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.points import Point
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
+from tests.forked import script
 from tests.unit.record.rows import evaluation_row, step_row
 
 Specs = Callable[..., Spec]
@@ -291,19 +291,13 @@ def test_the_link_lands_on_the_training_page_and_shows_no_password() -> None:
 
 def test_processes_that_open_one_fresh_database_at_once_all_succeed(tmp_path: Path) -> None:
     """Nothing of MLflow reaches standard output either."""
-    script = (
-        "import sys\n"
+    text = (
         "from lockstep.record.mlflow_store import MlflowStore\n"
         f"store = MlflowStore('sqlite:///{tmp_path}/mlflow.db', 'race', 'r')\n"
         "store.open(None)\n"
         "store.set_status('FINISHED')\n"
     )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    processes = [script(text) for _ in range(2)]
     ended = [(*process.communicate(), process.returncode) for process in processes]
     assert [(out, code) for out, _, code in ended] == [("", 0)] * 2, ended
     assert (
