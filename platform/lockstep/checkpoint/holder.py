@@ -171,7 +171,7 @@ def holding(
             raise
         raise StaleAttemptError(hold.told()) from error
     finally:
-        del _held[key]
+        _held.pop(key, None)
         hold.release()
 
 

@@ -93,6 +93,7 @@ def test_attempts_count_up(run: RunFolder) -> None:
             run.claim(late)
 
 
+@everywhere
 def test_of_many_that_claim_at_once_each_number_is_given_once(run: RunFolder) -> None:
     claimed: list[Attempt] = []
     refused: list[StaleAttemptError] = []
