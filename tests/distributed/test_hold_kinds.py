@@ -132,3 +132,41 @@ def test_state_of_truncated_back_propagation_is_told() -> None:
         for text in train(split).warnings
     )
     assert train(document(BackPropagationThroughTime)).warnings == ()
+
+
+class Forgetful(Kind):
+    """Its optimizer learns less with each step that it remembers, and keeps that in no state_dict."""
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Fading(model.parameters(), lr=0.05)
+
+
+class Fading(torch.optim.SGD):
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(1.0 / (1.0 + 0.1 * self.taken))
+        return super().step(closure)
+
+
+class Unsaved(kinds.Thermostat):
+    """A temperature that a hook lowers once a step, and that no checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [(Forgetful, "optimizer.taken"), (Unsaved, "job.heat"), (kinds.Thermostat, None)]
+)
+def test_what_an_update_changes_and_no_checkpoint_keeps_is_told(kind: type[Kind], place: str | None) -> None:
+    warnings = train(document(kind)).warnings
+    if place is None:
+        assert warnings == ()
+    else:
+        assert [
+            f"{place} changes with an update, and no checkpoint keeps it" in text for text in warnings
+        ] == [True]
