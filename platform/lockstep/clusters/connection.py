@@ -47,7 +47,7 @@ def connected(address: str | None, *, verbose: bool, for_workers: bool = False) 
         quiet["runtime_env"] = {"env_vars": WORKER_ENVIRONMENT}
     try:
         context = ray.init(address=address, include_dashboard=None if address else False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a node that does not start is told as a bare Exception
         raise ClusterError(
             f"ray: cannot connect to {address or 'a local cluster'}: {first_line(error)}"
         ) from error
