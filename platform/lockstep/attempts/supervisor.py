@@ -161,14 +161,14 @@ class Supervisor:
             view.error = self._recording.reopen(lost)
         self._before = attempt.moments.at
         account.ended = time.time()
-        self._leave_out(attempt, view)
+        self._leave_out(view)
         if view.summary is None and view.error is None:
             view.error = attempt.error or ClusterError("the workers ended without a result")
         return view
 
-    def _leave_out(self, attempt: Attempt, view: RunView) -> None:
-        """Count the nodes on which a device failed; who has failed too often gets no worker any more."""
-        nodes = {view.members[rank].node for rank in attempt.device_ranks if rank in view.members}
+    def _leave_out(self, view: RunView) -> None:
+        """Count the nodes on which a device failed; one with too many failures gets no worker any more."""
+        nodes = {view.members[rank].node for rank in view.device_ranks if rank in view.members}
         self.accounts[-1].left_out = sorted(self._failed_nodes.failed(nodes))
         for node in self.accounts[-1].left_out:
             self._warn(f"node {node[:8]} is left out from now on: its devices have failed twice in this run")
