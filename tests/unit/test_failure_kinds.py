@@ -128,8 +128,8 @@ def test_a_peer_that_dies_in_a_collective_of_gloo(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    out, err = ranks[0].communicate(timeout=60)
-    ranks[1].communicate(timeout=60)
+    out, err = ranks[0].communicate(timeout=240)
+    ranks[1].communicate(timeout=240)
     assert out.startswith("peer "), (out, err)
 
 

@@ -17,6 +17,7 @@ from lockstep.attempts.account import Account
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import Surroundings, find_place
 from lockstep.attempts.mailbox import LOST, News
+from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import Placement
 from lockstep.attempts.policy import Budget, FailedNodes, outcome_of
 from lockstep.attempts.recording import Recording
@@ -297,14 +298,20 @@ class Supervisor:
 
     def _saved_step(self) -> int:
         run_id = self._recording.run_id
-        return max(steps_of(self.spec.checkpoint.storage, run_id), default=0) if run_id else 0
+        if run_id is None:
+            return 0
+        storage = self.spec.checkpoint.storage
+        return max(patiently(lambda: steps_of(storage, run_id), self.stop.wait, self.progress.say), default=0)
 
     def _next(self) -> Origin:
         """The next attempt; whatever still runs of the one before can publish nothing from here on."""
         run_id = self._recording.run_id
         if run_id is None:  # it ended before there was a run
             return Origin(None, self.origin.attempt + 1)
-        return claim(self.spec.checkpoint.storage, run_id, None, at_least=self.origin.attempt + 1)
+        storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
+        return patiently(
+            lambda: claim(storage, run_id, None, at_least=least), self.stop.wait, self.progress.say
+        )
 
     def _close(self, ended: RunView) -> RecordError | None:
         """The run has ended by itself or by a signal: have that recorded, and let the recorder write what is left."""
