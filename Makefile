@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 
-# Tests wait for processes as often as they compute. One Ray cluster and one pool of workers run at a time, whatever the number.
-TEST_PROCESSES ?= 2
+# Tests wait for processes as often as they compute, so one more than a small machine has cores. The tests of the shared Ray
+# cluster stay in one process, as do those of the pool of workers; the others go by file.
+TEST_PROCESSES ?= 3
 
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0

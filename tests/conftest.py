@@ -14,6 +14,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Tests have more threads than a small machine has cores: one that waits for others shall not spin meanwhile.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Ray's workers are as urgent as the tests beside them: with Ray's own 15, a busy machine would starve them.
+os.environ.setdefault("RAY_worker_niceness", "0")
+# Tests start hundreds of processes, each of which would compile the same files anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 WARNINGS_OF_OTHERS = (
     # From python 3.12 on: loader processes are forked on purpose, and run nothing of torch's threads.
     "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning",
@@ -31,10 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
-def together(path: Path) -> str:
-    """Which tests stay in one process where several run them: those of a file, of the one Ray cluster, of the one pool."""
-    folder = path.relative_to(Path(__file__).parent).parts[0]
-    return folder if folder in {"cluster", "distributed"} else path.as_posix()
+def together(item: pytest.Item) -> str:
+    """Which tests stay in one process where several run them: those of a file, of the shared Ray cluster, of the one pool."""
+    if "cluster" in getattr(item, "fixturenames", ()):
+        return "cluster"
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return folder if folder == "distributed" else item.path.as_posix()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
@@ -42,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the full products to `-m exact`; the default run has a covering part of each."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            item.add_marker(pytest.mark.xdist_group(together(item.path)))
+            item.add_marker(pytest.mark.xdist_group(together(item)))
     if "exact" in config.option.markexpr:
         return
     left = [item for item in items if item.get_closest_marker("exact")]

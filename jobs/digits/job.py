@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveInt
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -120,8 +120,16 @@ def varied(image: Tensor) -> Tensor:
 
 
 def digits(*, held_out: bool) -> tuple[Tensor, Tensor]:
-    """Images (N, 1, 8, 8) and labels (N) of one part of the data; the split is by position in each class."""
-    pixels, labels = load_digits(return_X_y=True)
+    """Images (N, 1, 8, 8) and labels (N) of one part of the data."""
+    from sklearn.datasets import (
+        load_digits,  # takes seconds, which only a process that reads the data waits for
+    )
+
+    return part(*load_digits(return_X_y=True), held_out=held_out)
+
+
+def part(pixels: Any, labels: Any, *, held_out: bool) -> tuple[Tensor, Tensor]:
+    """Images (N, 1, 8, 8) and labels (N), split by position in each class, of pixels (M, 64) and labels (M)."""
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / BRIGHTEST
     nth_of_class = np.zeros_like(labels)
     for label in range(CLASSES):

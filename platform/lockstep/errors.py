@@ -11,6 +11,7 @@
     ├── StorageError         a file or folder of the run cannot be read or written
     │   └── TransientStorageError   for a reason that may pass: it is tried again
     ├── RecordError          the tracking store cannot be reached or refuses
+    │   └── NoSuchRunError   the store answers, and has no run of this id
     └── ClusterError         workers cannot be placed, or were lost
         └── DeviceError      a GPU or its driver failed
 
@@ -70,6 +71,10 @@ class TransientStorageError(StorageError):
 
 class RecordError(LockstepError):
     """The tracking store cannot be reached or refuses what it is given."""
+
+
+class NoSuchRunError(RecordError):
+    """The store answers, and has no run of this id. Example: a misspelt id, or that of a run in another store."""
 
 
 class ClusterError(LockstepError):

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep
-from jobs.digits.job import Digits
+from tests.untraced_jobs import UntracedDigits
 
 
-class LabelsOutOfRange(Digits):
+class LabelsOutOfRange(UntracedDigits):
     """Ten classes in the data, nine in the loss."""
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
@@ -26,10 +26,10 @@ class LabelsOutOfRange(Digits):
         return lockstep.Loss(F.cross_entropy(model(images)[:, :9], labels, reduction="sum"), len(labels))
 
 
-class SlowDigits(Digits):
+class SlowDigits(UntracedDigits):
     """Gives a test the time to do something to a run."""
 
-    class Params(Digits.Params):
+    class Params(UntracedDigits.Params):
         pause_s: float = 0.0
 
     params: Params
@@ -42,13 +42,17 @@ class SlowDigits(Digits):
 class Uneven(SlowDigits):
     """The pause is rank 1's alone."""
 
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0  # later the job sees no group
+
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
-        if not dist.is_initialized() or dist.get_rank() != 1:
-            return Digits.loss(self, model, batch)
+        if self.rank != 1:
+            return UntracedDigits.loss(self, model, batch)
         return super().loss(model, batch)
 
 
-class Greedy(Digits):
+class Greedy(UntracedDigits):
     """Takes 100 MB more with every micro-batch, and lets none of it go."""
 
     held: list[bytearray] = []  # noqa: RUF012 - it is meant to be the class's
@@ -58,10 +62,10 @@ class Greedy(Digits):
         return super().loss(model, batch)
 
 
-class Held(Digits):
+class Held(UntracedDigits):
     """Half a second a micro-batch until a file is there, whatever the machine: time to do something to a run, and then none lost."""
 
-    class Params(Digits.Params):
+    class Params(UntracedDigits.Params):
         until: str
 
     params: Params
@@ -72,7 +76,7 @@ class Held(Digits):
         return super().loss(model, batch)
 
 
-class Talking(Digits):
+class Talking(UntracedDigits):
     """Prints in every micro-batch, and at length at the end."""
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
@@ -81,10 +85,10 @@ class Talking(Digits):
         return super().loss(model, batch)
 
 
-class Dying(Digits):
+class Dying(UntracedDigits):
     """Its process is killed, as by the kernel for want of memory, in the third micro-batch that it sees."""
 
-    class Params(Digits.Params):
+    class Params(UntracedDigits.Params):
         at_sample: int = 3
 
     params: Params

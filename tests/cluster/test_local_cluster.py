@@ -41,7 +41,12 @@ class Nodes:
         kept = {
             name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "LOCKSTEP_"))
         }
-        self.environment = {**kept, "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT / "platform")}
+        self.environment = {
+            **kept,
+            "XDG_STATE_HOME": str(state),
+            "PYTHONPATH": str(ROOT / "platform"),
+            "RAY_worker_niceness": "0",
+        }
         self.state = state / "lockstep"
 
     @property

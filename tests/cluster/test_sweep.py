@@ -81,9 +81,9 @@ def all_is_given_back() -> None:
 def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Path) -> None:
     space = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}, "precision": {"grid": ["fp32", "bf16"]}}
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    given = document(tmp_path, space=space, trials=4, spec={"record": {"uri": uri}, "workers": {"min": 2}})
+    given = document(tmp_path, space=space, trials=2, spec={"record": {"uri": uri}, "workers": {"min": 2}})
     first = sweep(given)
-    assert (first.status, first.counts) == ("FINISHED", {"finished": 4})
+    assert (first.status, first.counts) == ("FINISHED", {"finished": 2})
     all_is_given_back()
 
     alone = train(Path(first.folder, "best.yaml"), ["record.uri=off"], local=True)
@@ -91,7 +91,7 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
     assert alone.weights_digest == first.best["weights_digest"], "one process against two workers of a sweep"
 
     again = sweep(given)
-    assert again.counts == {"reused": 4}
+    assert again.counts == {"reused": 2}
     assert [row[:-1] for row in outcome(again)] == [row[:-1] for row in outcome(first)]
 
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -101,7 +101,7 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
     for result in (first, again):
         parent = client.get_run(result.sweep_id)
         assert parent.info.status == "FINISHED"
-        assert parent.data.tags["lockstep.trials"] == ("4 finished" if result is first else "4 reused")
+        assert parent.data.tags["lockstep.trials"] == ("2 finished" if result is first else "2 reused")
         assert parent.data.tags["lockstep.best_trial"] == str(first.best["trial"])
         files = {item.path for item in client.list_artifacts(result.sweep_id)}
         assert {"sweep.yaml", "best.yaml", "trials.json", "trials.csv", "figures"} <= files
@@ -122,7 +122,8 @@ def test_halving_stops_trials_and_gives_all_back(tmp_path: Path) -> None:
     """Of two workers a trial: the peer of one that is stopped in mid-step is free for the next trial at once."""
     given = document(
         tmp_path,
-        trials=6,
+        space={"optimizer.lr": {"grid": [1e-2, 1e-7, 3e-3]}},  # the second one is hopeless beside the first
+        trials=None,
         spec={"workers": {"min": 2}},
         scheduler={"name": "asha", "grace_steps": 5, "reduction_factor": 2},
         concurrency=1,
@@ -267,7 +268,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     [
         {
             "search": "optuna",
-            "trials": 5,
+            "trials": 4,
             "scheduler": {"name": "asha", "grace_steps": 5, "reduction_factor": 2},
         },
         pytest.param(

@@ -1,9 +1,8 @@
-"""Long-lived gloo processes for tests: importing torch once a process keeps a large matrix cheap."""
+"""Long-lived gloo processes for tests: importing torch once keeps a large matrix cheap."""
 
 from __future__ import annotations
 
 import importlib
-import multiprocessing as mp
 import os
 import tempfile
 import traceback
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
+from tests.forked import forking
 
 ANSWER_S = 300
 """How long a worker may take for one call; the slowest here takes a tenth of it."""
@@ -57,7 +57,7 @@ class Pool:
 
 
 def _start() -> tuple[Any, Connection]:
-    context = mp.get_context("spawn")
+    context = forking()
     here, there = context.Pipe()
     process = context.Process(
         target=_serve, args=(there,), daemon=False

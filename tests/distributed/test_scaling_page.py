@@ -30,7 +30,10 @@ Document = dict[str, Any]
 
 def document(micro_batches: int) -> Document:
     return {
-        "job": {"use": "tests.distributed.real_jobs:Digits", "params": {"width": 8}},
+        "job": {
+            "use": "tests.distributed.real_jobs:FewDigits",
+            "params": {"width": 8, "train_samples": 192, "eval_samples": 8},
+        },
         "length": {"steps": 3},
         "batch": {"global": 8 * micro_batches, "micro": 8},
         "workers": {"bucket_mb": 0.004},

@@ -28,6 +28,7 @@ from lockstep.attempts.worker_group import Attempt
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
+from lockstep.driver.failed import with_run
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
@@ -90,6 +91,8 @@ class Supervisor:
                 self._end("ended at once by a second signal", "", "KILLED")
             with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
                 self._recording.close()
+            if isinstance(error, LockstepError):
+                raise with_run(error, self._recording.run_id, self.spec.folder) from error
             raise
         if failure is not None:
             raise failure
@@ -206,7 +209,7 @@ class Supervisor:
             self._standbys.fill(attempt.origin.attempt, members, surroundings.each)
         advice = surroundings.advice(members)
         if advice.save is not None:
-            self.progress.say(f"saving, and going on: {advice.save}")
+            self.progress.say(f"saving, and continuing: {advice.save}")
             self._recording.ask_save()
         if advice.move is not None:
             self._moving = advice.move
@@ -269,8 +272,8 @@ class Supervisor:
         longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
         spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
         self.progress.say(
-            f"attempt {account.attempt} goes on with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
-            f"{account.repeated} steps are taken again"
+            f"attempt {account.attempt} continues with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
+            f"{account.repeated} steps are repeated"
         )
 
     def _warn(self, text: str) -> None:

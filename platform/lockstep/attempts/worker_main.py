@@ -16,13 +16,11 @@ from lockstep.attempts.sender import Sender
 from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
 from lockstep.attempts.worker_output import output_told
-from lockstep.errors import LockstepError
-from lockstep.failure_kinds import may_pass
 from lockstep.job.loading import load_job
 from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
 from lockstep.record.system import sampled
 from lockstep.spec.fields import validate
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests, Requests
@@ -73,7 +71,7 @@ def worker_main(config: dict[str, Any]) -> None:
     try:
         _train(config, group, sender, tell, requests)
     except Exception as error:
-        known = may_pass(error) if isinstance(error, LockstepError) else told(error, f"rank {group.rank}")
+        known = as_lockstep_error(error, f"rank {group.rank}")
         sender.tell(Broke(type(known)(str(known)), traceback.format_exc(), group.rank))
         raise
     finally:

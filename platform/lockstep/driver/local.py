@@ -12,11 +12,12 @@ from pathlib import Path
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import pin_aliased
+from lockstep.driver.failed import with_run
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import RecordError
+from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import repeated
 from lockstep.record.events import Event, Failed, Finished, Sampled, Straggling, Warned, tell_nobody
@@ -183,6 +184,8 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: Origin) -> di
         )
         with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
             recorder.close()
+        if isinstance(error, LockstepError) and recorder.opened:
+            raise with_run(error, recorder.run_id(), spec.folder) from error
         raise
     recorder.close()
     assert summary is not None  # nobody ends it at the gate

@@ -71,12 +71,14 @@ def evaluation_points(row: EvaluationRow) -> Iterator[Point]:
 
 
 def system_points(sample: Sampled, started_at: float) -> Iterator[Point]:
-    """The points of a node's sample; their steps are seconds since the run began, in which MLflow counts nothing else."""
-    at = sample.at
-    return (
-        Point(store_key(f"system/{sample.node}/{name}"), value, int(at * 1000), max(0, int(at - started_at)))
-        for name, value in sample.values.items()
-    )
+    """The points of a node's sample; their steps are seconds since the run began, in which MLflow counts nothing else.
+
+    A sample from before, while a slow store was opened, has no such step and is left out.
+    """
+    if sample.at >= started_at:
+        for name, value in sample.values.items():
+            key = store_key(f"system/{sample.node}/{name}")
+            yield Point(key, value, int(sample.at * 1000), int(sample.at - started_at))
 
 
 def checkpoint_points(row: CheckpointRow) -> Iterator[Point]:

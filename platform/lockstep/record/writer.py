@@ -84,7 +84,7 @@ class Writer:
         self.url = ""
         self.violation = ""
         self.journaled = 0
-        """How many of the events that were told are in the journal, or have no place in it."""
+        """How many of the events that were told are in the journal, or have no place in it, and are shown."""
         self._resumed = run_id
         self._make_store = make_store
         self._patience_s = patience_s
@@ -257,12 +257,14 @@ class Writer:
             return
         finally:
             self._busy = False
-        self.journaled += len(events)
+        count = len(events)
         self._unwritten, self._disk_failure = [], None
         self._take(recorded)
         for event in events:
             if isinstance(event, Printed):
                 self._guarded(partial(self._page.output, event.name, event.text))
+        del events, recorded  # whoever sees the count finds nothing of them in memory
+        self.journaled += count
 
     def _add(self, events: Sequence[Event]) -> list[Recorded]:
         """Put into the journal what it is to have of these, and return that. RecordError where the disk refuses all of it."""
@@ -283,7 +285,7 @@ class Writer:
         self._disk_failure = error
         if self._closing.is_set() and time.monotonic() - self._closing_at > DISK_PATIENCE_S:
             lost = len(self._unwritten)
-            self._unwritten, self._ended = [], True
+            self._unwritten, self._disk_failure, self._ended = [], None, True
             self._outbox.refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
             self._guarded(partial(self._page.take, Failed(str(error))))
 

@@ -36,7 +36,7 @@ from lockstep.spec.file import override, read_document
 from lockstep.spec.messages import one_line
 from lockstep.spec.places import absolute, absolute_weights, tracking_uri
 
-PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults"})
+PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; `data.loader_processes` and a job's placement params are others."""
 
 
@@ -345,6 +345,7 @@ class Spec(Section):
     determinism: Literal["strict", "fast"] = "strict"
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
+    rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
@@ -355,7 +356,7 @@ class Spec(Section):
         if self.workers.min > self.batch.micro_batches:
             raise ValueError(
                 f"workers.min: got {self.workers.min}, wanted at most the {self.batch.micro_batches} micro-batches of a step, "
-                "for a worker runs at least one; lower workers.min or batch.micro"
+                "since every worker runs at least one; lower workers.min or batch.micro"
             )
         return self
 

@@ -21,7 +21,7 @@ from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.record.events import tell_nobody
 from lockstep.spec.fields import Spec
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
@@ -45,7 +45,7 @@ class Peer:
                 job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
                 fit(spec, job, group, tell_nobody, NoRequests(), origin)
         except Exception as error:
-            known = error if isinstance(error, LockstepError) else told(error, f"rank {rank}")
+            known = as_lockstep_error(error, f"rank {rank}")
             raise type(known)(str(known)) from error
 
 
@@ -90,7 +90,9 @@ def device() -> torch.device:
 
 def first_cause(others: list[Any], error: Exception) -> Exception:
     """The error that another rank ended with, where rank 0 has only lost it."""
-    if not isinstance(error, ClusterError) and not isinstance(told(error, "rank 0"), ClusterError):
+    if not isinstance(error, ClusterError) and not isinstance(
+        as_lockstep_error(error, "rank 0"), ClusterError
+    ):
         return error
     for done in ray.wait(others, num_returns=len(others), timeout=10.0)[0]:
         try:

@@ -28,10 +28,10 @@ from lockstep.record.events import (
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import Recorded, Status
 from lockstep.record.stores import find_finished, find_history
-from lockstep.record.sweep_record import SweepRecord
 from lockstep.spec.fields import Spec
 from lockstep.spec.places import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps.sweep_record import SweepRecord
 
 
 class TrialRecorder:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.manifest import Facts
-from lockstep.checkpoint.pruning import clear_leftovers
-from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest
+from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest, load_step
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, Origin, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
@@ -80,12 +78,11 @@ def _load(
     folder = RunFolder.open(open_storage(storage), run_id)
     found: Loaded | None = None
     if group.rank == 0:
-        found = load_newest(folder, warn) if step is None else load(Checkpoint.of(folder, step))
-        step = None if found is None else found.manifest.step
-    step = group.gather(step)[0]
-    if step is None or group.rank == 0:
+        found = load_newest(folder, warn) if step is None else load_step(folder, step)
+    at = group.gather(None if found is None else (found.manifest.step, found.checkpoint.name))[0]
+    if at is None or group.rank == 0:
         return found
-    return load(Checkpoint.of(folder, step))
+    return load(Checkpoint.of(folder, *at))
 
 
 def check_identity(start: Start, fields: dict[str, Any]) -> None:
@@ -257,9 +254,10 @@ class Checkpoints:
     def _open(self, origin: Origin) -> AsyncSaver | None:
         """The run's folder, with this attempt's right to publish in it. Where a rank cannot have it, the next save asks again."""
         attempt, error = self._joined(lambda: self._claimed(origin)) if self.group.rank == 0 else (None, None)
-        run_id, error = self.group.gather((attempt and attempt.run.run_id, error))[0]
-        if self.group.rank > 0 and error is None:
-            attempt, error = self._joined(lambda: self._folder(run_id).attempt(origin.attempt))
+        own = attempt and (attempt.run.run_id, attempt.number)
+        joined, error = self.group.gather((own, error))[0]
+        if self.group.rank > 0 and joined is not None:
+            attempt, error = self._joined(lambda: self._folder(joined[0]).attempt(joined[1]))
         error = next((failed for failed in self.group.gather(error) if failed), None)
         if attempt is None or error is not None:
             self._saved_step = -1
@@ -301,10 +299,7 @@ class Checkpoints:
             self._own = RunFolder.create(storage, self.requests.run_id())
         if origin.run_id is None and self._own is not None:
             return self._own.claim(origin.attempt)
-        attempt = self._folder(origin.run_id or "").attempt(origin.attempt)
-        with suppress(StorageError):  # what a crash has left takes up room, and nothing else
-            clear_leftovers(attempt)
-        return attempt
+        return self._folder(origin.run_id or "").attempt(origin.attempt)
 
     def _end_if_stale(self, saver: AsyncSaver) -> None:
         if saver.failure is not None and isinstance(saver.failure.error, StaleAttemptError):

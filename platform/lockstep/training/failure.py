@@ -8,20 +8,27 @@ import torch
 
 from lockstep.data.loader import process_lost
 from lockstep.errors import DeterminismError, JobError, LockstepError
-from lockstep.failure_kinds import infrastructure_error
+from lockstep.failure_kinds import infrastructure_error, may_pass
+from lockstep.job.frames import place_in_job
 
 
-def told(error: Exception, where: str) -> LockstepError:
-    """The one line for an exception out of the job's model or loss; raise it `from` the error.
+def as_lockstep_error(error: BaseException, where: str) -> LockstepError:
+    """The one line for an exception out of the job's own code, with its file and line there; one that is told already stays as it is.
 
     `where` is the place in the run, such as `step 7, micro-batch 3, rank 0`.
     """
-    lost = process_lost(
-        error
-    )  # torch raises it from a signal handler, wherever the training thread happens to be
+    if isinstance(error, LockstepError):
+        return may_pass(error)
+    lost = process_lost(error)  # torch raises it from a signal handler, wherever the training thread is
     if lost is not None:
         return lost
     text = " ".join(str(error).split())
+    where += place_in_job(error)
+    if isinstance(error, SystemExit):
+        return JobError(
+            f"the job ended the process ({where}) with sys.exit({'' if error.code is None else repr(error.code)}); "
+            "raise an exception instead, or return"
+        )
     infrastructure = infrastructure_error(error, where)
     if infrastructure is not None:
         return infrastructure

@@ -28,7 +28,7 @@ from lockstep.record.events import (
 )
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
+from lockstep.training.digest import tensor_digests, weights_digest
 from lockstep.training.group import Group
 from lockstep.training.pace import Pace
 from lockstep.training.requests import Requests
@@ -47,7 +47,7 @@ def fit(
     more of the run: nothing is told of such an end. `origin` tells which attempt of which run this is; without one nothing is
     saved and nothing taken up. Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
     """
-    with determinism(spec.determinism, spec.threads):
+    with determinism(spec.determinism, spec.threads), group.out_of_sight():
         run = prepare(spec, job, group, tell, origin)
         tell(Started(run.facts))
         tell(Restored(tuple(run.history.steps), tuple(run.history.evaluations)))  # the lists grow
@@ -156,8 +156,10 @@ def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) 
     digests = run.group.gather(digest)
     if len(set(digests)) > 1:
         strays = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        every = run.group.gather(tensor_digests(state.model.state_dict()))
+        first = next(name for name in every[0] if any(other.get(name) != every[0][name] for other in every))
         raise DriftError(
-            f"after step {state.counters.step} ranks {strays} hold other weights than rank 0; this run is void"
+            f"after step {state.counters.step} ranks {strays} hold other weights than rank 0, first in {first!r}; this run is void"
         )
     best = state.best.weights
     return {

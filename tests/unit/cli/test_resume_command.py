@@ -11,8 +11,6 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import time
 from functools import cache
@@ -25,8 +23,8 @@ from lockstep import train
 from lockstep.driver.result import Result
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.training import bits
+from tests.forked import ROOT, Forked, lockstep, script
 from tests.in_process import here
-from tests.unit.cli.test_command import ROOT, command, environment
 from tests.unit.record.conftest import THIRD_PARTY
 
 pytestmark = [
@@ -62,8 +60,10 @@ class Told(NamedTuple):
 def empty_store() -> bytes:
     """An MLflow database without a run. To make one takes seconds, and is shown in the tests of the record."""
     with tempfile.TemporaryDirectory() as folder:
-        script = f"import mlflow; mlflow.MlflowClient('sqlite:///{folder}/mlflow.db').search_experiments()"
-        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+        made = script(
+            f"import mlflow; mlflow.MlflowClient('sqlite:///{folder}/mlflow.db').search_experiments()"
+        )
+        assert made.wait() == 0
         return Path(folder, "mlflow.db").read_bytes()
 
 
@@ -71,24 +71,16 @@ def words(folder: Path, *more: str) -> list[str]:
     return ["--local", "--uri", f"sqlite:///{folder}/mlflow.db", *more]
 
 
-def start(folder: Path, *more: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+def start(folder: Path, *more: str, cwd: Path = ROOT) -> Forked:
     if not (folder / "mlflow.db").exists():
         (folder / "mlflow.db").write_bytes(empty_store())
-    return subprocess.Popen(
-        command(*more[:1], *words(folder), *more[1:]),
-        cwd=cwd,
-        env=environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return lockstep(*more[:1], *words(folder), *more[1:], cwd=cwd)
 
 
 def done(folder: Path, *more: str, code: int = 0, cwd: Path = ROOT) -> tuple[dict[str, Any], str]:
     """The command's `--json` and what it says on standard error."""
     process = start(folder, *more, "--json", cwd=cwd)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == code, err
     return json.loads(out), err
 
@@ -132,7 +124,7 @@ def killed(folder: Path, moment: random.Random, *more: str) -> str:
     """A run whose process tree was killed at a random moment after a checkpoint of it appeared; its id."""
     process = start(folder, *more)
     at_step = moment.randrange(1, 45)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not any(
         int(path.parent.name[5:]) >= at_step for path in folder.glob("runs/*/step-*/manifest.json")
     ):
@@ -167,13 +159,13 @@ DIGITS = [*UNTRACED, "length.epochs=5", "job.params.width=8"]
 def stop(folder: Path, *more: str) -> tuple[str, str]:
     """Train DIGITS and ask the run to stop once it has a checkpoint. Its id, and what it told."""
     process = start(folder, "train", *DIGITS, f"checkpoint.storage={folder}/runs", *more)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not list(folder.glob("runs/*/step-*/manifest.json")):
         assert time.monotonic() < deadline, "no checkpoint appeared"
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     (owner,) = folder.glob("runs/*/owner.json")
     return owner.parent.name, out

@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data import _utils as torch_loader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import lockstep
 from lockstep.data import loader as loader_module
-from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors
+from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors, moved
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError
 
@@ -131,14 +135,20 @@ def one_line(error: LockstepError) -> str:
 def test_a_sample_that_fails_is_named(processes: int) -> None:
     with pytest.raises(JobError) as info:
         fetched(Samples(torn), processes=processes)
-    assert one_line(info.value) == "data: sample 7 failed (step 2, micro-batch 1): ValueError: torn file"
+    assert (
+        one_line(info.value)
+        == "data: sample 7 failed (step 2, micro-batch 1, tests/unit/data/test_loader.py:121 in torn): ValueError: torn file"
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_samples_that_fail_together_are_named(processes: int) -> None:
     with pytest.raises(JobError) as info:
         fetched(Whole(torn), processes=processes)
-    assert one_line(info.value) == "data: samples 6, 7 failed (step 2, micro-batch 1): ValueError: torn file"
+    assert (
+        one_line(info.value)
+        == "data: samples 6, 7 failed (step 2, micro-batch 1, tests/unit/data/test_loader.py:121 in torn): ValueError: torn file"
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -173,22 +183,61 @@ def test_micro_batches_before_the_one_that_fails_are_given() -> None:
         next(loader)
 
 
-# torch raises from a signal handler, wherever Python is: inside a weakref's callback Python reports it and drops it.
-# The loss of the process is told all the same, by the next look at the processes; that is what is asserted.
-@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
-def test_a_killed_loader_process_is_told() -> None:
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch looks every 0.1 s whether its loader processes live, instead of every 5."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+
+
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("sample", [int, torch.tensor], ids=["by value", "in shared memory"])
+def test_a_killed_loader_process_is_told(sample: Callable[[int], Any]) -> None:
     """As the kernel does when memory runs out."""
 
     def killed(index: int) -> Any:
         if index == 6:
             os.kill(os.getpid(), signal.SIGKILL)
-        return index
+        return sample(index)
 
     with pytest.raises(ClusterError) as info:
         fetched(Samples(killed), processes=1)
     text = one_line(info.value)
     assert text.startswith("data: a loader process was lost: ")
     assert "data.loader_processes" in text
+
+
+def killed_inside_close(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kill each loader process when `close` waits for it, and let Python handle the SIGCHLD right there."""
+    whole_join, own, dead = BaseProcess.join, set(multiprocessing.active_children()), []
+
+    def join(self: BaseProcess, timeout: float | None = None) -> None:
+        if self in own and self.pid not in dead:
+            dead.append(self.pid)
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
+            time.sleep(0.1)  # which a handler that has not run yet interrupts
+        whole_join(self, timeout)
+
+    monkeypatch.setattr(BaseProcess, "join", join)
+    return dead
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_loader_process_that_is_killed_while_it_is_ended_hides_no_error(
+    monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    """Nothing that it owed is wanted any more. With torch's own watch, the watch's error takes the other's place."""
+    if watched:
+        monkeypatch.setattr(loader_module, "_unwatched", lambda iterator: None)
+    loader = Loader(MicroBatches(Samples(int), list, seed=3, purpose="data"), KEYS, CPU, 1)
+    dead = killed_inside_close(monkeypatch)
+    with pytest.raises(RuntimeError if watched else ClusterError, match="killed" if watched else "under way"):
+        try:
+            next(loader)
+            raise ClusterError("under way")
+        finally:
+            loader.close()
+    assert len(dead) == 1
 
 
 class Stuck:
@@ -293,6 +342,30 @@ def test_map_tensors_keeps_every_container() -> None:
         assert type(changed) is type(value)
         assert repr(changed) == repr(wanted)
     assert lists == {"a": one}, "what is given is left as it is"
+
+
+class Itself:
+    """A batch that moves itself, as those of graph libraries do."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(2)
+
+    def to(self, device: torch.device) -> Itself:
+        other = Itself()
+        other.x = self.x.to(device)
+        return other
+
+
+def test_an_object_with_a_method_to_is_moved() -> None:
+    """Wherever it lies in the batch; a class and a plain object are left alone."""
+    meta = torch.device("meta")
+    value = {"graphs": [Itself()], "kind": Itself, "name": "a", "x": torch.ones(1)}
+    there = map_tensors(value, lambda tensor: tensor.to(meta), lambda other: moved(other, meta))
+    assert there["graphs"][0].x.device == there["x"].device == meta
+    assert (there["kind"], there["name"]) == (Itself, "a")
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    whole = map_tensors(packed, lambda tensor: tensor.to(meta), lambda other: moved(other, meta))
+    assert (whole.data.device, whole.batch_sizes.device) == (meta, CPU)
 
 
 def test_waiting_is_measured() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+
+from tests.forked import Forked
 
 
 class Server:
@@ -41,7 +41,7 @@ class Server:
             else ["--artifacts-destination", place]
         )
         self._environment = {**os.environ, **(environment or {})}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
 
     def __enter__(self) -> Server:
         self.start()
@@ -53,21 +53,17 @@ class Server:
         self.kill()
 
     def start(self) -> None:
-        command = [
-            sys.executable, "-m", "mlflow", "server", *self._app,
-            "--backend-store-uri", self._backend, *self._artifacts,
+        words = [
+            *self._app, "--backend-store-uri", self._backend, *self._artifacts,
             "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
         ]  # fmt: skip
         quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (self._folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, env={**self._environment, **quiet}, stdout=log, stderr=log, start_new_session=True
-            )
+        self._process = Forked(_serve, words, env={**self._environment, **quiet})
         until = time.monotonic() + 90
         while not self._answers():
-            assert time.monotonic() < until, (self._folder / "server.log").read_text()[-3000:]
-            assert self._process.poll() is None, (self._folder / "server.log").read_text()[-3000:]
-            time.sleep(0.1)
+            assert time.monotonic() < until
+            assert self._process.poll() is None, self._process.communicate()[1][-3000:]
+            time.sleep(0.05)
 
     def _answers(self) -> bool:
         try:
@@ -82,3 +78,17 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+
+def _serve(words: list[str]) -> None:
+    """`mlflow server`, which would start uvicorn in one more process."""
+    import mlflow.cli
+    import mlflow.server
+    import uvicorn.main
+
+    def here(command: list[str], extra_env: Mapping[str, str], **_: object) -> None:
+        os.environ.update(extra_env)
+        uvicorn.main.main(command[command.index("uvicorn") + 1 :])
+
+    mlflow.server._exec_cmd = here
+    mlflow.cli.server(words)

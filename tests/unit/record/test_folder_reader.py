@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.record.events import Finished
 from lockstep.record.recorder import Recorder
 from lockstep.record.stores import reader
 from lockstep.spec.fields import Spec
+from tests.forked import lockstep
 from tests.unit.record.rows import step_row
 
 Specs = Callable[..., Spec]
-ROOT = Path(__file__).parents[3]
 
 
 def recorded(spec: Spec, steps: int) -> Path:
     recorder = Recorder(spec)
     recorder.start()
-    recorder.steps([step_row(i) for i in range(1, steps + 1)])
-    recorder.finished({"step": steps})
+    recorder.tell(*[step_row(i) for i in range(1, steps + 1)])
+    recorder.tell(Finished({"step": steps}))
     recorder.close()
     return recorder.run_folder()
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", *words], cwd=folder, env=variables, capture_output=True, text=True
-    )
+def command(folder: Path, *words: str) -> tuple[str, int | None]:
+    """What the command prints to standard output, and its exit code."""
+    process = lockstep(*words, cwd=folder)
+    return process.communicate(60)[0], process.returncode
 
 
 def test_runs_are_listed_newest_first_and_shown(spec: Specs, tmp_path: Path) -> None:
@@ -45,11 +42,11 @@ def test_runs_are_listed_newest_first_and_shown(spec: Specs, tmp_path: Path) -> 
         (first.name, "FINISHED", 3),
     ]
     assert len(reader("off", tmp_path / "runs").runs(None, 1)) == 1
-    table = command(tmp_path, "runs", "--uri", "off").stdout.splitlines()
+    table = command(tmp_path, "runs", "--uri", "off")[0].splitlines()
     assert [line.split()[0] for line in table] == ["RUN", second.name, first.name]
-    page = command(tmp_path, "show", first.name, "--uri", "off")
-    assert "FINISHED" in page.stdout and "ledger.parquet" in page.stdout
-    told = json.loads(command(tmp_path, "show", first.name, "--uri", "off", "--json").stdout)
+    page, _ = command(tmp_path, "show", first.name, "--uri", "off")
+    assert "FINISHED" in page and "ledger.parquet" in page
+    told = json.loads(command(tmp_path, "show", first.name, "--uri", "off", "--json")[0])
     assert (told["status"], told["step"], told["params"]["optimizer.lr"]) == ("FINISHED", 3, "0.001")
 
 
@@ -70,8 +67,8 @@ def test_what_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
         reader("off", tmp_path).run("0" * 32)
     with pytest.raises(SpecError, match="experiment: runs that are recorded in folders"):
         reader("off", tmp_path).runs("digits", 1)
-    refused = command(tmp_path, "runs", "--uri", "off", "--limit", "0")
-    assert refused.returncode == 2
-    unknown = command(tmp_path, "show", "0" * 32, "--uri", "off", "--json")
-    assert unknown.returncode == 1
-    assert json.loads(unknown.stdout)["status"] == "FAILED"
+    _, refused = command(tmp_path, "runs", "--uri", "off", "--limit", "0")
+    assert refused == 2
+    unknown, code = command(tmp_path, "show", "0" * 32, "--uri", "off", "--json")
+    assert code == 1
+    assert json.loads(unknown)["status"] == "FAILED"

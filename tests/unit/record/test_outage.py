@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,18 +11,20 @@ from typing import Any
 
 import pytest
 
+from lockstep import train
 from lockstep.errors import RecordError
+from lockstep.record.events import Finished, StepRow
 from lockstep.record.journal import NAME, read_steps
-from lockstep.record.ledger import DETERMINISTIC, StepRow, read_parquet
+from lockstep.record.ledger import DETERMINISTIC, read_parquet
 from lockstep.record.points import Point, step_points
 from lockstep.record.recorder import Recorder
 from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
+from tests.forked import Forked, lockstep
 from tests.in_process import here
 from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server
 
-ROOT = Path(__file__).parents[3]
 STEPS = 400
 OUTAGE_S = 6.0
 KEYS = ("train/loss", "train/lr", "train/grad_norm", "train/clipped_norm", "train/accuracy")
@@ -38,32 +37,32 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def command(uri: str, folder: Path, *words: str) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *words, "--json", "--uri", uri],
-        cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def command(uri: str, folder: Path, *words: str) -> Forked:
+    return lockstep(*words, "--json", "--uri", uri, cwd=folder)
 
 
-def training(uri: str, folder: Path, steps: int = STEPS) -> subprocess.Popen[str]:
+def spec_file(folder: Path, steps: int = STEPS) -> Path:
     spec = folder / "digits.yaml"
     spec.write_text(
         f"job: {{use: 'tests.untraced_jobs:UntracedDigits', params: {{width: 8}}}}\nlength: {{steps: {steps}}}\n"
         "batch: {global: 64, micro: 16}\nclip_norm: 1.0\nevaluate: {every: {steps: 200}}\n"
         "checkpoint: {every: {steps: 100}}\n"
     )
-    return command(uri, folder, "train", str(spec), "--local")
+    return spec
 
 
-def answer(process: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
+def training(uri: str, folder: Path, steps: int = STEPS) -> Forked:
+    return command(uri, folder, "train", str(spec_file(folder, steps)), "--local")
+
+
+def answer(process: Forked, code: int = 0) -> dict[str, Any]:
     out, err = process.communicate(timeout=400)
     assert process.returncode == code, err
     told: dict[str, Any] = json.loads(out)
     return told
 
 
-def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> Path:
+def wait_for_steps(folder: Path, count: int, process: Forked) -> Path:
     """The run's folder, once its journal has so many steps."""
     until = time.monotonic() + 300
     while True:
@@ -133,12 +132,12 @@ def ask(server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing happened to."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing happened to, in this process and without MLflow; test_stores has one with a server."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    result = answer(training(server.uri, folder))
-    check(server.uri, Path(result["folder"]), result["run_id"])
-    return Path(result["folder"])
+    return Path(
+        train(spec_file(folder), ["record.uri=off", f"checkpoint.storage={folder}"], local=True).folder
+    )
 
 
 def test_a_server_that_is_killed_and_comes_back_gets_every_step_once(
@@ -235,8 +234,8 @@ def test_a_server_that_stays_away_costs_the_run_nothing_but_its_record(
     recorder.start()
     folder = recorder.run_folder()
     server.kill()
-    recorder.steps([step_row(i) for i in range(1, 301)])
-    recorder.finished({"step": 300, "stopped": False})
+    recorder.tell(*[step_row(i) for i in range(1, 301)])
+    recorder.tell(Finished({"step": 300, "stopped": False}))
     with pytest.raises(RecordError, match=rf"`lockstep record sync {folder.name}` sends it"):
         recorder.close(timeout_s=1.0)
     rows = read_parquet(folder / "ledger.parquet")

@@ -6,7 +6,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.record.points import evaluation_points, step_points, store_key
+from lockstep.record.points import evaluation_points, step_points, store_key, system_points
 from tests.unit.record.rows import evaluation_row, step_row
 
 NAMES = st.text(alphabet=st.sampled_from("ab@%[]:/._ -é\n"), max_size=12) | st.text(max_size=300)
@@ -70,3 +70,16 @@ def test_a_part_never_takes_the_place_of_a_fixed_name() -> None:
 def test_an_evaluation_keeps_the_names_that_it_has() -> None:
     keys = {p.key for p in evaluation_points(evaluation_row(4, loss=1.0, accuracy=0.5))}
     assert keys == {"eval/loss", "eval/accuracy", "perf/evaluation_s"}
+
+
+def test_a_sample_of_a_node_from_before_the_run_began_is_no_point() -> None:
+    """Several of them would all be at second 0, where each metric has one value a step."""
+    values = {"node": "node-0", "values": {"cpu_utilization_percentage": 12.5}}
+    assert list(system_points({**values, "at": 99.9}, 100.0)) == []
+    ((key, value, timestamp_ms, step),) = system_points({**values, "at": 110.2}, 100.0)
+    assert (key, value, timestamp_ms, step) == (
+        "system/node-0/cpu_utilization_percentage",
+        12.5,
+        110_200,
+        10,
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,18 +11,19 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
+from lockstep.record.events import Finished, Started
 from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.recorder import Recorder
 from lockstep.record.stores import reader
 from lockstep.spec.fields import Spec, load_spec
+from tests.forked import script
 from tests.unit.record.postgresql import postgresql as running_postgresql
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.s3 import s3
 from tests.unit.record.server import Server
 
 Specs = Callable[..., Spec]
-ROOT = Path(__file__).parents[3]
 
 
 def client(uri: str) -> Any:
@@ -36,12 +36,12 @@ def run_once(spec: Spec, steps: int = 30) -> str:
     """A run of a few odd steps, whole and checked: every point once, and the artifacts there."""
     recorder = Recorder(spec)
     recorder.start()
-    recorder.started({"identity": "abc", "workers": 1})
+    recorder.tell(Started({"identity": "abc", "workers": 1}))
     rows = [step_row(i) for i in range(1, steps + 1)]
     rows[3] = step_row(4, grad_norm=math.inf)
-    recorder.steps(rows)
-    recorder.evaluation(evaluation_row(steps))
-    recorder.finished({"step": steps, "metrics": {"eval/loss": 0.5}})
+    recorder.tell(*rows)
+    recorder.tell(evaluation_row(steps))
+    recorder.tell(Finished({"step": steps, "metrics": {"eval/loss": 0.5}}))
     recorder.close()
     run_id = recorder.run_id()
     assert spec.record.uri is not None
@@ -63,18 +63,14 @@ def run_once(spec: Spec, steps: int = 30) -> str:
 
 def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
     """Each whole: no run lost to a migration that another one was making."""
-    script = (
-        "import sys, warnings\n"
+    text = (
         "from lockstep.spec.fields import load_spec\n"
         "from tests.unit.record.test_stores import run_once\n"
         "document = {'name': 'eight', 'job': {'use': 'jobs.digits.job:Digits'},\n"
         f"            'record': {{'uri': 'sqlite:///{tmp_path}/mlflow.db'}}, 'checkpoint': {{'storage': '{tmp_path}/runs'}}}}\n"
         "run_once(load_spec(document))\n"
     )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(8)
-    ]  # fmt: skip
+    processes = [script(text) for _ in range(8)]
     ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert [code for _, _, code in ended] == [0] * 8, ended
     runs = reader(f"sqlite:///{tmp_path}/mlflow.db", Path()).runs("eight", 100)
@@ -85,7 +81,7 @@ def test_a_server(tmp_path: Path, spec: Specs) -> None:
     with Server(tmp_path) as server:
         run_id = run_once(spec(server.uri))
         assert reader(server.uri, Path()).run(run_id).url.startswith(f"{server.uri}/#/experiments/")
-        with pytest.raises(RecordError, match="not found"):
+        with pytest.raises(RecordError, match="no record of it"):
             reader(server.uri, Path()).run("0" * 32)
         with pytest.raises(RecordError, match=r"experiment: there is no 'digit'; known here: .*digits"):
             reader(server.uri, Path()).runs("digit", 1)

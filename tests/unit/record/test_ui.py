@@ -24,6 +24,7 @@ import pytest
 from lockstep.calls.ui import guarded
 from lockstep.errors import SpecError
 from lockstep.record.ledger import read_parquet
+from tests.forked import lockstep
 
 ROOT = Path(__file__).parents[3]
 PASSWORD = "correct-horse-battery"
@@ -123,19 +124,16 @@ class Shown(NamedTuple):
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("shown")
     uri = f"sqlite:///{folder}/mlflow.db"
-    trained = subprocess.run(
-        [
-            sys.executable, "-m", "lockstep", "train", "jobs/digits/train.yaml", "--local", "--json", "--uri", uri,
-            "length.epochs=2", "job.params.width=8", "checkpoint.every.epochs=1", "record.checkpoints=artifact",
-            f"checkpoint.storage={folder}/runs",
-        ],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "platform")},
-        capture_output=True, text=True, timeout=300, check=False,
+    trained = lockstep(
+        "train", "jobs/digits/train.yaml", "--local", "--json", "--uri", uri,
+        "length.epochs=2", "job.params.width=8", "checkpoint.every.epochs=1", "record.checkpoints=artifact",
+        f"checkpoint.storage={folder}/runs",
     )  # fmt: skip
-    assert trained.returncode == 0, trained.stderr
+    out, err = trained.communicate(timeout=300)
+    assert trained.returncode == 0, err
     port = free_port()
     with ui("--uri", uri, port=port) as link:
-        yield Shown(Pages(f"http://127.0.0.1:{port}"), link, json.loads(trained.stdout))
+        yield Shown(Pages(f"http://127.0.0.1:{port}"), link, json.loads(out))
 
 
 def test_the_link_opens_the_training_pages_of_the_store(shown: Shown) -> None:

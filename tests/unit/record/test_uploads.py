@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ from lockstep.errors import RecordError
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.uploads import Uploads
+from tests.forked import script
 
 
 def models(uri: str, run_id: str) -> dict[str, Any]:
@@ -43,14 +42,12 @@ def test_a_crash_in_the_middle_of_an_upload_leaves_no_ready_model(database: str,
     folder.mkdir()
     (folder / "a.bin").write_bytes(b"a" * 1000)
     os.mkfifo(folder / "b.bin")  # its reader waits for ever: the upload stands still in the middle
-    script = (
+    text = (
         "from pathlib import Path\nfrom lockstep.record.mlflow_store import MlflowStore\n"
         f"store = MlflowStore({database!r}, 'crash', 'r')\nstore.open({run_id!r})\n"
         f"store.log_checkpoint(7, {{}}, Path({str(folder)!r}))\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = script(text)
     until = time.monotonic() + 60
     while not any(files(model) for model in models(database, run_id).values()):
         assert time.monotonic() < until and process.poll() is None
