@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
     """A block: its parameter, its place among the parameter's blocks, and its elements."""
 
     parameter: int
-    index: int
+    block: int
     length: int
 
 
@@ -72,7 +72,7 @@ class GradientNorm:
             for i in range(0, len(pieces), rows):
                 self._batches.append(self._batch(pieces[i : i + rows], width))
         pieces = [piece for batch in self._batches for piece in batch.pieces]
-        self._in_order = sorted((piece.parameter, piece.index, i) for i, piece in enumerate(pieces))
+        self._in_order = sorted((piece.parameter, piece.block, i) for i, piece in enumerate(pieces))
         self._split = [p for p, shape in enumerate(self._shapes) if shape.numel() > BLOCK]
 
     def _batch(self, pieces: list[_Piece], width: int) -> _Batch:
@@ -89,11 +89,11 @@ class GradientNorm:
         """The sum of the squares of each parameter's gradient. On a CUDA device it waits for them, once."""
         blocks: list[Sequence[Tensor]] = [(gradient,) for gradient in gradients]
         for p in self._split:
-            blocks[p] = gradients[p].reshape(-1).split(BLOCK)
+            blocks[p] = torch.split(gradients[p].reshape(-1), BLOCK)
         for pieces, rows, targets, padded, sums in self._batches:
             if padded:
                 rows.zero_()
-            torch._foreach_copy_(targets, [blocks[parameter][index] for parameter, index, _ in pieces])
+            torch._foreach_copy_(targets, [blocks[parameter][block] for parameter, block, _ in pieces])
             torch.sum(rows.mul_(rows), 1, out=sums)
         sums_of_blocks, totals = self._sums.tolist(), [0.0] * len(self._shapes)
         for parameter, _, i in self._in_order:
@@ -112,13 +112,13 @@ def _by_width(parameters: Sequence[Tensor]) -> dict[int, list[_Piece]]:
     """The blocks of all parameters by the width of the row that each is put into."""
     found: dict[int, list[_Piece]] = {}
     for p, parameter in enumerate(parameters):
-        for index, start in enumerate(range(0, parameter.numel(), BLOCK)):
-            piece = _Piece(p, index, min(BLOCK, parameter.numel() - start))
+        for block, start in enumerate(range(0, parameter.numel(), BLOCK)):
+            piece = _Piece(p, block, min(BLOCK, parameter.numel() - start))
             found.setdefault(next(width for width in _WIDTHS if width >= piece.length), []).append(piece)
     return found
 
 
-def clip_gradients(gradients: Sequence[Tensor], norm: float, most: float) -> None:
+def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:
     """Scale the gradients down to the norm `most` where theirs is above it, by the formula of `clip_grad_norm_`."""
     factor = most / (norm + 1e-6)
     if not factor >= 1.0:  # a norm that is not a number makes none of it one
