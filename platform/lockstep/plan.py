@@ -10,10 +10,12 @@ Everything here is a pure function of whole numbers; nothing knows of torch. Two
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,27 +159,145 @@ def are_siblings(left: range, right: range, leaves: int) -> bool:
 def nodes(micro_batches: range, leaves: int) -> tuple[range, ...]:
     """The fewest tree nodes that make up a range of leaves: the partial sums that a worker sends."""
     found: list[range] = []
-    for leaf in micro_batches:
-        node = range(leaf, leaf + 1)
-        while found and are_siblings(found[-1], node, leaves):
-            node = range(found.pop().start, node.stop)
-        found.append(node)
+    start, stop = micro_batches.start, micro_batches.stop
+    while start < stop:
+        width = start & -start or 1 << leaves.bit_length()  # the widest node that begins here
+        while min(start + width, leaves) > stop:
+            width //= 2
+        found.append(range(start, min(start + width, leaves)))
+        start = found[-1].stop
     return tuple(found)
 
+
+# --- how partial sums travel ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the exchange of a large bucket, in which `ways` ranks share out the slice that each of them holds.
+
+    The ranks of a stage are `stride` apart; `stride` neighbouring ranks hold slices of the same sums, and are a block.
+    `nodes` are the nodes of the tree that each block holds, by block.
+    """
+
+    ways: int
+    stride: int
+    nodes: tuple[tuple[range, ...], ...]
+
+    def block(self, rank: int) -> int:
+        return rank // self.stride
+
+    def place(self, rank: int) -> int:
+        """The place of a rank among its peers, and the slice that it is left with."""
+        return self.block(rank) % self.ways
+
+    def peers(self, rank: int) -> list[int]:
+        """The ranks of the same slice, this one among them, from left to right in the tree."""
+        first = rank - self.place(rank) * self.stride
+        return [first + i * self.stride for i in range(self.ways)]
+
+    @property
+    def sums(self) -> int:
+        """The most partial sums that a rank sends."""
+        return max(map(len, self.nodes))
+
+    def sends_whole(self, size: int, latency: int) -> bool:
+        """Whether all peers are sent the slice of `size` bytes as a whole and each adds it up: in the last stage only.
+
+        That saves the round back. It costs no byte more between two ranks with one sum each, and is worth `latency` bytes.
+        """
+        if len(self.nodes) != self.ways:
+            return False
+        return (self.ways, self.sums) == (2, 1) or self.sums * (self.ways - 1) * size <= latency
+
+
+SLICE = 16
+"""Numbers to which slices are cut, so that they begin where vectors do: 64 bytes of fp32."""
+
+
+def slices(length: int, ways: int) -> list[slice]:
+    """A bucket or a slice of one cut into so many; the last ones may be shorter, or empty."""
+    width = -(-length // (ways * SLICE)) * SLICE
+    return [slice(min(i * width, length), min((i + 1) * width, length)) for i in range(ways)]
+
+
+@lru_cache(maxsize=1024)
+def stages(ranges: tuple[range, ...], leaves: int) -> tuple[Stage, ...]:
+    """The stages in which workers of these ranges reduce a large bucket of a step with so many micro-batches.
+
+    The prime factors of W, smallest first: two neighbours, then two pairs of them …; from some factor on perhaps all the
+    others in one stage, where partial sums of more ranges would be more to send. The fewest bytes count, then messages.
+    """
+    factors = _prime_factors(len(ranges))
+    every = []
+    for i in range(len(factors) + 1):
+        rest = prod(factors[i:])
+        found = _stages((*factors[:i], rest) if rest > 1 or not i else factors, ranges, leaves)
+        sent, part = Fraction(), Fraction(1)
+        for stage in found:
+            part /= stage.ways
+            sent += stage.sums * (stage.ways - 1) * part
+        every.append((sent, sum(stage.ways - 1 for stage in found), i, found))
+    return min(every)[3]
+
+
+def _stages(ways: Sequence[int], ranges: Sequence[range], leaves: int) -> tuple[Stage, ...]:
+    blocks, stride = [clip(own, leaves) for own in ranges], 1
+    found = []
+    for each in ways:
+        found.append(Stage(each, stride, tuple(nodes(block, leaves) for block in blocks)))
+        blocks = [range(blocks[i].start, blocks[i + each - 1].stop) for i in range(0, len(blocks), each)]
+        stride *= each
+    return tuple(found)
+
+
+def _prime_factors(number: int) -> tuple[int, ...]:
+    found, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return tuple(found)
+
+
+# --- which worker runs which micro-batch ------------------------------------------------------------------
 
 _SEARCHED = 500_000
 """Choices that `worker_ranges` looks through, about a second; beyond it the ranges are just even."""
 
+_LONGER = 8
+"""A range may be one part in so many longer than M/W where that saves partial sums. Three workers then have the halves, quarters
+and eighths of a tree, k = 2 instead of 4 for M = 64, for an eighth more computation at the most."""
+
 
 @lru_cache(maxsize=256)
 def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
-    """Contiguous ranges, one a worker, each of 1 … ceil(M/W) micro-batches, that send the fewest partial sums.
+    """Contiguous ranges, one a worker, each of at least one micro-batch, that send the fewest partial sums.
 
-    The largest number that any worker sends decides the exchange's time, so it is minimised first and
-    their sum second. ValueError where there are more workers than micro-batches.
+    The largest number that any worker sends decides the exchange's time, so it is minimised first, then the longest
+    range, then the sum of what they send. The longest has ceil(M/W) micro-batches, or at most an eighth more than M/W where
+    that saves partial sums. ValueError where there are more workers than micro-batches.
     """
     if not 1 <= workers <= micro_batches:
         raise ValueError(f"{workers} workers for {micro_batches} micro-batches: each needs at least one")
+    found, unit = [], 1
+    # Ranges of whole subtrees of 2, 4, 8 … micro-batches send fewer, and there are fewer of them to look through.
+    while (units := -(-micro_batches // unit)) >= workers:
+        longest = -(-units // workers) * unit
+        if unit > 1 and longest * workers * _LONGER > micro_batches * (_LONGER + 1):
+            break
+        ranges = tuple(
+            range(r.start * unit, min(r.stop * unit, micro_batches)) for r in _fewest_sums(units, workers)
+        )
+        sums = [len(nodes(own, micro_batches)) for own in ranges]
+        found.append((max(sums), max(map(len, ranges)), sum(sums), unit, ranges))
+        unit *= 2
+    return min(found)[-1]
+
+
+def _fewest_sums(micro_batches: int, workers: int) -> tuple[range, ...]:
+    """Ranges of 1 … ceil(M/W) micro-batches that send the fewest partial sums: first the most that any sends, then all."""
     most = -(-micro_batches // workers)
     slack = most * workers - micro_batches
     if workers * (slack + 1) * min(most, slack + 1) > _SEARCHED:

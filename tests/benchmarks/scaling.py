@@ -12,12 +12,13 @@ import argparse
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lockstep.data.order import epoch_order
-from lockstep.plan import nodes, worker_ranges
+from lockstep.plan import SLICE, Stage, nodes, stages, worker_ranges
 from lockstep.record.events import StepRow
 from lockstep.record.points import step_points
 from lockstep.training.reduction import LATENCY_BYTES
@@ -68,21 +69,46 @@ def step_traffic(
     """The gradients of a step, as `training.reduction` sends them; `buckets` in numbers."""
     if workers == 1:
         return Traffic(1, 0, 0)
-    sums = [len(nodes(own, micro_batches)) for own in worker_ranges(micro_batches, workers)]
-    k = max(sums) if kind == "exact" else 1
-    others, sent, messages = workers - 1, 0, 0
-    for numbers in buckets:
-        width = math.ceil(numbers / workers)
+    ranges = worker_ranges(micro_batches, workers)
+    in_stages = stages(ranges, micro_batches)
+    k = max(len(nodes(own, micro_batches)) for own in ranges) if kind == "exact" else 1
+    others, sent, messages = workers - 1, [0] * workers, [0] * workers
+    for numbers, times in Counter(buckets).items():
         whole = k * others * numbers * itemsize
-        if whole <= latency_bytes or (kind == "exact" and workers == 2 and k == 1):
-            sent, messages = sent + whole, messages + others
-        elif kind == "exact":
-            # The slices of k sums to every other rank, then the slice of the result round a ring.
-            sent, messages = sent + (k + 1) * others * width * itemsize, messages + 2 * others
-        else:
-            # A ring: each of 2 (W - 1) rounds passes a slice on.
-            sent, messages = sent + 2 * others * width * itemsize, messages + 2 * others
-    return Traffic(k, sent, messages)
+        for rank in range(workers):
+            if whole <= latency_bytes or (kind == "exact" and workers == 2 and k == 1):
+                own = len(nodes(ranges[rank], micro_batches)) if kind == "exact" else 1
+                found = own * others * numbers, others
+            elif kind == "exact":
+                found = _staged(numbers, rank, in_stages, itemsize, latency_bytes)
+            else:
+                # A ring: each of 2 (W - 1) rounds passes a slice on.
+                found = 2 * others * math.ceil(numbers / workers), 2 * others
+            sent[rank] += times * found[0] * itemsize
+            messages[rank] += times * found[1]
+    return Traffic(k, max(sent), max(messages))
+
+
+def _staged(
+    numbers: int, rank: int, every: Sequence[Stage], itemsize: int, latency_bytes: int
+) -> tuple[int, int]:
+    """Numbers and messages that a rank sends for one large bucket: its sums in each stage, then its slice of the result."""
+    sent, messages, length, largest = 0, 0, numbers, numbers
+    for stage in every:
+        sums, others, place = len(stage.nodes[stage.block(rank)]), stage.ways - 1, stage.place(rank)
+        if stage.sends_whole(largest * itemsize, latency_bytes):
+            return sent + sums * others * length, messages + (others if sums and length else 0)
+        width = _width(length, stage.ways)
+        own = min(max(length - place * width, 0), width)
+        filled = math.ceil(length / width) if length else 0
+        sent += sums * (length - own) + others * own
+        messages += (filled - (own > 0) if sums else 0) + (others if own else 0)
+        length, largest = own, min(largest, _width(largest, stage.ways))
+    return sent, messages
+
+
+def _width(length: int, ways: int) -> int:
+    return math.ceil(length / (ways * SLICE)) * SLICE
 
 
 def exchange_traffic(micro_batches: int, workers: int, *, parts: int = 1, flags: int = 0) -> Traffic:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -15,6 +17,13 @@ from lockstep.spec.fields import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from tests.distributed.training import Document
+
+
+def clip_in_float64(gradients: list[Tensor], most: float) -> None:
+    """`clip_grad_norm_` with the norm in double precision, which it takes in that of the gradients."""
+    norm = math.sqrt(math.fsum(float(gradient.double().square().sum()) for gradient in gradients))
+    for gradient in gradients:
+        gradient.mul_(min(1.0, most / (norm + 1e-6)))
 
 
 def train_by_hand(document: Document, new_order_each_epoch: bool = True) -> list[str]:
@@ -38,7 +47,7 @@ def train_by_hand(document: Document, new_order_each_epoch: bool = True) -> list
                 with torch.autocast("cpu", torch.bfloat16) if spec.precision == "bf16" else nullcontext():
                     loss = F.cross_entropy(model(inputs), labels)
                 loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                clip_in_float64([p.grad for p in model.parameters()], 1.0)
                 optimizer.step()
                 digests.append(weights_digest(model.module.state_dict()))
     return digests

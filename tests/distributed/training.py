@@ -206,9 +206,14 @@ def train_left_fold(document: Document) -> Trained:
     def adjoining(left: range, right: range, leaves: int) -> bool:
         return left.stop == right.start
 
-    caches = (lockstep.plan.nodes, lockstep.plan.worker_ranges)
+    def one(micro_batches: range, leaves: int) -> tuple[range, ...]:
+        return (micro_batches,) if micro_batches else ()
+
+    caches = (lockstep.plan.worker_ranges, lockstep.plan.stages)
     try:
         with (
+            mock.patch.object(lockstep.plan, "nodes", one),
+            mock.patch.object(lockstep.training.reduction, "nodes", one),
             mock.patch.object(lockstep.plan, "are_siblings", adjoining),
             mock.patch.object(lockstep.training.reduction, "are_siblings", adjoining),
         ):

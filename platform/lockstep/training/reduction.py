@@ -5,24 +5,25 @@ Here the order is that of the plan's tree over the micro-batches. A worker adds 
 lie in its range (`TreeSum`); a DDP communication hook exchanges the rest, bucket by bucket, while backward goes
 on (`TreeReduction`). `NativeReduction` is the hook for those who need no such order.
 
-Invariants of the hook: collectives are issued in bucket order and from one place. A call finishes the bucket
-before it, the last call finishes itself. No collective is issued from a future's callback: with two buckets
-that hangs.
+Invariants of the hook: collectives and messages are issued from one place, in an order that is the same on all ranks.
+A bucket goes through rounds. A call sends its own bucket, then takes every bucket before it one round further, the
+oldest first; the last call takes all of them to the end. No collective is issued from a future's callback: with two
+buckets that hangs.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep.plan import Plan, Position, are_siblings, clip, nodes
+from lockstep.plan import Plan, Position, Stage, are_siblings, clip, nodes, slices, stages
 from lockstep.training.exchange import Exchange
 from lockstep.training.group import Group
 
@@ -62,27 +63,36 @@ class TreeSum:
         return folded, apart
 
 
+_NOTHING = torch.empty(0)
+
 LATENCY_BYTES = 1 << 19
 """What the latency of a second collective is worth: to save it, a rank sends at most so much."""
 
 
+Rounds = Iterator[list[Any]]
+"""What a bucket goes through: each round has sent something, and gives the works that must be done before the next."""
+
+
 @dataclass(slots=True)
 class _Bucket:
-    """A DDP bucket of N numbers on its way.
-
-    `received`: what came from each rank, flat. Sent "whole": the k partial sums of every other rank, [k * N], and
-    its `message` to the exchange behind them where one rides; the rank keeps its own sums. In "slices": the rank's
-    slice of all partial sums, [k * N/W], and then the slices of the result. "summed": nothing, the collective adds
-    in the bucket itself.
-    """
+    """A DDP bucket on its way: its rounds, and the works of the round that it is in."""
 
     buffer: Tensor
     future: Future[Tensor]
-    how: Literal["whole", "slices", "summed"]
-    work: Any
-    received: Sequence[Tensor] = ()
-    kept: Gradients = field(default_factory=list)
-    message: Tensor | None = None
+    rounds: Rounds
+    works: list[Any] = field(default_factory=list)
+
+    def advance(self) -> bool:
+        """Wait for the round and begin the next. False where there is none: the sum is in the buffer, and DDP is told."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+        works = next(self.rounds, None)
+        if works is None:
+            self.future.set_result(self.buffer)
+            return False
+        self.works = works
+        return True
 
 
 class Reduction(ABC):
@@ -103,73 +113,70 @@ class Reduction(ABC):
         self._nodes: list[tuple[range, ...]] = []
         self._folded: list[Gradients] = []
         self._apart: list[Gradients] = []
-        self._sent: _Bucket | None = None
-        self._gathering: list[_Bucket] = []
+        self._moving: list[_Bucket] = []
         self._exchanged = self.finished = True
+        self._stages: tuple[Stage, ...] = ()
 
     @abstractmethod
     def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
         """The leaves of the tree that is added up, and which of its nodes each rank has."""
 
     @abstractmethod
-    def _send_large(self, buffer: Tensor, future: Future[Tensor], sums: Gradients) -> _Bucket:
-        """Send the partial sums of a large bucket."""
+    def _large(self, buffer: Tensor, sums: Gradients) -> Rounds:
+        """The rounds of a large bucket, of which this rank has the partial sums. They may be overwritten."""
 
     def begin(self, position: Position, folded: list[Gradients], apart: list[Gradients]) -> None:
-        """Prepare for the last backward of a step: what this worker has summed of its range so far."""
+        """Prepare for the last backward of a step: what this worker has summed of its range so far.
+
+        Takes the gradients over: each is let go of as soon as its bucket is on its way.
+        """
         self._leaves, self._nodes = self._tree(position)
         self._folded, self._apart = folded, apart
-        self._sent, self._gathering = None, []
+        self._moving = []
         self._exchanged = self.finished = False
 
     def __call__(self, _state: object, bucket: Any) -> Future[Tensor]:
         gradients = bucket.gradients()
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
         for total in self._folded:
-            torch._foreach_add_(gradients, self._as_in_bucket(total, indices))
-        entry = self._send(bucket.buffer(), [self._as_in_bucket(total, indices) for total in self._apart])
-        if self._sent is not None:
-            self._add(self._sent)
-        self._sent = entry
+            torch._foreach_add_(gradients, self._taken(total, indices))
+        entry = self._sent(bucket.buffer(), indices)
+        self._moving = [*(older for older in self._moving if older.advance()), entry]
         if bucket.is_last():
-            self._add(entry)
-            for gathering in self._gathering:
-                gathering.work.wait()
-                _finish(gathering, gathering.received[0])
-            self._sent, self._gathering, self.finished = None, [], True
+            while self._moving:
+                self._moving = [older for older in self._moving if older.advance()]
+            self._folded, self._apart, self.finished = [], [], True
         return entry.future
 
-    def _as_in_bucket(self, total: Gradients, indices: list[int]) -> Gradients:
-        """Gradients as `GradBucket.gradients()` gives its own: with the right shapes, but the numbers in memory order."""
-        orders = [(total[i], self._orders[i]) for i in indices]
-        return [
-            gradient if order is None else gradient.permute(order).reshape(gradient.shape)
-            for gradient, order in orders
-        ]
+    def _taken(self, total: Gradients, indices: list[int]) -> Gradients:
+        """Gradients as `GradBucket.gradients()` gives its own: with the right shapes, but the numbers in memory order.
 
-    def _send(self, buffer: Tensor, apart: list[Gradients]) -> _Bucket:
+        They are taken out of `total`, so that their memory is free before the next bucket's is needed.
+        """
+        taken = []
+        for i in indices:
+            gradient, order, total[i] = total[i], self._orders[i], _NOTHING
+            taken.append(gradient if order is None else gradient.permute(order).reshape(gradient.shape))
+        return taken
+
+    def _sent(self, buffer: Tensor, indices: list[int]) -> _Bucket:
         """Send this rank's partial sums to the others, and with the first bucket of a step the exchange."""
-        sums = [*(torch.cat([gradient.reshape(-1) for gradient in total]) for total in apart), buffer]
-        sums = sums[
-            : len(self._nodes[self.group.rank])
-        ]  # a worker without a micro-batch has none: zeros are no node
+        sums = [torch.cat([g.reshape(-1) for g in self._taken(total, indices)]) for total in self._apart]
+        sums.append(buffer)
+        del sums[len(self._nodes[self.group.rank]) :]  # a worker without a micro-batch: zeros are no node
         most = max(map(len, self._nodes))
         small = most * (self.group.size - 1) * buffer.numel() * buffer.element_size() <= LATENCY_BYTES
         first, self._exchanged = not self._exchanged, True
         message = self.exchange.message.view(buffer.dtype) if first and small else None
         if first and message is None:
             self.exchange.send()
-        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        return (
-            self._send_whole(buffer, future, sums, message)
-            if small
-            else self._send_large(buffer, future, sums)
-        )
+        rounds = self._whole(buffer, sums, message) if small else self._large(buffer, sums)
+        entry = _Bucket(buffer, Future(devices=[buffer.device] if buffer.is_cuda else None), rounds)
+        entry.advance()
+        return entry
 
-    def _send_whole(
-        self, buffer: Tensor, future: Future[Tensor], sums: Gradients, message: Tensor | None = None
-    ) -> _Bucket:
-        """Every other rank is sent all partial sums, and the message behind them."""
+    def _whole(self, buffer: Tensor, sums: Gradients, message: Tensor | None = None) -> Rounds:
+        """Every other rank is sent all partial sums, and the message behind them; each adds them up by itself."""
         size, rank = self.group.size, self.group.rank
         chunk = sums if message is None else [*sums, message]
         extra = 0 if message is None else message.numel()
@@ -177,65 +184,83 @@ class Reduction(ABC):
         splits = [lengths[rank]] * size
         lengths[rank] = splits[rank] = 0
         received = buffer.new_empty(sum(lengths))
-        work = _all_to_all(received, _joined(chunk * (size - 1), buffer), lengths, splits, self.group)
-        return _Bucket(buffer, future, "whole", work, torch.split(received, lengths), sums, message)
+        yield [_all_to_all(received, _joined(chunk * (size - 1), buffer), lengths, splits, self.group)]
 
-    def _add(self, entry: _Bucket) -> None:
-        """Once the sums are there, add them in tree order. That is the result, or a slice of it, for all ranks."""
-        entry.work.wait()
-        if entry.how == "summed":
-            _finish(entry, entry.buffer)
-            return
+        by_rank = list(torch.split(received, lengths))
+        if message is not None:
+            messages = [one[one.numel() - extra :] for one in by_rank if one.numel()]
+            messages.insert(rank, message)
+            self.exchange.arrived(torch.cat(messages).view(self.exchange.message.dtype))
+        parts = [one[: len(own) * buffer.numel()] for one, own in zip(by_rank, self._nodes, strict=True)]
+        every: list[Sequence[Tensor]] = [torch.split(part, buffer.numel()) for part in parts]
+        every[rank] = tuple(sums)
+        _put(buffer, *self._added(self._nodes, every))
+
+    def _added(self, owned: Sequence[Sequence[range]], sums: Sequence[Sequence[Tensor]]) -> Gradients:
+        """The sums of some ranks, by rank, added as far as the tree goes. The left ones are overwritten."""
         tree = TreeSum(self._leaves)
-        for rank, (own, received) in enumerate(zip(self._nodes, entry.received, strict=True)):
-            parts: Sequence[Tensor] = entry.kept
-            if entry.how == "slices" or rank != self.group.rank:
-                width = entry.buffer.numel() if entry.how == "whole" else received.numel() // max(1, len(own))
-                parts = torch.split(received[: len(own) * width], width)[: len(own)]
-            for node, part in zip(own, parts, strict=True):
+        for own, parts in zip(owned, sums, strict=True):
+            for node, part in zip(own, parts, strict=False):  # what is split from nothing is one empty part
                 tree.add(node, [part])
-        root = tree.sums[0][1][0]
-        if entry.how == "whole":
-            self._arrived(entry)
-            _finish(entry, root)
-        else:
-            gathered = root.new_empty(self.group.size * root.numel())
-            entry.work = _all_gather(gathered, root, group=self.group.channel, async_op=True)
-            entry.received = (gathered,)
-            self._gathering.append(entry)
-
-    def _arrived(self, entry: _Bucket) -> None:
-        """Hand over the messages that came with a bucket."""
-        if entry.message is None:
-            return
-        length = entry.message.numel()
-        messages = [received[received.numel() - length :] for received in entry.received if received.numel()]
-        messages.insert(self.group.rank, entry.message)
-        self.exchange.arrived(torch.cat(messages).view(self.exchange.message.dtype))
+        return [total for _, (total,) in tree.sums]
 
 
 class TreeReduction(Reduction):
     """Leaves the root of the tree over the step's micro-batches in every bucket: the same bits for every W.
 
-    Of a large bucket each rank is given one slice of all partial sums, adds them in tree order, and the results are
-    gathered. Two workers with one sum each swap their buckets instead, which takes gloo as long as an all-reduce.
+    A large bucket is halved as the tree is: of W = 2 * 2 * 2 ranks, r and r ^ 1 have sibling nodes and swap halves of
+    them, then r and r ^ 2 swap quarters of the sums, then r ^ 4; where W has other factors p, p ranks share their
+    slice out. That leaves each rank with a slice of the root, and the stages run backwards to gather the others into the
+    bucket: with k = 1 the bytes of a ring, and for a power of two log2(W) messages each way. Where ranges do not
+    fit the tree a rank sends each of its nodes.
     """
 
     def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
         leaves = position.micro_batches
+        self._stages = stages(self.ranges, leaves)
         return leaves, [nodes(clip(r, leaves), leaves) for r in self.ranges]
 
-    def _send_large(self, buffer: Tensor, future: Future[Tensor], sums: Gradients) -> _Bucket:
-        size, numel = self.group.size, buffer.numel()
-        counts = [len(own) for own in self._nodes]
-        if size == 2 and max(counts) == 1:
-            return self._send_whole(buffer, future, sums)
-        width = -(-numel // size)
-        lengths = [count * width for count in counts]
-        received = buffer.new_empty(sum(lengths))
-        splits = [len(sums) * width] * size
-        work = _all_to_all(received, _in_slices(sums, size, width, buffer), lengths, splits, self.group)
-        return _Bucket(buffer, future, "slices", work, torch.split(received, lengths))
+    def _large(self, buffer: Tensor, sums: Gradients) -> Rounds:
+        # Two ranks with one sum each swap their buckets: the bytes of halves there and back, in half as many rounds.
+        alone = self.group.size == 2 and max(map(len, self._nodes)) == 1
+        return self._whole(buffer, sums) if alone else self._in_stages(buffer, sums)
+
+    def _in_stages(self, buffer: Tensor, sums: Gradients) -> Rounds:
+        """Each round of the first half shares the rank's slice out to a few ranks, of the second gathers theirs."""
+        rank, channel = self.group.rank, self.group.channel
+        held, start, stop = sums, 0, buffer.numel()
+        largest = stop  # of any rank's slices: all must take as many rounds, or their messages cross
+        del sums  # a generator keeps its arguments, and these are to be let go of with the first stage
+        gathers = []
+        for stage in self._stages:
+            peers, me = stage.peers(rank), stage.place(rank)
+            owned = [stage.nodes[stage.block(peer)] for peer in peers]
+            length = stop - start
+            whole = stage.sends_whole(largest * buffer.element_size(), LATENCY_BYTES)
+            cuts = [slice(0, length)] * stage.ways if whole else slices(length, stage.ways)
+            largest = _length(slices(largest, stage.ways)[0])
+            mine = cuts[me]
+            others = [i for i in range(stage.ways) if i != me]
+            outgoing = [(peers[i], _joined([total[cuts[i]] for total in held], buffer)) for i in others]
+            incoming = [(peers[i], buffer.new_empty(len(owned[i]) * _length(mine))) for i in others]
+            yield _pass_on(outgoing, incoming, channel)
+            received: list[Sequence[Tensor]] = [
+                part.view(len(owned[i]), _length(mine)).unbind()
+                for i, (_, part) in zip(others, incoming, strict=True)
+            ]
+            received.insert(me, [total[mine] for total in held])
+            del outgoing, incoming
+            held = self._added(owned, received)
+            del received
+            if not whole:
+                gathers.append((peers, [slice(start + cut.start, start + cut.stop) for cut in cuts]))
+            start, stop = start + mine.start, start + mine.stop
+        _put(buffer[start:stop], *held)
+        held.clear()
+        for peers, cuts in reversed(gathers):
+            own = buffer[cuts[peers.index(rank)]]
+            parts = [(peer, buffer[cut]) for peer, cut in zip(peers, cuts, strict=True) if peer != rank]
+            yield _pass_on([(peer, own) for peer, _ in parts], parts, channel)
 
 
 class NativeReduction(Reduction):
@@ -245,9 +270,12 @@ class NativeReduction(Reduction):
         size = self.group.size
         return size, [(range(rank, rank + 1),) for rank in range(size)]
 
-    def _send_large(self, buffer: Tensor, future: Future[Tensor], sums: Gradients) -> _Bucket:
-        work = dist.all_reduce(buffer, group=self.group.channel, async_op=True)
-        return _Bucket(buffer, future, "summed", work)
+    def _large(self, buffer: Tensor, sums: Gradients) -> Rounds:
+        yield [dist.all_reduce(buffer, group=self.group.channel, async_op=True)]
+
+
+def _length(cut: slice) -> int:
+    return int(cut.stop - cut.start)
 
 
 def _all_to_all(
@@ -264,11 +292,19 @@ def _all_to_all(
     )
 
 
-def _finish(entry: _Bucket, result: Tensor) -> None:
-    """Put the result into the bucket, and tell DDP."""
-    if result is not entry.buffer:
-        entry.buffer.copy_(result[: entry.buffer.numel()])
-    entry.future.set_result(entry.buffer)
+def _pass_on(
+    outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], channel: Any
+) -> list[Any]:
+    """Send a tensor to each rank named and receive one from each, without waiting. Nothing is sent for an empty one."""
+    sends = [dist.P2POp(dist.isend, part, peer, channel) for peer, part in outgoing if part.numel()]
+    receives = [dist.P2POp(dist.irecv, part, peer, channel) for peer, part in incoming if part.numel()]
+    return list(dist.batch_isend_irecv(sends + receives)) if sends or receives else []
+
+
+def _put(target: Tensor, result: Tensor) -> None:
+    """Where the result was not added up in the bucket itself."""
+    if result.data_ptr() != target.data_ptr():
+        target.copy_(result)
 
 
 def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -276,16 +312,6 @@ def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(list(tensors)) if tensors else like.new_empty(0)
-
-
-def _in_slices(sums: Sequence[Tensor], size: int, width: int, like: Tensor) -> Tensor:
-    """Slice 0 of each sum, then slice 1 of each …, the last ones filled up with zeros: [size * sums * width]."""
-    if len(sums) == 1 and sums[0].numel() == size * width:
-        return sums[0]
-    padded = like.new_zeros(len(sums), size * width)
-    for row, total in zip(padded, sums, strict=True):
-        row[: total.numel()] = total
-    return padded.view(len(sums), size, width).transpose(0, 1).reshape(-1)
 
 
 def memory_order(parameter: Tensor) -> tuple[int, ...] | None:
@@ -296,7 +322,3 @@ def memory_order(parameter: Tensor) -> tuple[int, ...] | None:
     order = tuple(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
     in_order = order == tuple(range(parameter.dim()))
     return None if in_order or not parameter.permute(order).is_contiguous() else order
-
-
-# The newer name of the same collective; the older one warns where both exist.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -27,6 +27,7 @@ from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Exchange, Totals
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
+from lockstep.training.norm import ELEMENT_BY_ELEMENT, GradientNorm, align_gradients, clip_gradients
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
@@ -109,6 +110,7 @@ class Stepper:
         self.own = plan.ranges(group.size)[group.rank]
         self.names = [name for name, p in state.model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
+        self.norm = GradientNorm(self.parameters)
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.watched = ParameterWatch(state.model)
@@ -256,15 +258,16 @@ class Stepper:
 
     def _update(self, position: Position, agreed: Agreed, down: float) -> StepResult:
         spec, state, totals = self.spec, self.state, agreed.totals
+        if type(state.optimizer) not in ELEMENT_BY_ELEMENT:
+            align_gradients(self.parameters)
         gradients = self._gradients(position, 0)
         state.precision.unscale(state.optimizer)
         factor = 1.0 / (totals.weight * down)
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        grad_norm, scale = self.norm(gradients), state.precision.scale
         if spec.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, spec.clip_norm, norm)
-        grad_norm, scale = float(norm), state.precision.scale
+            clip_gradients(gradients, grad_norm, spec.clip_norm)
         if not math.isfinite(grad_norm) and spec.precision != "fp16":
             raise NumericsError(
                 f"the gradient of step {position.step + 1} has the norm {grad_norm} though its loss is finite; "

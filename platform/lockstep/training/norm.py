@@ -1,0 +1,136 @@
+"""The norm of a step's gradients, which does not depend on where in memory they lie.
+
+A kernel that adds up a tensor may take another order where the tensor is aligned otherwise (CUDA's do). `.grad` is a
+view into DDP's buckets on two workers, which are laid out anew after the first step, and memory of its own on one
+worker. So no such kernel sees a gradient here. The definition:
+
+* the elements of a parameter, in logical order (row-major by its shape, whatever its strides), form blocks of `BLOCK`;
+* a block is copied to a float64 workspace, always to the same place, and squared and added up there;
+* the sums of a parameter's blocks are added in index order, then those of the parameters, in float64.
+
+A square of an fp32 number is exact in float64 and at most 2**256, so the norm of finite gradients is finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 16
+"""Elements of a block. As float64 they are 512 KiB, which stay in a core's cache from the copy to the sum; with a quarter
+of that the calls cost as much as the additions."""
+
+_WIDTHS = (64, 512, 4096, 8192, 16384, 32768, BLOCK)
+"""Blocks that are shorter than `BLOCK` are filled up with zeros to one of these, to be added up many at a time."""
+
+_BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
+"""How many full blocks the workspace holds: what a core's cache has room for, or enough to fill a GPU (32 MiB)."""
+
+ALIGNMENT = 64
+"""Bytes to which torch aligns new memory on a CPU; on CUDA it is more, and no kernel asks for more than this."""
+
+
+ELEMENT_BY_ELEMENT = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+"""Optimizers that never add up a gradient's elements, so that it does not matter to them where these lie."""
+
+
+class _Piece(NamedTuple):
+    """A block: its parameter, its place among the parameter's blocks, and its elements."""
+
+    parameter: int
+    block: int
+    length: int
+
+
+class _Batch(NamedTuple):
+    """Blocks that are added up together, one a row; `targets` is where in the rows the elements go."""
+
+    pieces: list[_Piece]
+    rows: Tensor
+    targets: list[Tensor]
+    padded: bool
+    sums: Tensor
+
+
+class GradientNorm:
+    """The norm over the gradients of `parameters`. Keeps its workspace, so that a step allocates next to nothing."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        device = parameters[0].device
+        at_once = BLOCK * _BLOCKS_AT_ONCE.get(device.type, 1)
+        self._shapes = [parameter.shape for parameter in parameters]
+        self._workspace = torch.empty(at_once, dtype=torch.float64, device=device)
+        by_width = _by_width(parameters)
+        self._sums = torch.empty(sum(map(len, by_width.values())), dtype=torch.float64, device=device)
+        self._batches: list[_Batch] = []
+        for width, pieces in by_width.items():
+            rows = at_once // width
+            for i in range(0, len(pieces), rows):
+                self._batches.append(self._batch(pieces[i : i + rows], width))
+        pieces = [piece for batch in self._batches for piece in batch.pieces]
+        self._in_order = sorted((piece.parameter, piece.block, i) for i, piece in enumerate(pieces))
+        self._split = [p for p, shape in enumerate(self._shapes) if shape.numel() > BLOCK]
+
+    def _batch(self, pieces: list[_Piece], width: int) -> _Batch:
+        rows = self._workspace[: len(pieces) * width].view(-1, width)
+        targets = [row[: piece.length] for row, piece in zip(rows, pieces, strict=True)]
+        for i, (parameter, _, length) in enumerate(pieces):
+            if length == self._shapes[parameter].numel():  # it is copied as a whole, from whatever strides
+                targets[i] = targets[i].view(self._shapes[parameter])
+        done = sum(len(batch.pieces) for batch in self._batches)
+        padded = any(piece.length < width for piece in pieces)
+        return _Batch(pieces, rows, targets, padded, self._sums[done : done + len(pieces)])
+
+    def squares(self, gradients: Sequence[Tensor]) -> list[float]:
+        """The sum of the squares of each parameter's gradient. On a CUDA device it waits for them, once."""
+        blocks: list[Sequence[Tensor]] = [(gradient,) for gradient in gradients]
+        for p in self._split:
+            blocks[p] = torch.split(gradients[p].reshape(-1), BLOCK)
+        for pieces, rows, targets, padded, sums in self._batches:
+            if padded:
+                rows.zero_()
+            torch._foreach_copy_(targets, [blocks[parameter][block] for parameter, block, _ in pieces])
+            torch.sum(rows.mul_(rows), 1, out=sums)
+        sums_of_blocks, totals = self._sums.tolist(), [0.0] * len(self._shapes)
+        for parameter, _, i in self._in_order:
+            totals[parameter] += sums_of_blocks[i]
+        return totals
+
+    def __call__(self, gradients: Sequence[Tensor]) -> float:
+        """The norm of all gradients together: infinite or NaN where one of them is."""
+        total = 0.0
+        for square in self.squares(gradients):
+            total += square
+        return math.sqrt(total)
+
+
+def _by_width(parameters: Sequence[Tensor]) -> dict[int, list[_Piece]]:
+    """The blocks of all parameters by the width of the row that each is put into."""
+    found: dict[int, list[_Piece]] = {}
+    for p, parameter in enumerate(parameters):
+        for block, start in enumerate(range(0, parameter.numel(), BLOCK)):
+            piece = _Piece(p, block, min(BLOCK, parameter.numel() - start))
+            found.setdefault(next(width for width in _WIDTHS if width >= piece.length), []).append(piece)
+    return found
+
+
+def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:
+    """Scale the gradients down to the norm `most` where theirs is above it, by the formula of `clip_grad_norm_`."""
+    factor = most / (norm + 1e-6)
+    if not factor >= 1.0:  # a norm that is not a number makes none of it one
+        torch._foreach_mul_(gradients, factor)
+
+
+def align_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give each parameter whose gradient lies anywhere in a bucket a gradient in memory of its own.
+
+    For an optimizer that adds up or multiplies matrices, whose kernels may do so by the alignment of what they are given.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.data_ptr() % ALIGNMENT:
+            parameter.grad = gradient.clone()
