@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
+import lockstep
 from jobs.digits.job import DigitImages, Digits, part
 
 
@@ -31,3 +34,16 @@ class UntracedDigits(Digits):
 
     def example_input(self) -> None:
         return None
+
+
+class PacedDigits(UntracedDigits):
+    """The same bits at a pace that leaves time to do something to a run."""
+
+    class Params(Digits.Params):
+        pause_s: float = 0.0
+
+    params: Params
+
+    def loss(self, model: Any, batch: Any) -> lockstep.Loss:
+        time.sleep(self.params.pause_s)
+        return super().loss(model, batch)

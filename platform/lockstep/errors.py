@@ -10,6 +10,7 @@
     ├── DriftError           ranks that must agree do not
     ├── StorageError         a file or folder of the run cannot be read or written
     ├── RecordError          the tracking store cannot be reached or refuses
+    │   └── NoSuchRunError   the store answers, and has no run of this id
     └── ClusterError         workers cannot be placed, or were lost
 
 A message is one line: what, what was got, what is wanted, what to do; the spec's field comes first where
@@ -64,6 +65,10 @@ class StorageError(LockstepError):
 
 class RecordError(LockstepError):
     """The tracking store cannot be reached or refuses what it is given."""
+
+
+class NoSuchRunError(RecordError):
+    """The store answers, and has no run of this id. Example: a misspelt id, or that of a run in another store."""
 
 
 class ClusterError(LockstepError):

@@ -31,6 +31,18 @@ class Position:
     micro_batches: int
     ends_epoch: bool
 
+    @property
+    def number(self) -> int:
+        """The step's number as people and the record count it: from 1."""
+        return self.step + 1
+
+
+def is_due(position: Position, *, steps: int | None, epochs: int | None) -> bool:
+    """Whether something that comes each so many steps, or each so many epochs, comes after the step at `position`."""
+    if steps is not None:
+        return position.number % steps == 0
+    return epochs is not None and position.ends_epoch and (position.epoch + 1) % epochs == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

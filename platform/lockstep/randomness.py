@@ -41,9 +41,9 @@ def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
 
 def seeds(seed: int) -> dict[str, str]:
     """What each source of randomness of a run is seeded with, for the record."""
-    once = {purpose: str(digest64((seed, purpose))) for purpose in ("model", "train data", "eval data")}
     return {
-        **once,
+        "model": str(digest64((seed, "model"))),
+        "train_data and eval_data, each opened": str(digest64((seed, "train data"))),
         "micro-batch m of step t, computed": f"digest64(({seed}, 'step', t, m))",
         "micro-batch m of step t, fetched": f"digest64(({seed}, 'data', t, m))",
         "order of epoch e": f"torch.Generator seeded with {seed} + e",

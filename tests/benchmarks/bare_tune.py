@@ -16,18 +16,19 @@ def train_trial(config):
     from ray import tune
 
     from lockstep.job.loading import load_job
+    from lockstep.record.events import EvaluationRow
     from lockstep.spec.fields import load_spec
     from lockstep.training.group import Group
     from lockstep.training.loop import fit
-    from lockstep.training.no_record import NoRecord
+    from lockstep.training.requests import NoRequests
 
-    class Reporting(NoRecord):
-        def evaluation(self, row):
-            tune.report({"step": row.step, **row.metrics})
+    def report(event):
+        if isinstance(event, EvaluationRow):
+            tune.report({"step": event.step, **event.metrics})
 
     sys.path.insert(0, config["folder"])
     spec = load_spec(config["spec"])
-    fit(spec, load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu")), Reporting())
+    fit(spec, load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu")), report, NoRequests())
 
 
 if __name__ == "__main__":

@@ -29,16 +29,18 @@ import psutil
 import ray
 import torch
 
-from lockstep.attempts.recorder_actor import RemoteRecord, start_recorder
+from lockstep.attempts.mailbox import start_mailbox, wait_for_run_id
+from lockstep.attempts.recorder_actor import start_recorder
+from lockstep.attempts.sender import Sender
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import StepRow
+from lockstep.record.events import Event, StepRow, tell_nobody
 from lockstep.spec.fields import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
-from lockstep.training.no_record import NoRecord
+from lockstep.training.requests import NoRequests
 from tests.benchmarks.step_time import Estimate, estimate
 from tests.distributed.pool import Pool
 from tests.unit.record.server import Server
@@ -71,26 +73,30 @@ CASES = [
 ]
 
 
-class Turns(RemoteRecord):
-    """Rank 0's record: rows are sent in the on-blocks alone, and every block is timed."""
+class Turns(NoRequests):
+    """Rank 0's events: rows are sent in the on-blocks alone, and every block is timed."""
 
-    def __init__(self, actor: Any, block_s: float, rounds: int) -> None:
-        super().__init__(actor, Path.cwd(), attempt=1)
+    def __init__(self, mailbox: Any, recorder: Any, block_s: float, rounds: int) -> None:
         self.times: list[list[float]] = []
         self.recorder_cpu_s = self.recording_s = 0.0
-        self._actor = actor
+        self._mailbox, self._recorder = mailbox, recorder
+        self._sender = Sender(lambda events: mailbox.tell.remote(1, events))
         self._block_s, self._rounds = block_s, rounds
         self._count = 0
         self._plan: list[tuple[str, int]] = [("warm", WARM_UP)]
         self._began = time.perf_counter()
         self._process: psutil.Process | None = None
 
-    def step(self, row: StepRow) -> None:
+    def tell(self, event: Event) -> None:
+        if not isinstance(event, StepRow):
+            self._sender.tell(event)
+            return
         if not self._plan:
             return  # the step in which the run stops
         kind, length = self._plan[0]
         if kind in {"on", "lead"}:
-            super().step(row)
+            self._sender.tell(event)
+            self._sender.stop()  # the loop asks in every step
         if self._process is None and self._count == 0:
             self._began = time.perf_counter()  # before the first step the run was prepared
         self._count += 1
@@ -101,13 +107,13 @@ class Turns(RemoteRecord):
     def _end(self, kind: str, seconds: float) -> None:
         self._plan.pop(0)
         if kind == "warm":
-            self._process = psutil.Process(ray.get(self._actor.__ray_call__.remote(lambda _: os.getpid())))
-            ray.get(self._actor.run_id.remote())
+            self._process = psutil.Process(ray.get(self._recorder.__ray_call__.remote(lambda _: os.getpid())))
+            wait_for_run_id(self._mailbox)
             self._lay_out(seconds / WARM_UP)
         elif kind in {"on", "off"}:
             self.times[-1].append(seconds / self._count)
         if kind == "on":
-            self._flush()
+            self._sender.close()
             self.recording_s += seconds
             self.recorder_cpu_s += self._cpu_s() - self._cpu_before
             time.sleep(REST_S)
@@ -130,16 +136,16 @@ class Turns(RemoteRecord):
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
-    def stopping(self) -> bool:
+    def stop(self) -> bool:
         return not self._plan
+
+    def run_id(self) -> str:
+        return wait_for_run_id(self._mailbox)
 
     def memory(self) -> int:
         """Bytes that the recorder's process holds."""
         assert self._process is not None
         return int(self._process.memory_info().rss)
-
-    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-        pass
 
 
 def contest(case: Case, uri: str, folder: str, address: str, block_s: float, rounds: int) -> dict[str, Any]:
@@ -159,13 +165,16 @@ def contest(case: Case, uri: str, folder: str, address: str, block_s: float, rou
     )
     job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu"))
     if group.rank > 0:
-        fit(spec, job, group, NoRecord(), Origin())
+        fit(spec, job, group, tell_nobody, NoRequests(), Origin())
         return {}
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        actor = start_recorder(spec, {}, None)
-        record = Turns(actor, block_s, rounds)
-        fit(spec, job, group, record, Origin())
+        mailbox = start_mailbox({})
+        mailbox.begin.remote(1)
+        recorder = start_recorder(spec, {}, None, mailbox)
+        recorder.record.remote()
+        record = Turns(mailbox, recorder, block_s, rounds)
+        fit(spec, job, group, record.tell, record, Origin())
         return {
             "times": record.times,
             "memory_mb": record.memory() / 1e6,

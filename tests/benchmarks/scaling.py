@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from lockstep.data.order import epoch_order
 from lockstep.plan import nodes, worker_ranges
-from lockstep.record.ledger import StepRow
+from lockstep.record.events import StepRow
 from lockstep.record.points import step_points
 from lockstep.training.reduction import LATENCY_BYTES
 

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import StepRow
+from lockstep.record.events import Event, Started, StepRow
 from lockstep.spec.fields import load_spec
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
-from lockstep.training.no_record import NoRecord
+from lockstep.training.requests import NoRequests
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.benchmarks import handwritten
 from tests.distributed.pool import Pool
@@ -86,25 +86,25 @@ def cases() -> Iterator[Case]:
 # --- in the workers ---------------------------------------------------------------------------------------
 
 
-class Contest(NoRecord):
-    """The record that `fit` writes to: times its blocks of steps, and runs the hand-written ones between them.
+class Contest:
+    """What `fit` tells: it times its blocks of steps, and runs the hand-written ones between them.
 
     `times` has a row a round: seconds of a step of Lockstep, of the hand-written loop, and of that loop again.
     """
 
     def __init__(self, first: Iterator[float], second: Iterator[float], block: int) -> None:
-        super().__init__()
         self.loops = (first, second)
         self.block = block
         self.times: list[tuple[float, float, float]] = []
         self._steps = -WARM_UP
         self._began = 0.0
 
-    def started(self, facts: Mapping[str, Any]) -> None:
-        for loop in self.loops:
-            steps(loop, WARM_UP)
-
-    def step(self, row: StepRow) -> None:
+    def tell(self, event: Event) -> None:
+        if isinstance(event, Started):
+            for loop in self.loops:
+                steps(loop, WARM_UP)
+        if not isinstance(event, StepRow):
+            return
         self._steps += 1
         if self._steps == self.block:
             self._round(time.perf_counter() - self._began)
@@ -150,7 +150,7 @@ def contest(case: Case, rounds: int) -> list[tuple[float, float, float]]:
     block = block_length(loops[0])
     spec = load_spec(document, [f"length.steps={WARM_UP + rounds * block}"])
     record = Contest(loops[0], loops[1], block)
-    fit(spec, job, Group.join(torch.device("cpu")), record)
+    fit(spec, job, Group.join(torch.device("cpu")), record.tell, NoRequests())
     return record.times
 
 

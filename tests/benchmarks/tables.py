@@ -34,10 +34,12 @@ from jobs.tabular.sample import GROUP_ROWS, write_sample
 from lockstep.data import node_folder
 from lockstep.data.order import WINDOW
 from lockstep.job.loading import load_job
+from lockstep.record.events import Event, Started, StepRow
 from lockstep.spec.fields import Spec, load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
+from lockstep.training.requests import NoRequests
 from tests.benchmarks import handwritten
 from tests.distributed.pool import Pool
 
@@ -75,7 +77,7 @@ def spec_of(folder: str, steps: int, **more: Any) -> Spec:
 
 
 class Contest:
-    """The record that `fit` writes to: times its blocks of steps, and runs the hand-written loops between them.
+    """What `fit` tells: it times its blocks of steps, and runs the hand-written loops between them.
 
     `rows` has, for each round, the seconds of a step of each side.
     """
@@ -87,11 +89,14 @@ class Contest:
         self._steps = -WARM_UP
         self._began = 0.0
 
-    def started(self, facts: Mapping[str, Any]) -> None:
-        for side, loop in self.loops.items():
-            taken(loop, STEPS[side])
+    def tell(self, event: Event) -> None:
+        if isinstance(event, Started):
+            for side, loop in self.loops.items():
+                taken(loop, STEPS[side])
+        if isinstance(event, StepRow):
+            self._step(event)
 
-    def step(self, row: Any) -> None:
+    def _step(self, row: StepRow) -> None:
         self._steps += 1
         if self._steps > 0:
             self.waited += row.data_wait_s
@@ -104,9 +109,6 @@ class Contest:
         if self._steps % BLOCK == 0:
             dist.barrier()
             self._began = time.perf_counter()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *_, **__: False
 
 
 def taken(loop: Iterator[None], steps: int) -> float:
@@ -135,12 +137,18 @@ def memory(folder: str, rounds: int, memory_mb: float | None) -> tuple[float, fl
     return watched.own - watched.before, watched.shared
 
 
-def train(folder: str, steps: int, memory_mb: float | None, record: Any, whole: str = "/all") -> None:
+def train(folder: str, steps: int, memory_mb: float | None, record: Contest, whole: str = "/all") -> None:
     data = {"shuffle": "full"}
     if memory_mb is not None:
         data = {"shuffle": "blocks", "window": window(memory_mb)}
     spec = spec_of(folder + whole, steps, data=data, memory_mb=memory_mb)
-    fit(spec, load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu")), record)
+    fit(
+        spec,
+        load_job(spec.job.use, spec.job.params),
+        Group.join(torch.device("cpu")),
+        record.tell,
+        NoRequests(),
+    )
 
 
 def window(memory_mb: float) -> int:

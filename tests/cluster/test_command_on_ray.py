@@ -53,6 +53,38 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(tmp_path: Path) -> None:
     assert json.loads(record.read_text())["status"] == "KILLED"
 
 
+def test_wrong_params_are_told_before_a_run_exists(tmp_path: Path) -> None:
+    """No run, no folder, and no process of Ray is left."""
+    words = ["jobs/digits/train.yaml", "--address", "local", "job.params.widht=8", "record.uri=off"]
+    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONHASHSEED", "MKL_CBWR"}}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "train", *words, f"checkpoint.storage={tmp_path}/runs"],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT / "platform"), "OF_THIS_TEST": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert err.splitlines()[-1] == "lockstep: job.params.widht: unknown key; did you mean 'width'?"
+    assert list(tmp_path.iterdir()) == []
+    deadline = time.monotonic() + 30
+    while left := _marked(str(tmp_path)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Every process that inherited the environment of the command with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("OF_THIS_TEST") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 def call(folder: Path, *words: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONHASHSEED", "MKL_CBWR"}}
     return subprocess.Popen(
@@ -136,6 +168,6 @@ def test_a_worker_without_memory_is_told_as_such(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     error = json.loads(done.stdout)["error"]
-    assert error.startswith("rank 0 of 1 was ended for want of memory on its node; lower batch.micro")
+    assert error.startswith("rank 0 of 1 was killed: its node ran out of memory; lower batch.micro")
     (account,) = json.loads(next(tmp_path.glob("*/attempts.json")).read_text())
-    assert "for want of memory" in account["why"]
+    assert "ran out of memory" in account["why"]

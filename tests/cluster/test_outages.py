@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from lockstep.record.ledger import DETERMINISTIC, StepRow, read_parquet
+from lockstep.record.events import StepRow
+from lockstep.record.ledger import DETERMINISTIC, read_parquet
 from tests.unit.record.postgresql import postgresql
 from tests.unit.record.s3 import s3
 from tests.unit.record.server import Server

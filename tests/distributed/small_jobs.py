@@ -66,8 +66,12 @@ class Counting(Plain):
 class Astray(Counting):
     """What it takes up from a checkpoint is another thing on each rank."""
 
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0  # later the job sees no group
+
     def load_state_dict(self, state: Any) -> None:
-        self.calls = state["calls"] + (dist.get_rank() if dist.is_initialized() else 0)
+        self.calls = state["calls"] + self.rank
 
 
 class Centre(nn.Module):

@@ -82,7 +82,7 @@ def test_loss_that_is_nan_later() -> None:
         return lockstep.Loss(cross_entropy(model, x, y) * (float("nan") if next(seen) == 6 else 1), 4)
 
     with told(NumericsError, "step 3", "micro-batch 1", "nan", "optimizer.lr", "0.001"):
-        train_job(document(), with_loss(loss))
+        train_job(document(rehearsal="off"), with_loss(loss))
 
 
 def test_loss_that_is_not_finite_on_another_worker(pool: Pool) -> None:
@@ -158,7 +158,7 @@ def test_exception_in_the_loss_is_told_with_its_place() -> None:
         return lockstep.Loss(cross_entropy(model, x, y), 4)
 
     with told(JobError, "step 2, micro-batch 1, rank 0", "KeyError", "vocabulary"):
-        train_job(document(), with_loss(loss))
+        train_job(document(rehearsal="off"), with_loss(loss))
 
 
 def test_parts_that_change_from_one_micro_batch_to_the_next() -> None:
@@ -169,7 +169,7 @@ def test_parts_that_change_from_one_micro_batch_to_the_next() -> None:
         return lockstep.Loss(cross_entropy(model, x, y), 4, parts)
 
     with told(JobError, "step 2, micro-batch 0", "early"):
-        train_job(document(), with_loss(loss))
+        train_job(document(rehearsal="off"), with_loss(loss))
 
 
 # --- the model --------------------------------------------------------------------------------------------

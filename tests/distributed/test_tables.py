@@ -19,9 +19,9 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.data import Table
 from lockstep.errors import DataError, DriftError, JobError, SpecError
 from lockstep.job.loading import load_job
+from lockstep.record.events import Event, Warned
 from lockstep.spec.fields import load_spec
 from lockstep.training.group import Group
-from lockstep.training.no_record import NoRecord
 from lockstep.training.setup import prepare
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain
@@ -166,14 +166,14 @@ def test_rows_in_both_tables_are_warned_of_and_recorded(pool: Pool, tmp_path: Pa
 def facts_of(spec: Document) -> tuple[int | None, tuple[str, ...]]:
     """What is recorded of leaked rows, and what is warned of."""
 
-    class Noting(NoRecord):
-        def warn(self, text: str) -> None:
-            warnings.append(text)
+    def tell(event: Event) -> None:
+        if isinstance(event, Warned):
+            warnings.append(event.text)
 
     loaded, warnings = load_spec(spec), list[str]()
     job = load_job(loaded.job.use, loaded.job.params)
     group = Group.join(torch.device("cpu"))
-    facts = prepare(loaded, job, group, Noting()).facts
+    facts = prepare(loaded, job, group, tell).facts
     return facts.get("leaked_rows"), tuple(warnings)
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lockstep.plan
@@ -22,13 +23,15 @@ import lockstep.training.step
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import DETERMINISTIC, CheckpointRow, EvaluationRow, History, StepRow
+from lockstep.record.events import CheckpointRow, EvaluationRow, Event, Finished, Restored, StepRow, Warned
+from lockstep.record.ledger import DETERMINISTIC
 from lockstep.spec.fields import load_spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.digest import weights_digest
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.reduction import TreeReduction
+from lockstep.training.requests import NoRequests
 
 Document = dict[str, Any]
 
@@ -55,14 +58,13 @@ class Trained:
     warnings: tuple[str, ...] = field(compare=False)
 
 
-class Kept:
-    """A run's record in memory, with a digest of the model after each step."""
+class Kept(NoRequests):
+    """What a run tells, in memory, with a digest of the model after each step; it asks to stop after `stop_in` steps."""
 
     def __init__(self, model: list[nn.Module], stop_in: int | None, run_id: str = "") -> None:
         self.warnings: list[str] = []
         self.checkpoints: list[CheckpointRow] = []
         self._run_id = run_id
-        self.facts: dict[str, Any] = {}
         self.steps: list[StepRow] = []
         self.evaluations: list[EvaluationRow] = []
         self.digests: list[str] = []
@@ -70,42 +72,29 @@ class Kept:
         self._model = model
         self._stop_in = stop_in
 
-    def started(self, facts: Mapping[str, Any]) -> None:
-        self.facts = dict(facts)
-
-    def restored(self, history: History) -> None:
-        self.steps, self.evaluations = list(history.steps), list(history.evaluations)
+    def tell(self, event: Event) -> None:
+        match event:
+            case Restored():
+                self.steps, self.evaluations = list(event.steps), list(event.evaluations)
+            case StepRow():
+                self.steps.append(event)
+                self.digests.append(weights_digest(self._model[0].state_dict()))
+            case EvaluationRow():
+                self.evaluations.append(event)
+            case CheckpointRow():
+                self.checkpoints.append(event)
+            case Warned():
+                self.warnings.append(event.text)
+            case Finished():
+                for path in event.files:
+                    if path.stem == "final":
+                        assert weights_digest(load_file(path)) == event.summary["weights_digest"]
 
     def run_id(self) -> str:
         return self._run_id
 
-    def checkpoint(self, row: CheckpointRow) -> None:
-        self.checkpoints.append(row)
-
-    def alive(self) -> None: ...
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def step(self, row: StepRow) -> None:
-        self.steps.append(row)
-        self.digests.append(weights_digest(self._model[0].state_dict()))
-
-    def evaluation(self, row: EvaluationRow) -> None:
-        self.evaluations.append(row)
-
-    def loaded(self) -> None: ...
-
-    def straggling(self, text: str) -> None: ...
-
-    def saving(self) -> bool:
-        return False
-
-    def stopping(self) -> bool:
+    def stop(self) -> bool:
         return len(self.steps) == self._stop_in
-
-    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        assert weights_digest(weights["final"]) == summary["weights_digest"]
 
 
 def train(document: Document) -> Trained:
@@ -148,7 +137,8 @@ def train_job(
     made: list[nn.Module] = []
     record = Kept(made, stop_in, run_id)
     with _model_seen(job, made), _buckets_counted(record.buckets):
-        summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record, origin)
+        summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record.tell, record, origin)
+    assert summary is not None
     return Trained(
         weights_digest=summary["weights_digest"],
         best=(summary["best_step"], summary["best_digest"]),

@@ -21,11 +21,12 @@ from lockstep import errors
 from lockstep.cli.main import app
 from lockstep.driver.result import Result
 from lockstep.job.loading import load_job
+from lockstep.record.events import tell_nobody
 from lockstep.spec.fields import PLACEMENT, Spec, load_spec
 from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
-from lockstep.training.no_record import NoRecord
+from lockstep.training.requests import NoRequests
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -230,6 +231,7 @@ def test_the_job_that_is_shown_trains(tmp_path: Path, monkeypatch: pytest.Monkey
     document["job"]["use"] = document["job"]["use"].replace("jobs.spirals", package.name)
     spec = load_spec(document, ["length.epochs=10"])
     job = load_job(spec.job.use, spec.job.params)
-    summary = fit(spec, job, Group.join(torch.device("cpu")), NoRecord())
+    summary = fit(spec, job, Group.join(torch.device("cpu")), tell_nobody, NoRequests())
+    assert summary is not None
     assert summary["metrics"].keys() >= {"train/accuracy", "eval/accuracy", "eval/accuracy_inside"}
     assert summary["metrics"]["eval/accuracy"] > 0.8

@@ -45,7 +45,12 @@ class Linear(lockstep.Params):
 class Pooled(lockstep.Params):
     size: int = 2
 
-class Digits(lockstep.Job):
+class Whole(lockstep.Job):
+    def model(self): ...
+    def train_data(self): ...
+    def loss(self, model, batch): ...
+
+class Digits(Whole):
     class Params(lockstep.Params):
         width: int = 64
         rate: float = Field(default=0.5, ge=0, le=1)
@@ -64,11 +69,11 @@ class Digits(lockstep.Job):
                 raise ValueError("wanted an even width")
             return width
 
-class Needy(Job):
+class Needy(Whole):
     class Params(lockstep.Params):
         classes: int
 
-class Loose(Job):
+class Loose(Whole):
     class Params:
         pass
 
@@ -169,7 +174,10 @@ def test_whatever_breaks_the_import_is_told_in_a_line(source: str, reason: str, 
 
 def test_a_class_that_is_not_there_is_told_the_nearest_job(jobs: str) -> None:
     assert refusal(f"{jobs}:Digit") == "job.use: 'written_job' has no 'Digit'; did you mean 'Digits'?"
-    assert refusal(f"{jobs}:Zzz") == "job.use: 'written_job' has no 'Zzz'; known here: Digits, Loose, Needy"
+    assert (
+        refusal(f"{jobs}:Zzz")
+        == "job.use: 'written_job' has no 'Zzz'; known here: Digits, Loose, Needy, Whole"
+    )
 
 
 def test_a_module_without_any_job_is_told_as_such(module: Write) -> None:
@@ -240,7 +248,7 @@ def test_params_that_are_missing_are_named(jobs: str) -> None:
 
 
 def test_a_job_without_params_of_its_own_takes_none(module: Write) -> None:
-    use = module("import lockstep\nclass Plain(lockstep.Job): pass") + ":Plain"
+    use = module(SOURCE + "class Plain(Whole): pass") + ":Plain"
     assert isinstance(load_job(use, {}), Job)
     assert refusal(use, SpecError, width=3) == "job.params.width: unknown key"
 

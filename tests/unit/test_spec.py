@@ -325,7 +325,7 @@ def test_a_key_of_another_kind_is_told_which_kinds_have_it(
     ("text", "message"),
     [
         ("optimizer: {lr: abc}", "optimizer.lr: got 'abc', wanted a number"),
-        ("optimizer: {lr: '1e-3'}", "optimizer.lr: got '1e-3', wanted a number; take the quotes away"),
+        ("optimizer: {lr: '1e-3'}", "optimizer.lr: got '1e-3', wanted a number; remove the quotes"),
         ("optimizer: {lr: true}", "optimizer.lr: got true, wanted a number"),
         ("optimizer: {lr: 0}", "optimizer.lr: got 0, wanted more than 0"),
         ("optimizer: {lr: .inf}", "optimizer.lr: got inf, wanted a finite number"),
@@ -339,7 +339,7 @@ def test_a_key_of_another_kind_is_told_which_kinds_have_it(
         ("optimizer: {betas: [0.9, 1]}", "optimizer.betas.1: got 1, wanted less than 1"),
         ("optimizer: {name: sgd, nesterov: true}", "optimizer.nesterov: got true, wanted false, or optimizer.momentum above 0"),
         ("schedule: {name: step}", "schedule.every: missing; give one, such as every: 1000"),
-        ("seed: '3'", "seed: got '3', wanted a whole number; take the quotes away"),
+        ("seed: '3'", "seed: got '3', wanted a whole number; remove the quotes"),
         ("seed: 1e4", "seed: got 10000.0, wanted a whole number; write 10000"),
         ("seed: 1.5", "seed: got 1.5, wanted a whole number"),
         ("seed: true", "seed: got true, wanted a whole number"),
@@ -400,7 +400,7 @@ def test_fewest_workers_above_most_workers_is_refused() -> None:
 
 def test_fewest_workers_above_the_micro_batches_is_refused() -> None:
     assert refusal_with_job("batch: {global: 8, micro: 2}\nworkers: {min: 5}") == (
-        "workers.min: got 5, wanted at most the 4 micro-batches of a step, for a worker runs at least one; "
+        "workers.min: got 5, wanted at most the 4 micro-batches of a step, since every worker runs at least one; "
         "lower workers.min or batch.micro"
     )
     assert with_job("batch: {global: 8, micro: 2}\nworkers: {min: 4, max: 9}").workers.max == 9

@@ -82,7 +82,7 @@ def test_a_field_may_depend_on_another() -> None:
         ({"optimizer.lr": {"uniform": [0.1, 0.2], "choice": [1.0]}}, {}, "wanted exactly one of"),
         ({"optimizer.lr": {"normal": [0.1, 0.2]}}, {}, "space.optimizer.lr.normal: unknown key"),
         ({"workers.min": {"choice": [1, 2]}}, {}, "where a trial runs"),
-        ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"search": "grid"}, "search=grid wanted choice or grid"),
+        ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"search": "grid"}, "search=grid needs choice or grid"),
         ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"trials": None}, "trials: missing"),
         ({"optimizer.lr": {"uniform": [0.1, 0.2]}}, {"scheduler": "asha2"}, "scheduler"),
         (

@@ -15,8 +15,8 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.watchdog import Member
 from lockstep.errors import SpecError
+from lockstep.record.events import Joined
 
 TARGETS = ("worker", "node", "recorder", "driver")
 LONGEST_DELAY_S = 1.0
@@ -53,7 +53,9 @@ class Chaos:
         self._rates, self._seed, self._say = rates, seed, say
         self._seen: tuple[int, int] | None = None
 
-    def look(self, attempt: int, step: int, members: Callable[[], Sequence[Member]], recorder: Any) -> None:
+    def look(
+        self, attempt: int, step: int, members: Callable[[], Sequence[Joined]], recorder: Callable[[], Any]
+    ) -> None:
         """An attempt was seen at this step: kill what is due after it, and after the steps since the last look."""
         first = self._seen[1] + 1 if self._seen is not None and self._seen[0] == attempt else step
         self._seen = attempt, step
@@ -64,14 +66,14 @@ class Chaos:
                     args=(
                         target,
                         list(members()),
-                        recorder,
+                        recorder(),
                         random.Random(f"{self._seed}/{attempt}/{number}/{target}"),
                     ),
                     name="lockstep-chaos",
                     daemon=True,
                 ).start()
 
-    def _kill(self, target: str, members: Sequence[Member], recorder: Any, draw: random.Random) -> None:
+    def _kill(self, target: str, members: Sequence[Joined], recorder: Any, draw: random.Random) -> None:
         time.sleep(draw.uniform(0.0, LONGEST_DELAY_S))
         here = ray.get_runtime_context().get_node_id()
         if target == "node":

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import ray
 
 from lockstep.attempts.placement import Placement, place, room_for
-from lockstep.attempts.watchdog import Member
 from lockstep.errors import SpecError
+from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
 
 LOOK_S = 1.0
@@ -92,7 +92,7 @@ class Surroundings:
         """For a notice that is waited out: 1 after the first save, 2 after that near the deadline."""
         self._roomy_since: float | None = None
 
-    def advice(self, members: Sequence[Member]) -> Advice:
+    def advice(self, members: Sequence[Joined]) -> Advice:
         """What the attempt of these workers should do now."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.clusters.connection import connected
+from lockstep.checks.preflight import JobCheck
+from lockstep.clusters.connection import connected, starts_own_cluster
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
@@ -28,7 +29,9 @@ def train_on_ray(
     chaos: str | None = None,
 ) -> Result:
     """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
+    job = JobCheck(spec, elsewhere=not starts_own_cluster(address))
     with connected(address, verbose=verbose) as own_cluster:
+        job.wait()
         from lockstep.attempts.chaos import Chaos, parse
         from lockstep.attempts.supervisor import Supervisor
 

@@ -86,7 +86,7 @@ def _seen_from(others: Mapping[str, str], probes: Mapping[str, str]) -> dict[str
             continue
         except ray.exceptions.RayError as error:
             raise ClusterError(
-                f"{address} did not tell within {PATIENCE_S:.0f} s whether it sees the run's folders: "
+                f"{address} did not say within {PATIENCE_S:.0f} s whether it sees the run's folders: "
                 f"{type(error).__name__}; look at the nodes with ray list nodes"
             ) from error
     return found
@@ -108,8 +108,8 @@ def _fleeting(spec: Spec) -> list[str]:
     copy = str(Path.cwd())
     named = {**local_folders(spec), "record.uri": (spec.record.uri or "").partition(":///")[2]}
     return [
-        f"{field}: {value!r} lies in the job's copy of the working directory, which Ray deletes after the job; "
-        f"set {field} to a place that stays"
+        f"{field}: {value!r} is in the job's copy of the working directory, which Ray deletes after the job; "
+        f"set {field} to a permanent place"
         for field, value in named.items()
         if value.startswith(copy)
     ]
@@ -120,6 +120,6 @@ def _one_node(spec: Spec) -> list[str]:
     if not (spec.record.uri or "").startswith(("sqlite", "file", "/")):
         return []
     return [
-        f"record.uri: {spec.record.uri!r} is a file that this node writes; a resume that starts on another node finds no "
-        "run there; set record.uri to a tracking server"
+        f"record.uri: {spec.record.uri!r} is a file that this node writes; a resume that starts on another node will not find the "
+        "run; set record.uri to a tracking server"
     ]

@@ -22,8 +22,8 @@ from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
 from lockstep.attempts.cluster_view import spare
 from lockstep.attempts.placement import Placement
-from lockstep.attempts.watchdog import Member
 from lockstep.errors import first_line
+from lockstep.record.events import Joined
 
 KEEP_S = 30 * 24 * 3600
 """How long Ray keeps an idle process."""
@@ -80,13 +80,13 @@ class Standbys:
         nodes = [node for node, idle in self._idle.most_common() for _ in range(idle) if node in place.fit]
         return place._replace(first=tuple(nodes[: place.workers]))
 
-    def took(self, members: Sequence[Member], asked_at: float) -> int:
+    def took(self, members: Sequence[Joined], asked_at: float) -> int:
         """An attempt that was asked for then has begun: how many of its workers are processes that stood by."""
         # One that was still importing is taken as well, though it saved no time.
         self._idle -= Counter(member.node for member in members)
         return sum(member.imported_at < asked_at for member in members)
 
-    def fill(self, attempt: int, members: Sequence[Member], each: Mapping[str, float]) -> None:
+    def fill(self, attempt: int, members: Sequence[Joined], each: Mapping[str, float]) -> None:
         """Have the nodes of an attempt's workers, of `each` so much, start what is missing, and one node that could take the place of another: in the background, once an attempt."""
         if attempt == self._filled_for:
             return

@@ -9,41 +9,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
 from lockstep.attempts.account import Account
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import Surroundings, find_place
+from lockstep.attempts.mailbox import LOST, News
 from lockstep.attempts.placement import Placement
 from lockstep.attempts.policy import Budget, outcome_of
-from lockstep.attempts.recorder_actor import LOST, Ending, News, start_recorder
+from lockstep.attempts.recording import Recording
 from lockstep.attempts.stages import breakdown
 from lockstep.attempts.standby import Standbys
-from lockstep.attempts.watchdog import Member, Patience, end
-from lockstep.attempts.worker_group import Attempt, why_lost
+from lockstep.attempts.watchdog import Patience, end
+from lockstep.attempts.worker_group import Attempt
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
+from lockstep.driver.failed import with_run
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
+from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
+from lockstep.record.events import AttemptsSummarised, Document, EndStatus, Failed, Finished
 from lockstep.spec.fields import Spec
 
 POLL_S = 0.3
 """How often the driver looks at a run."""
-
-
-class Closed(NamedTuple):
-    """A run that has ended and is recorded, or what could not be recorded of it."""
-
-    summary: Mapping[str, Any]
-    failure: RecordError | None
-    run_id: str = ""
-    url: str = ""
-    folder: str = ""
 
 
 class Supervisor:
@@ -68,7 +62,7 @@ class Supervisor:
         self.began_at = began_at
         self.warnings = list(warnings)
         self.accounts: list[Account] = []
-        self.recorder: Any = None
+        self._recording: Recording
         self._warned = 0
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
@@ -78,102 +72,100 @@ class Supervisor:
         self._standbys = Standbys(self._warn)
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
-        self._run_id = origin.run_id
         self._named = False
         self._board = Noticeboard(spec.name, spec.record.uri or "", began_at)
 
     def run(self) -> Result:
-        """Train until the run ends, in whichever way."""
+        """Train until the run ends, however it does."""
         place = find_place(self.spec)
-        self.recorder = start_recorder(self.spec, self.environment, self.origin.run_id)
+        self._recording = Recording(self.spec, self.environment, self.origin.run_id, self.progress.say)
         try:
-            closed = self._attempts(place)
-            self._board.ends("KILLED" if closed.summary["stopped"] else "FINISHED", closed.summary["step"])
+            summary, failure = self._attempts(place)
+            self._board.ends("KILLED" if summary["stopped"] else "FINISHED", summary["step"])
         except (KeyboardInterrupt, LockstepError) as error:
             killed = isinstance(error, KeyboardInterrupt)
             self._board.ends("KILLED" if killed else "FAILED", 0)
             if killed:
                 self._end("ended at once by a second signal", "", "KILLED")
-            with suppress(*LOST):  # what ended the run is told; its record comes second
-                ray.get(self.recorder.close.remote())
+            with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
+                self._recording.close()
+            if isinstance(error, LockstepError):
+                raise with_run(error, self._recording.run_id, self.spec.folder) from error
             raise
-        if closed.failure is not None:
-            raise closed.failure
+        if failure is not None:
+            raise failure
+        state = self._recording.state
         return result_of(
-            closed.summary,
-            run_id=closed.run_id,
-            url=closed.url,
+            summary,
+            run_id=state.run_id or "",
+            url=state.url,
             tracking_uri=self.spec.record.uri or "",
-            folder=closed.folder,
+            folder=state.folder,
             began_at=self.began_at,
             warnings=self.warnings,
             attempts=self.origin.attempt,
             signal_number=self.stop.number,
         )
 
-    def _attempts(self, place: Placement) -> Closed:
-        """One attempt after another, until one comes to an end that is recorded, or no other is worth it."""
+    def _attempts(self, place: Placement) -> tuple[Mapping[str, Any], RecordError | None]:
+        """One attempt after another, until one comes to an end that is recorded, or no other is worth it.
+
+        The run's summary, and what could not be recorded of it.
+        """
         budget = Budget(self.spec.faults)
         while True:
-            ending = self._attempt(place)
-            account = self.accounts[-1]
-            error = ending.error
-            if ending.summary is not None:
-                stopped = ending.summary["stopped"]
+            ended = self._attempt(place)
+            account, error = self.accounts[-1], ended.error
+            if ended.summary is not None:
+                stopped = ended.summary["stopped"]
                 account.why = self._moving or "stopped" if stopped else "finished"
                 self._tell_account()
                 if stopped and self._moving and not self.stop.asked:
                     self.progress.say(f"attempt {account.attempt} ended after a checkpoint: {self._moving}")
                 else:
                     try:
-                        return self._close(ending.summary)
+                        return ended.summary, self._close(ended)
                     except LOST as lost:  # another attempt, which has no step left to take
-                        error = self._replace_recorder(lost)
+                        error = self._recording.reopen(lost)
             if error is not None:
                 account.why = str(error)
                 self._tell_account()
                 decision = budget.decide(outcome_of(error), self._saved_step())
                 if not decision.again or self.stop.asked:
                     more = "" if len(self.accounts) == 1 else f" (attempt {account.attempt}; {decision.why})"
-                    self._end(f"{error}{more}", ending.details, "FAILED")
+                    self._end(f"{error}{more}", ended.details, "FAILED")
                     raise error if not more else type(error)(f"{error}{more}")
                 self.progress.say(f"attempt {account.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
             place = self._placed()
             self.origin = self._next()
 
-    def _attempt(self, place: Placement) -> Ending:
+    def _attempt(self, place: Placement) -> RunView:
         """One attempt, from its start to what it came to: a summary or an error."""
         account = Account(self.origin.attempt, place.workers, time.time())
         place = self._standbys.first(place)
-        attempt = Attempt(self.spec, self.origin, self.recorder, place, self.environment)
+        attempt = Attempt(self.spec, self.origin, self._recording.mailbox, place, self.environment)
         again = bool(self.accounts)
         self.accounts.append(account)
+        view = RunView(self.origin.attempt)
         try:
-            begun = self.recorder.begin.remote(self.origin.attempt)
-            if again:  # else the recorder itself still starts: the workers need not wait for it
+            begun = self._recording.begin(self.origin.attempt)
+            if again:  # else the mailbox itself still starts: the workers need not wait for it
                 ray.get(begun)
             account.from_step = self._saved_step() if again or self.origin.run_id else 0
             self._watch(attempt, place)
-            ending: Ending = ray.get(self.recorder.ending.remote())
-            self._look(ray.get(self.recorder.news.remote()), attempt)
+            news = self._recording.news()
+            view = news.view
+            self._look(news, attempt)
             self._name()
         except LOST as lost:
             attempt.end()
-            ending = Ending(None, self._replace_recorder(lost), "")
+            view.error = self._recording.reopen(lost)
         self._before = attempt.moments.at
         account.ended = time.time()
-        if ending.summary is None and ending.error is None:
-            return ending._replace(error=attempt.error or ClusterError("the workers ended without a result"))
-        return ending
-
-    def _replace_recorder(self, error: Exception) -> ClusterError:
-        """The recorder's process was lost: another one goes on with the run's journal. How that is told."""
-        lost = ClusterError(f"the recorder was lost: {why_lost(str(error))}")
-        if self._run_id is None:
-            raise lost from error
-        self.recorder, self._warned = start_recorder(self.spec, self.environment, self._run_id), 0
-        return lost
+        if view.summary is None and view.error is None:
+            view.error = attempt.error or ClusterError("the workers ended without a result")
+        return view
 
     def _watch(self, attempt: Attempt, place: Placement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
@@ -184,75 +176,72 @@ class Supervisor:
         while not attempt.over.wait(POLL_S):
             if self.stop.asked and not told:
                 told = True
-                self.recorder.stop.remote(signal_number=self.stop.number)
+                self._recording.ask_stop()
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
-            news: News = ray.get(self.recorder.news.remote())
-            if patience.is_over(news.alive, time.monotonic()):
-                self._end_hung(attempt, patience.bound_s)
+            news = self._recording.news()
+            if patience.is_over(news.view.signs_of_life, time.monotonic()):
+                self._end_hung(attempt, patience.bound_s, news.view)
                 return
-            if news.failure is not None and not news.recording:
-                self.recorder.stop.remote()
+            if news.recorder.failure is not None and news.recorder.run_id is None:
+                self._recording.ask_stop()
                 attempt.over.wait()
-                raise news.failure
+                raise news.recorder.failure
             self._look(news, attempt)
             self._name()
             if self._moving is None and not told and self.accounts[-1].last_step:
-                self._tend(attempt, surroundings)
+                self._tend(attempt, surroundings, news.view)
 
-    def _tend(self, attempt: Attempt, surroundings: Surroundings) -> None:
+    def _tend(self, attempt: Attempt, surroundings: Surroundings, view: RunView) -> None:
         """While it trains: keep standbys for it, and have it save or move as the cluster around it changes."""
-        members = self._members()
+        members = [view.members[rank] for rank in sorted(view.members)]
         after_s = self.spec.faults.standby_after_s
         if after_s is not None and time.time() - attempt.moments.at["first_step"] > after_s:
             self._standbys.fill(attempt.origin.attempt, members, surroundings.each)
         advice = surroundings.advice(members)
         if advice.save is not None:
-            self.progress.say(f"saving, and going on: {advice.save}")
-            self.recorder.save.remote()
+            self.progress.say(f"saving, and continuing: {advice.save}")
+            self._recording.ask_save()
         if advice.move is not None:
             self._moving = advice.move
-            self.recorder.stop.remote(moving=True)
+            self._recording.ask_stop()
 
     def _name(self) -> None:
         """Tell once which run this is, as soon as it exists: what is lost later can be resumed."""
-        if self._named:
-            return
-        run_id: str | None = ray.get(self.recorder.known_run_id.remote())
-        if run_id is not None:
-            self._named, self._run_id = True, run_id
+        run_id = self._recording.run_id
+        if not self._named and run_id is not None:
+            self._named = True
             self._board.begins(run_id, self.accounts[-1].workers)
             self._on_run_id(run_id)
 
-    def _end_hung(self, attempt: Attempt, bound_s: float) -> None:
+    def _end_hung(self, attempt: Attempt, bound_s: float, view: RunView) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
         self.progress.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
-        text = end(self._members())
         name = f"stacks-attempt-{self.origin.attempt}.txt"
-        self.recorder.document.remote(name, text)
+        self._recording.tell(Document(name, end([view.members[rank] for rank in sorted(view.members)])))
         attempt.over.wait()
         attempt.error = ClusterError(
             f"no rank made progress for {bound_s:.0f} s, so the attempt was ended; what each was doing is in {name} "
             "(faults.longest_silence_s is the shortest time for that)"
         )
-        ray.get(self.recorder.broke.remote(self.origin.attempt, attempt.error, text))
 
     def _look(self, news: News, attempt: Attempt | None = None) -> None:
         """Take in what is new of the attempt at hand."""
-        for text in news.warnings[self._warned :]:
+        view = news.view
+        for text in view.warnings[self._warned :]:
             self._warn(text)
-        self._warned = len(news.warnings)
-        self.progress.show(news.step, news.evaluation, news.total_steps)
-        account, row = self.accounts[-1], news.step
+        self._warned = len(view.warnings)
+        self.progress.show(view.step, view.evaluation, view.total_steps)
+        account, row = self.accounts[-1], view.step
         if attempt is None or row is None or row.attempt != account.attempt:
             return
-        if len(news.stragglers) > len(account.stragglers):
+        if len(view.stragglers) > len(account.stragglers):
             if not account.stragglers:  # once an attempt is enough for a person who looks on
-                self._warn(news.stragglers[0])
-            account.stragglers = list(news.stragglers)
+                self._warn(view.stragglers[0])
+            account.stragglers = list(view.stragglers)
             self._tell_account()
         first = not account.last_step
         if first:
-            attempt.moments.at |= news.moments
+            attempt.moments.at |= view.stage_ends
             if len(self.accounts) > 1:
                 self._goes_on(self.accounts[-2], account, attempt)
         account.last_step, self._last_step_at = row.step, row.wall_clock
@@ -260,31 +249,29 @@ class Supervisor:
         if first:
             self._tell_account()
         if self.chaos is not None:
-            self.chaos.look(account.attempt, row.step, self._members, self.recorder)
+            self.chaos.look(
+                account.attempt, row.step, self._recording.members, lambda: self._recording.recorder
+            )
 
     def _goes_on(self, before: Account, account: Account, attempt: Attempt) -> None:
         """The first step of an attempt after another: what the loss of that one cost."""
         account.repeated = max(0, before.last_step - account.from_step)
         account.seconds = breakdown(self._last_step_at, self._before, attempt.moments.at)
         account.lost_s = sum(account.seconds.values())
-        account.standbys = self._standbys.took(self._members(), attempt.moments.at["decision"])
+        account.standbys = self._standbys.took(self._recording.members(), attempt.moments.at["decision"])
         longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
         spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
         self.progress.say(
-            f"attempt {account.attempt} goes on with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
-            f"{account.repeated} steps are taken again"
+            f"attempt {account.attempt} continues with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
+            f"{account.repeated} steps are repeated"
         )
-
-    def _members(self) -> list[Member]:
-        members: list[Member] = ray.get(self.recorder.members.remote())
-        return members
 
     def _warn(self, text: str) -> None:
         self.progress.say(f"warning: {text}")
         self.warnings.append(text)
 
     def _tell_account(self) -> None:
-        self.recorder.account.remote([account.as_dict() for account in self.accounts])
+        self._recording.tell(AttemptsSummarised([account.as_dict() for account in self.accounts]))
 
     def _placed(self) -> Placement:
         """As many workers as there is room for now. Waits for `workers.min` of them, for as long as the spec allows."""
@@ -303,27 +290,26 @@ class Supervisor:
                 self.stop.wait(1.0)
 
     def _saved_step(self) -> int:
-        run_id = self._run_id or ray.get(self.recorder.known_run_id.remote())
+        run_id = self._recording.run_id
         return max(steps_of(self.spec.checkpoint.storage, run_id), default=0) if run_id else 0
 
     def _next(self) -> Origin:
         """The next attempt; whatever still runs of the one before can publish nothing from here on."""
-        run_id = self._run_id or ray.get(self.recorder.known_run_id.remote())
+        run_id = self._recording.run_id
         if run_id is None:  # it ended before there was a run
             return Origin(None, self.origin.attempt + 1)
         return claim(self.spec.checkpoint.storage, run_id, None, at_least=self.origin.attempt + 1)
 
-    def _close(self, summary: Mapping[str, Any]) -> Closed:
-        """The run has ended by itself or by a signal: let the recorder write what is left."""
-        if self._moving and self.stop.asked:
-            ray.get(self.recorder.settle.remote())
-        failure: RecordError | None = ray.get(self.recorder.close.remote())
-        self._look(ray.get(self.recorder.news.remote()))
-        if failure is not None:
-            return Closed(summary, failure)
-        return Closed(summary, None, *ray.get(self.recorder.names.remote()))
+    def _close(self, ended: RunView) -> RecordError | None:
+        """The run has ended by itself or by a signal: have that recorded, and let the recorder write what is left."""
+        assert ended.summary is not None
+        self._recording.tell(Finished({**ended.summary, "signal": self.stop.number}, ended.files))
+        failure = self._recording.close()
+        if self._recording.state.violation:
+            self._warn(self._recording.state.violation)
+        return failure
 
-    def _end(self, message: str, details: str, status: str) -> None:
+    def _end(self, message: str, details: str, status: EndStatus) -> None:
         """Have the recorder write that the run ended early; what could not be recorded of that comes second."""
         with suppress(*LOST):
-            ray.get(self.recorder.ended.remote(message, details, status))
+            self._recording.tell(Failed(message, details, status))

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import ray
+
+from lockstep.record.events import Joined
 
 TIMES_THE_LONGEST = 20.0
 """How many times the longest silence so far another one may last."""
@@ -56,27 +57,14 @@ class Patience:
         return self.silent_s(alive, now) > self.bound_s
 
 
-class Member(NamedTuple):
-    """A worker, as it is found: the file is where it writes its stacks on SIGUSR1. Times are Unix seconds."""
-
-    rank: int
-    node: str
-    pid: int
-    file: Path
-    imported_at: float
-    """When its process, which was started for that, had all that a worker imports."""
-    runtime_env: str
-    """Ray's name for the environment of its process."""
-
-
 @cache
-def listening(rank: int, imported_at: float = math.inf) -> Member:
+def listening(rank: int, imported_at: float = math.inf) -> Joined:
     """Have this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs."""
     path = Path(tempfile.gettempdir(), f"lockstep-stacks-{os.getpid()}.txt")
     stream = path.open("w", encoding="utf-8")  # open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     context = ray.get_runtime_context()
-    return Member(
+    return Joined(
         rank,
         context.get_node_id(),
         os.getpid(),
@@ -86,9 +74,9 @@ def listening(rank: int, imported_at: float = math.inf) -> Member:
     )
 
 
-def end(members: Sequence[Member]) -> str:
+def end(members: Sequence[Joined]) -> str:
     """Kill these workers, each on its own node. What each was doing."""
-    by_node: dict[str, list[Member]] = {}
+    by_node: dict[str, list[Joined]] = {}
     for member in members:
         by_node.setdefault(member.node, []).append(member)
     calls = []
@@ -103,7 +91,7 @@ def end(members: Sequence[Member]) -> str:
     return "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(found.items()))
 
 
-def end_here(members: Sequence[Member]) -> dict[int, str]:
+def end_here(members: Sequence[Joined]) -> dict[int, str]:
     """Have the workers on this node write their stacks, and kill them."""
     for member in members:
         with suppress(ProcessLookupError):
@@ -113,14 +101,18 @@ def end_here(members: Sequence[Member]) -> dict[int, str]:
     for member in members:
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGKILL)
-        member.file.unlink(missing_ok=True)
+        member.stacks_file.unlink(missing_ok=True)
     return found
 
 
-def _told(member: Member) -> str:
+def _told(member: Joined) -> str:
     try:
         state = psutil.Process(member.pid).status()
     except psutil.NoSuchProcess:
         return f"process {member.pid} is gone"
-    stacks = member.file.read_text(encoding="utf-8", errors="replace") if member.file.exists() else ""
+    stacks = (
+        member.stacks_file.read_text(encoding="utf-8", errors="replace")
+        if member.stacks_file.exists()
+        else ""
+    )
     return f"process {member.pid}, {state}\n{stacks or 'it wrote no stacks: stopped, or deaf to signals'}"

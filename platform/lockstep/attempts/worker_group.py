@@ -25,7 +25,7 @@ class Attempt:
         self,
         spec: Spec,
         origin: Origin,
-        recorder: Any,
+        mailbox: Any,
         place: Placement,
         environment: Mapping[str, str],
     ) -> None:
@@ -39,7 +39,7 @@ class Attempt:
         self._config = {
             "spec": spec.document(),
             "origin": origin,
-            "recorder": recorder,
+            "mailbox": mailbox,
             "folder": str(Path.cwd()),
         }
         self._place = place
@@ -110,7 +110,7 @@ def ended_by(error: BaseException, workers: int) -> str:
     text = " ".join(str(failure) for failure in failures.values())
     if of_memory(text):
         return (
-            f"rank {ranks} of {workers} was ended for want of memory on its node; lower batch.micro or "
+            f"rank {ranks} of {workers} was killed: its node ran out of memory; lower batch.micro or "
             "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
         )
     return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
@@ -124,6 +124,6 @@ def of_memory(text: str) -> bool:
 def why_lost(text: str) -> str:
     """Why a process is gone, in one line, as far as Ray tells."""
     if of_memory(text):
-        return "it was ended for want of memory on its node"
+        return "it was killed: its node ran out of memory"
     exit_detail = re.search(r"Worker exit detail: ([^.\n]+)", text)
     return exit_detail[1] if exit_detail else next(iter(text.strip().splitlines()), "no message")

@@ -7,23 +7,30 @@ beside the checkpoints, `<storage>/named-<name>/run_id`, as soon as the run exis
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from typing import Any
 
+from lockstep.calls.held import held_run, leads
 from lockstep.calls.resumption import continue_run
 from lockstep.calls.training import train
-from lockstep.checkpoint.names import give_name, run_of_name
+from lockstep.checkpoint.holder import holding
+from lockstep.checkpoint.names import folder_of, give_name, run_of_name
 from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.record.stores import find_run
 from lockstep.spec.fields import Spec
 
 
-def train_named(spec: Spec, name: str | None, **options: Any) -> Result:
+def train_named(spec: Spec, name: str | None, *, takeover: bool = False, **options: Any) -> Result:
     """Go on with the run of this name in `spec`'s storage, or begin it; without a name begin one. `options` are those of `train`.
 
-    A run that is finished is left as it is. SpecError where the run that has the name is another one than `spec` says.
+    A run that is finished is left as it is. SpecError where the run that has the name is another one than `spec` says, or
+    another command is at work on it; with `takeover` that one is asked to end.
     """
+    if name is None and takeover:
+        raise SpecError(
+            "takeover: a new run is nobody else's; give the name of the run with --run, or use `lockstep resume`"
+        )
     if name is None:
         return train(spec, **options)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -31,6 +38,18 @@ def train_named(spec: Spec, name: str | None, **options: Any) -> Result:
     storage = open_storage(spec.checkpoint.storage)
     run_id = run_of_name(storage, name)
     if run_id is None:
-        return train(spec, on_run_id=lambda found: give_name(storage, name, found), **options)
-    found = find_run(spec.record.uri or "", run_id, spec.folder)
-    return continue_run(found, spec, step=None, **options)
+        with ExitStack() as stack:
+            if leads():
+                stack.enter_context(
+                    holding(storage, folder_of(name), f"the start of run {name!r}", takeover=takeover)
+                )
+            run_id = run_of_name(storage, name)  # again: another command may have begun it meanwhile
+            if run_id is None:
+
+                def begun(found: str) -> None:
+                    give_name(storage, name, found)
+                    stack.close()  # from here on the run itself is held
+
+                return train(spec, on_run_id=begun, **options)
+    with held_run(spec, run_id, options["progress"], takeover=takeover) as hold:
+        return continue_run(run_id, spec, hold, step=None, **options)

@@ -7,8 +7,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from lockstep.calls.held import held_run, leads
 from lockstep.calls.training import run_attempt, train
-from lockstep.checkpoint.runs import adopt, claim, steps_of
+from lockstep.checkpoint.holder import Hold
+from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
@@ -32,13 +35,15 @@ def resume(
     verbose: bool = False,
     began_at: float | None = None,
     chaos: str | None = None,
+    takeover: bool = False,
 ) -> Result:
     """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
 
     `overrides` may change placement: workers, storage, loader processes. With `fork` they may change anything, and a
     new run starts from the state. A run that is finished is left as it is, and its result returned. The run is looked
     up in the MLflow store at `uri`; for `off` in the folder that `record.folder` or `checkpoint.storage` names.
-    Raises LockstepError.
+    SpecError where another command works on the run; with `takeover` that one is asked to end after its next step, and
+    stopped where it does not answer. Raises LockstepError.
     """
     began_at, overrides, progress = began_at or time.time(), list(overrides), progress or Silent()
     store = tracking_uri(uri)
@@ -50,6 +55,14 @@ def resume(
     recorded_spec = load_spec(found.spec)
     spec = load_spec(found.spec, overrides, uri=uri)
     if fork:
+        there = steps_of(recorded_spec.checkpoint.storage, run_id)
+        if step is not None:
+            check_step(run_id, step, there)
+        elif not there:
+            raise SpecError(
+                f"resume: run {run_id} has no checkpoint in {recorded_spec.checkpoint.storage!r} to fork from; start a new run"
+            )
+        progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
         parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
         return train(
             spec.model_copy(update={"fork": parent, "initial_weights": None}),
@@ -60,22 +73,28 @@ def resume(
             began_at=began_at,
             chaos=chaos,
         )
-    return continue_run(
-        found,
-        spec,
-        step=step,
-        local=local,
-        address=address,
-        progress=progress,
-        verbose=verbose,
-        began_at=began_at,
-        chaos=chaos,
-    )
+    refuse_changes(run_id, recorded_spec, spec)
+    if found.status == "FINISHED":
+        return finished(found, spec, step, progress, began_at)
+    with held_run(spec, run_id, progress, takeover=takeover) as hold:
+        return continue_run(
+            run_id,
+            spec,
+            hold,
+            step=step,
+            local=local,
+            address=address,
+            progress=progress,
+            verbose=verbose,
+            began_at=began_at,
+            chaos=chaos,
+        )
 
 
 def continue_run(
-    found: Recorded,
+    run_id: str,
     spec: Spec,
+    hold: Hold | None,
     *,
     step: int | None,
     local: bool,
@@ -85,35 +104,52 @@ def continue_run(
     began_at: float,
     chaos: str | None = None,
 ) -> Result:
-    """Continue a recorded run as `spec` places it. SpecError where `spec` is another run."""
-    run_id, store = found.run_id, spec.record.uri or ""
+    """Continue a recorded run, which this process holds, as `spec` places it. SpecError where `spec` is another run."""
+    store = spec.record.uri or ""
+    found = find_run(store, run_id, spec.folder)  # now that no other command changes it
     refuse_changes(run_id, load_spec(found.spec), spec)
     if found.status == "FINISHED":
-        progress.say(
-            f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"
-        )
-        return result_of(
-            {"first_step_at": None, "stopped": False, **found.summary},
-            run_id=run_id,
-            url=found.url,
-            tracking_uri=store,
-            folder=str(spec.folder / run_id),
-            began_at=began_at,
-            warnings=[],
-            attempts=int(found.summary.get("attempts", 1)),
-            signal_number=None,
-        )
-    if "://" not in spec.checkpoint.storage:
+        return finished(found, spec, step, progress, began_at)
+    if "://" not in spec.checkpoint.storage and leads():
         fetch_copy(spec, store, run_id, step, progress)
+    origin = claim(spec.checkpoint.storage, run_id, step) if leads() else Origin(run_id, step=step)
+    newest = next(iter(steps_of(spec.checkpoint.storage, run_id)), None)
+    start = (
+        f"its checkpoint of step {step or newest}"
+        if step or newest
+        else "the beginning: it has no checkpoint"
+    )
+    progress.say(f"run {run_id} goes on from {start}")
     return run_attempt(
         spec,
-        claim(spec.checkpoint.storage, run_id, step),
+        origin,
         progress,
         local=local,
         address=address,
         verbose=verbose,
         began_at=began_at,
         chaos=chaos,
+        hold=hold,
+    )
+
+
+def finished(found: Recorded, spec: Spec, step: int | None, progress: Progress, began_at: float) -> Result:
+    """The result of a run that is left as it is. SpecError where it has no checkpoint of `step`."""
+    run_id = found.run_id
+    if step is not None:
+        copies = [copy.step for copy in find_copies(spec.record.uri or "", run_id)]
+        check_step(run_id, step, [*{*steps_of(spec.checkpoint.storage, run_id), *copies}])
+    progress.say(f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)")
+    return result_of(
+        {"first_step_at": None, "stopped": False, **found.summary},
+        run_id=run_id,
+        url=found.url,
+        tracking_uri=spec.record.uri or "",
+        folder=str(spec.folder / run_id),
+        began_at=began_at,
+        warnings=[],
+        attempts=int(found.summary.get("attempts", 1)),
+        signal_number=None,
     )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from lockstep.calls.held import HeldProgress, held_run
+from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checks.preflight import advise, check_storage, find_initial_weights
 from lockstep.driver.progress import Progress, Silent
@@ -64,8 +67,9 @@ def run_attempt(
     began_at: float,
     on_run_id: Callable[[str], None] | None = None,
     chaos: str | None = None,
+    hold: Hold | None = None,
 ) -> Result:
-    """Train one attempt of a run, to its end or to a signal."""
+    """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     warnings = advise(spec)
@@ -73,31 +77,51 @@ def run_attempt(
         progress.say(f"warning: {text}")
     spec = find_initial_weights(spec)
     check_job_source(spec.job.use)
+    if local:
+        from lockstep.job.loading import load_job
+
+        load_job(spec.job.use, spec.job.params)  # before a run exists; it takes no time to do it again
     check_storage(spec)
     if local and chaos is not None:
         raise SpecError("chaos: kills what runs on Ray; leave out --local")
-    if local:
-        from lockstep.driver.local import train_here
+    shown = HeldProgress(progress)
+    with ExitStack() as stack, StopSignal() as stop:
 
-        with StopSignal() as stop:
+        def keep(held: Hold | None) -> None:
+            shown.hold = held
+            if held is not None:
+                held.when_taken(stop.ask)
+
+        def begun(run_id: str) -> None:
+            if hold is None:
+                keep(stack.enter_context(held_run(spec, run_id, progress)))
+            if on_run_id is not None:
+                on_run_id(run_id)
+
+        keep(hold)
+        if local:
+            from lockstep.driver.local import train_here
+
             result = train_here(
-                spec, progress, stop, origin, began_at=began_at, warnings=warnings, on_run_id=on_run_id
+                spec, shown, stop, origin, began_at=began_at, warnings=warnings, on_run_id=begun
             )
-        if result is None:
-            raise SystemExit(0)  # a rank of torchrun that has nothing to tell
-        return result
-    from lockstep.attempts.on_ray import train_on_ray
+        else:
+            from lockstep.attempts.on_ray import train_on_ray
 
-    with StopSignal() as stop:
-        return train_on_ray(
-            spec,
-            progress,
-            stop,
-            origin,
-            address=address,
-            verbose=verbose,
-            began_at=began_at,
-            warnings=warnings,
-            on_run_id=on_run_id,
-            chaos=chaos,
-        )
+            result = train_on_ray(
+                spec,
+                shown,
+                stop,
+                origin,
+                address=address,
+                verbose=verbose,
+                began_at=began_at,
+                warnings=warnings,
+                on_run_id=begun,
+                chaos=chaos,
+            )
+        if result is not None and result.status == "KILLED" and shown.hold is not None:
+            shown.hold.ensure()
+    if result is None:
+        raise SystemExit(0)  # a rank of torchrun that has nothing to tell
+    return result

@@ -2,23 +2,30 @@
 
     <storage>/<run_id>/owner.json                                the run it belongs to
     <storage>/<run_id>/attempt.json                              the attempt that may publish and delete
+    <storage>/<run_id>/attempts/0003.1f6c…                       the same in an object store: the highest number counts
+    <storage>/<run_id>/holds/0003.json                           the command that the run is in the hands of
     <storage>/<run_id>/pins/step-000000200.asked                 a checkpoint that stays
     <storage>/<run_id>/attempt-0003/                             where that attempt writes aside (on a disk)
     <storage>/<run_id>/step-000000200/manifest.json              what makes the checkpoint exist
+    <storage>/<run_id>/step-000000200/manifest.a0003.json        the same in an object store
     <storage>/<run_id>/step-000000200/model.a0003.r0000.safetensors
 
-Every file but the manifest bears the attempt and the rank that wrote it, so that no two writers share a name.
+Every file but the manifest bears the attempt and the rank that wrote it, so that no two writers share a name. In an
+object store the manifest bears its attempt as well: a put that is late can't land on top of a newer attempt's manifest.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 OWNER = "owner.json"
 ATTEMPT = "attempt.json"
 MANIFEST = "manifest.json"
 PINS = "pins"
+CLAIMS = "attempts"
+HOLDS = "holds"
 RECEIPT = "receipt"
 
 KINDS = {"tensors": "safetensors", "tree": "json", "bytes": "bin", RECEIPT: "part"}
@@ -26,6 +33,9 @@ KINDS = {"tensors": "safetensors", "tree": "json", "bytes": "bin", RECEIPT: "par
 
 _STEP = re.compile(r"step-(\d{9,})")
 _STAGING = re.compile(r"attempt-(\d{4,})")
+_MANIFEST = re.compile(r"manifest(?:\.a(\d{4,}))?\.json")
+_CLAIM = re.compile(r"(\d{4,})\.([0-9a-f]+)")
+_HOLD = re.compile(r"(\d{4,})\.json")
 _FILE = re.compile(r"([a-z][a-z0-9_]*)\.a(\d{4,})\.r(\d{4,})\.([a-z]+)")
 _SECTION = re.compile(r"[a-z][a-z0-9_]*")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -67,6 +77,37 @@ def staging_folder(attempt: int) -> str:
 def attempt_of(folder: str) -> int | None:
     """The attempt of a staging folder's name; None for any other folder."""
     found = _STAGING.fullmatch(folder)
+    return int(found[1]) if found else None
+
+
+def manifest_of(attempt: int) -> str:
+    """The name of an attempt's manifest where no rename keeps older attempts from publishing."""
+    return f"manifest.a{attempt:04d}.json"
+
+
+def manifests(names: Iterable[str]) -> list[str]:
+    """The names of manifests among `names`, that of the newest attempt first."""
+    found = [(int(match[1] or 0), name) for name in names if (match := _MANIFEST.fullmatch(name))]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def claim_name(attempt: int, token: str) -> str:
+    return f"{attempt:04d}.{token}"
+
+
+def claim_of(name: str) -> tuple[int, str] | None:
+    """Attempt and token of a claim's name; None for any other name."""
+    found = _CLAIM.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
+def hold_name(number: int) -> str:
+    return f"{number:04d}.json"
+
+
+def hold_of(name: str) -> int | None:
+    """The number of a hold's name; None for any other name."""
+    found = _HOLD.fullmatch(name)
     return int(found[1]) if found else None
 
 

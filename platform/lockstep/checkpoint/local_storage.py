@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +30,8 @@ _LOST = {errno.ENOENT, errno.ENOTDIR, errno.EIO}
 class LocalStorage:
     """The folder `root`, made when something is first written."""
 
+    fences = True
+
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
         self.shown = str(self.root)
@@ -40,26 +42,37 @@ class LocalStorage:
         with _told("write", target):
             try:
                 written = _write(aside, pieces)
-                self._make(target.parent)
+                make_folder(target.parent)
                 aside.replace(target)
             except BaseException:
                 with suppress(OSError):  # the failure itself is what is told
                     aside.unlink()
                 raise
-            _flush_folder(target.parent)
+            flush(target.parent)
         return written
 
     def create(self, path: str, content: bytes) -> None:
         target = self.root / path
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         with _told("create", target):
-            self._make(target.parent)
+            make_folder(target.parent)
             try:
                 _write(aside, [content])
                 _link(aside, target)
             finally:
                 aside.unlink(missing_ok=True)
-            _flush_folder(target.parent)
+            flush(target.parent)
+
+    def put(self, path: str, content: bytes) -> None:
+        target = self.root / path
+        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        with _told("write", target):
+            make_folder(target.parent)
+            try:
+                aside.write_bytes(content)
+                aside.replace(target)
+            finally:
+                aside.unlink(missing_ok=True)
 
     def read(self, path: str) -> bytes:
         with _told("read", self.root / path):
@@ -78,6 +91,12 @@ class LocalStorage:
             except FileNotFoundError:
                 return []
 
+    def tree(self, folder: str) -> Mapping[str, Sequence[Item]]:
+        folders = [item.name for item in self.list(folder) if item.is_folder]
+        return {
+            name: [item for item in self.list(f"{folder}/{name}") if not item.is_folder] for name in folders
+        }
+
     def exists(self, path: str) -> bool:
         with _told("look at", self.root / path):
             return (self.root / path).exists()
@@ -88,7 +107,7 @@ class LocalStorage:
             if staging is not None:
                 aside = self.root / staging / f"{path.replace('/', '.')}.deleted"
                 target.replace(aside)
-                _flush_folder(target.parent)
+                flush(target.parent)
                 target = aside
             target.unlink()
 
@@ -103,9 +122,9 @@ class LocalStorage:
     def begin_staging(self, folder: str) -> None:
         target = self.root / folder
         with _told("create", target):
-            self._make(target.parent)
+            make_folder(target.parent)
             target.mkdir()
-            _flush_folder(target.parent)
+            flush(target.parent)
 
     def end_staging(self, folder: str) -> None:
         target = self.root / folder
@@ -113,19 +132,20 @@ class LocalStorage:
             if not target.name.startswith(ENDED):
                 ended = target.with_name(f"{ENDED}{target.name}-{uuid.uuid4().hex[:8]}")
                 target.replace(ended)
-                _flush_folder(target.parent)
+                flush(target.parent)
                 target = ended
             for file in target.iterdir():
                 file.unlink()
             target.rmdir()
 
-    def _make(self, folder: Path) -> None:
-        """Make a folder and those above it, each flushed into the one that holds it."""
-        if folder.is_dir():
-            return
-        self._make(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _flush_folder(folder.parent)
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each flushed into the one that holds it."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    flush(folder.parent)
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:
@@ -155,9 +175,9 @@ def _link(aside: Path, target: Path) -> None:
         aside.replace(target)
 
 
-def _flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def flush(path: Path) -> None:
+    """Make what a file holds, or the names in a folder, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:

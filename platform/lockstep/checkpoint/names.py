@@ -29,5 +29,10 @@ def give_name(storage: Storage, name: str, run_id: str) -> None:
         ) from error
 
 
+def folder_of(name: str) -> str:
+    """The folder that is held while a run of this name begins."""
+    return f"named-{name}"
+
+
 def _file(name: str) -> str:
-    return f"named-{name}/run_id"
+    return f"{folder_of(name)}/run_id"

@@ -1,15 +1,22 @@
 """A storage in an object store, through `pyarrow.fs`.
 
-A put is whole or it is not there, so nothing is written aside. There is no rename either, and so no fence at
-the moment of publishing: an attempt is asked whether it is the current one right before (see `run_folder`).
+A put is whole or it is not there, so nothing is written aside. There is no rename either, and so no fence at the moment
+of publishing: an attempt is asked whether it is the current one right before, and a request that is late all the same
+finds no name that a newer attempt uses (see `layout`).
+
+What must be new is written on a condition (`If-None-Match`), which pyarrow does not offer: S3 is asked through boto3.
+Where a store knows no conditions, those who want one name tell so, and who sees another one gives way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, cast
-from urllib.parse import urlsplit
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from lockstep.checkpoint.errors import LostFileError, TakenError
 from lockstep.checkpoint.storage import Item, Reading, Written, hashed
@@ -18,15 +25,23 @@ from lockstep.errors import SpecError, StorageError
 if TYPE_CHECKING:
     import pyarrow.fs as pafs  # 0.1 s to import: only who keeps checkpoints in an object store pays
 
+_RIVAL = timedelta(seconds=60)
+"""How long a process that wants a name is waited for, by the store's own clock: it may have been killed meanwhile."""
+_CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict", "OperationAborted"}
+_UNCONDITIONAL = {"NotImplemented", "InvalidRequest", "InvalidArgument"}
+
 
 class ObjectStorage:
     """The bucket and prefix of a URI; pyarrow reads credentials and options from it, or from the environment."""
+
+    fences = False
 
     def __init__(self, uri: str) -> None:
         import pyarrow as pa
         import pyarrow.fs as pafs
 
         parts = urlsplit(uri)
+        self._uri = uri
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         try:
             self._files, root = pafs.FileSystem.from_uri(_in_one_request(uri))
@@ -34,6 +49,7 @@ class ObjectStorage:
             reason = _one_line(error).replace(uri, self.shown)
             raise SpecError(f"checkpoint.storage: cannot open {self.shown!r}: {reason}") from None
         self._root = root.rstrip("/")
+        self._conditions = parts.scheme == "s3"
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
         with self._told("write", path):
@@ -46,12 +62,14 @@ class ObjectStorage:
                 raise
 
     def create(self, path: str, content: bytes) -> None:
-        """Exclusive but for two that create at the same time: the one that reads back another's content loses."""
-        if self.exists(path):
-            raise TakenError(f"checkpoint.storage: {self._shown(path)!r} is there already")
-        self.write(path, [content], staging="")
-        if self.read(path) != content:
-            raise TakenError(f"checkpoint.storage: {self._shown(path)!r} was created by another process")
+        if self._conditions:
+            self._create_on_condition(path, content)
+        if not self._conditions:
+            self._create_alone(path, content)
+
+    def put(self, path: str, content: bytes) -> None:
+        with self._told("write", path), self._files.open_output_stream(self._at(path)) as stream:
+            stream.write(content)
 
     def read(self, path: str) -> bytes:
         with self._told("read", path), self._files.open_input_stream(self._at(path)) as stream:
@@ -63,11 +81,18 @@ class ObjectStorage:
             yield file
 
     def list(self, folder: str) -> list[Item]:
-        import pyarrow.fs as pafs
+        return sorted(_item(info) for info in self._infos(folder))
 
-        with self._told("list", folder):
-            selector = pafs.FileSelector(self._at(folder), allow_not_found=True)
-            return sorted(_item(info) for info in self._files.get_file_info(selector))
+    def tree(self, folder: str) -> Mapping[str, Sequence[Item]]:
+        found: dict[str, Any] = {}
+        start = len(self._at(folder)) + 1
+        for info in self._infos(folder, recursive=True):
+            item, (name, *inside) = _item(info), info.path[start:].split("/")
+            if item.is_folder and not inside:
+                found.setdefault(name, [])
+            elif len(inside) == 1 and not item.is_folder:
+                found.setdefault(name, []).append(item)
+        return found
 
     def exists(self, path: str) -> bool:
         import pyarrow.fs as pafs
@@ -91,11 +116,95 @@ class ObjectStorage:
     def end_staging(self, folder: str) -> None:
         """Nothing."""
 
+    def _create_on_condition(self, path: str, content: bytes) -> None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        bucket, _, key = self._at(path).partition("/")
+        try:
+            self._client.put_object(Bucket=bucket, Key=key, Body=content, IfNoneMatch="*")
+        except ClientError as error:
+            code = error.response.get("Error", {}).get("Code", "")
+            if code in _CONFLICTS:
+                self._refuse_unless_own(path, content)
+            elif code in _UNCONDITIONAL:
+                self._conditions = False
+            else:
+                raise self._failed("create", path, error) from error
+        except BotoCoreError as error:
+            raise self._failed("create", path, error) from error
+
+    def _refuse_unless_own(self, path: str, content: bytes) -> None:
+        """A put that was sent again because its answer was lost finds its own object. Contents that matter bear a token."""
+        with suppress(LostFileError):
+            if content and self.read(path) == content:
+                return
+        raise TakenError(f"checkpoint.storage: {self._shown(path)!r} is there already")
+
+    def _create_alone(self, path: str, content: bytes) -> None:
+        """Tell that one wants the name, look, and take it where nobody else is seen: of two, the later one sees the earlier."""
+        folder, _, name = path.rpartition("/")
+        own = f"{name}.{uuid.uuid4().hex}.wanted"
+        self.put(f"{folder}/{own}", b"")
+        try:
+            seen = {info.base_name: info.mtime for info in self._infos(folder)}
+            wanted = [
+                other
+                for other, at in seen.items()
+                if other.startswith(f"{name}.") and other.endswith(".wanted") and seen[own] - at < _RIVAL
+            ]
+            if name in seen or wanted != [own]:
+                raise TakenError(f"checkpoint.storage: {self._shown(path)!r} is there already, or being made")
+            self.put(path, content)
+        finally:
+            self.delete(f"{folder}/{own}")
+
+    @cached_property
+    def _client(self) -> Any:
+        """The same store for boto3, which finds credentials where pyarrow does: in the URI, or else in the environment."""
+        try:
+            import boto3
+            from botocore.config import Config
+        except ImportError:
+            raise SpecError(
+                f"checkpoint.storage: {self.shown!r} needs boto3, for two commands must not begin the same attempt; "
+                "pip install 'lockstep-train[stores]'"
+            ) from None
+        parts = urlsplit(self._uri)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        endpoint = query.get("endpoint_override")
+        if endpoint and "://" not in endpoint:
+            endpoint = f"{query.get('scheme', 'https')}://{endpoint}"
+        virtual = not endpoint or query.get("force_virtual_addressing") == "true"
+        given = {"aws_access_key_id": parts.username, "aws_secret_access_key": parts.password}
+        return boto3.session.Session().client(
+            "s3",
+            endpoint_url=endpoint,
+            region_name=query.get("region"),
+            config=Config(
+                s3={"addressing_style": "auto" if virtual else "path"},
+                connect_timeout=10,
+                read_timeout=30,
+                retries={"mode": "standard", "max_attempts": 3},
+            ),
+            **{name: unquote(value) for name, value in given.items() if value},
+        )
+
+    def _infos(self, folder: str, *, recursive: bool = False) -> Sequence[pafs.FileInfo]:
+        import pyarrow.fs as pafs
+
+        with self._told("list", folder):
+            selector = pafs.FileSelector(self._at(folder), allow_not_found=True, recursive=recursive)
+            return cast("Sequence[pafs.FileInfo]", self._files.get_file_info(selector))
+
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
 
     def _shown(self, path: str) -> str:
         return f"{self.shown.rstrip('/')}/{path}"
+
+    def _failed(self, verb: str, path: str, error: BaseException) -> StorageError:
+        kind = LostFileError if isinstance(error, FileNotFoundError) else StorageError
+        return kind(f"checkpoint.storage: cannot {verb} {self._shown(path)!r}: {_one_line(error)}")
 
     @contextmanager
     def _told(self, verb: str, path: str) -> Iterator[None]:
@@ -105,10 +214,7 @@ class ObjectStorage:
         try:
             yield
         except (OSError, pa.ArrowException) as error:
-            kind = LostFileError if isinstance(error, FileNotFoundError) else StorageError
-            raise kind(
-                f"checkpoint.storage: cannot {verb} {self._shown(path)!r}: {_one_line(error)}"
-            ) from error
+            raise self._failed(verb, path, error) from error
 
 
 def _in_one_request(uri: str) -> str:

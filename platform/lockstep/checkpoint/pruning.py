@@ -1,20 +1,68 @@
 """Deleting what retention decides: the manifest first, then the files, and only as the current attempt.
 
-Before anything is deleted, a checkpoint that stays is known to be whole.
+Before anything is deleted, a checkpoint that stays is known to be whole. What a save costs does not grow with the
+checkpoints that are kept: an attempt reads what there is once, and then knows what it has saved and deleted itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, NewerFormatError
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.pins import pinned
-from lockstep.checkpoint.reader import Checkpoint, checkpoints, verify
+from lockstep.checkpoint.reader import Checkpoint, check_sizes, checkpoints_of, listed, verify
 from lockstep.checkpoint.retention import Keep, Known, StepFolder, leftovers, surplus
 from lockstep.checkpoint.run_folder import Attempt
+
+
+class Catalogue:
+    """The checkpoints of a run as its current attempt knows them: nobody else adds any or deletes them meanwhile.
+
+    Reading costs one request for a thousand files and one for each manifest. After it, a save adds what it has
+    published. A file that is lost later is noticed by whoever reads the checkpoint, and by the next attempt.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self._known: dict[int, Known] | None = None
+
+    def prune(self, keep: Keep, *, whole: int | None = None) -> list[int]:
+        """Delete the checkpoints that `keep` does not ask for; the steps that were deleted. As the function `prune`."""
+        known = self._read() if self._known is None else self._known
+        if whole is None:
+            known = _verified(self.attempt, known)
+        elif (found := self._looked_at(whole)) is None:
+            return []
+        else:
+            known[whole] = found
+        self._known = known
+        steps = surplus(known.values(), replace(keep, pinned=keep.pinned | pinned(self.attempt.run)))
+        for step in steps:
+            apply(self.attempt, [step])
+            del known[step]
+        return steps
+
+    def _looked_at(self, step: int) -> Known | None:
+        """The checkpoint that this attempt has just published, without reading its files back; None where one is not there."""
+        try:
+            manifest = verify(Checkpoint.of(self.attempt.run, step, self.attempt.manifest), hashes=False)
+        except (BadCheckpointError, LostFileError):
+            return None
+        return Known(step, True, manifest.facts.metrics)
+
+    def _read(self) -> dict[int, Known]:
+        """Every checkpoint of this format, as far as names and sizes tell whether it is good."""
+        known = {}
+        for step, sizes in listed(self.attempt.run):
+            found = [_known(self.attempt, step, name, sizes) for name in layout.manifests(sizes)]
+            best = next((one for one in found if one is not None and one.good), None)
+            if best is not None or (found and None not in found):
+                known[step] = best or Known(step, good=False)
+        return known
 
 
 def prune(attempt: Attempt, keep: Keep, *, whole: int | None = None) -> list[int]:
@@ -23,37 +71,32 @@ def prune(attempt: Attempt, keep: Keep, *, whole: int | None = None) -> list[int
     What is pinned stays as well. `whole` is a step that this process has just written: it is not read back. Without it, checkpoints are
     verified from the newest on until one is whole. One of a newer format is neither counted nor deleted.
     """
-    known = _known(attempt, whole)
-    if whole is not None and whole not in {checkpoint.step for checkpoint in known if checkpoint.good}:
-        return []
-    steps = surplus(known, replace(keep, pinned=keep.pinned | pinned(attempt.run)))
-    apply(attempt, steps)
-    return steps
+    return Catalogue(attempt).prune(keep, whole=whole)
 
 
 def apply(attempt: Attempt, steps: Iterable[int]) -> None:
     """Delete these checkpoints. StaleAttemptError where the attempt is over."""
     for step in steps:
         folder = layout.step_folder(step)
-        try:
-            listed = [entry.name for entry in Checkpoint.of(attempt.run, step).manifest().files]
-        except BadCheckpointError:
-            listed = []  # its files are leftovers from here on
-        attempt.withdraw((folder, layout.MANIFEST))
-        for name in listed:
+        named: list[str] = []
+        for checkpoint in reversed(checkpoints_of(attempt.run, step)):
+            with suppress(BadCheckpointError):  # its files are leftovers from here on
+                named += [entry.name for entry in checkpoint.manifest().files]
+            attempt.withdraw((folder, checkpoint.name))
+        for name in named:
             attempt.discard((folder, name))
         attempt.run.storage.delete_folder(attempt.run.path(folder))
 
 
-def clear_leftovers(attempt: Attempt) -> list[str]:
+def clear_leftovers(attempt: Attempt, only: Collection[int] | None = None) -> list[str]:
     """Delete what crashed and failed saves have left; the files that were deleted, as `step-…/name`.
 
-    Call it when an attempt has begun, before its first save, and after a save that failed.
+    Call it when an attempt has begun, and after a save that failed, with `only` the steps that it may have left something of.
     """
     attempt.ensure_current()
     attempt.run.clear_ended()
-    folders = [_step_folder(attempt, step) for step in attempt.run.steps()]
-    found = leftovers(folders, attempt.number)
+    folders = [_step_folder(attempt, step, names) for step, names in _folders(attempt, only)]
+    found = leftovers(folders, attempt.number, fenced=attempt.run.storage.fences)
     for folder in folders:
         name = layout.step_folder(folder.step)
         for file in found.get(folder.step, ()):
@@ -63,30 +106,59 @@ def clear_leftovers(attempt: Attempt) -> list[str]:
     return [f"{layout.step_folder(step)}/{file}" for step, files in found.items() for file in files]
 
 
-def _known(attempt: Attempt, whole: int | None) -> list[Known]:
-    """Every checkpoint of this format, newest first, and whether it is good as far as it was looked at."""
-    known, sure = [], whole is not None
-    for checkpoint in checkpoints(attempt.run):
-        step = _step(checkpoint)
-        try:
-            manifest = verify(checkpoint, hashes=not sure)
-            known.append(Known(step, True, manifest.facts.metrics))
-            sure = True
-        except NewerFormatError:
-            continue
-        except (BadCheckpointError, LostFileError):
-            known.append(Known(step, good=False))
-    return known
+def _folders(attempt: Attempt, only: Collection[int] | None) -> list[tuple[int, dict[str, int]]]:
+    if only is None:
+        return listed(attempt.run)
+    paths = {step: attempt.run.path(layout.step_folder(step)) for step in only}
+    return [
+        (step, {item.name: item.size for item in attempt.run.storage.list(path)})
+        for step, path in paths.items()
+    ]
 
 
-def _step_folder(attempt: Attempt, step: int) -> StepFolder:
-    checkpoint = Checkpoint.of(attempt.run, step)
-    names = frozenset(item.name for item in attempt.run.storage.list(checkpoint.folder))
-    manifest = _readable(checkpoint) if layout.MANIFEST in names else None
-    if manifest is None:
+def _verified(attempt: Attempt, known: Mapping[int, Known]) -> dict[int, Known]:
+    """The same, with checkpoints read from the newest on until one is whole."""
+    found = dict(known)
+    for step in sorted(found, reverse=True):
+        for checkpoint in checkpoints_of(attempt.run, step) if found[step].good else ():
+            try:
+                manifest = verify(checkpoint)
+            except (BadCheckpointError, LostFileError):
+                continue
+            found[step] = Known(step, True, manifest.facts.metrics)
+            return found
+        found[step] = Known(step, good=False)
+    return found
+
+
+def _known(attempt: Attempt, step: int, name: str, sizes: Mapping[str, int]) -> Known | None:
+    """A checkpoint as its manifest and the sizes of its files tell it; None for one of a newer format."""
+    checkpoint = Checkpoint.of(attempt.run, step, name)
+    try:
+        manifest = checkpoint.manifest()
+        check_sizes(checkpoint, manifest.files, sizes)
+    except NewerFormatError:
+        return None
+    except (BadCheckpointError, LostFileError):
+        return Known(step, good=False)
+    return Known(step, True, manifest.facts.metrics)
+
+
+def _step_folder(attempt: Attempt, step: int, sizes: Mapping[str, int]) -> StepFolder:
+    names = frozenset(sizes)
+    made = [parts for name in names if (parts := layout.file_name(name))]
+    makers = {parts.attempt for parts in made}
+    if layout.manifests(names) and len(makers) == 1 and all(parts.kind != layout.RECEIPT for parts in made):
+        return StepFolder(
+            step, names, names, makers.pop()
+        )  # as a save leaves it: no need to read the manifest
+    found = [_readable(Checkpoint.of(attempt.run, step, name)) for name in layout.manifests(names)]
+    readable = [manifest for manifest in found if manifest is not None]
+    if not readable or len(readable) < len(found):
         return StepFolder(step, names)
-    listed = frozenset(entry.name for entry in manifest.files) | {layout.MANIFEST}
-    return StepFolder(step, names, listed, manifest.attempt)
+    named = {entry.name for manifest in readable for entry in manifest.files}
+    newest = max(manifest.attempt for manifest in readable)
+    return StepFolder(step, names, frozenset(named) | set(layout.manifests(names)), newest)
 
 
 def _readable(checkpoint: Checkpoint) -> Manifest | None:
@@ -94,8 +166,3 @@ def _readable(checkpoint: Checkpoint) -> Manifest | None:
         return checkpoint.manifest()
     except BadCheckpointError:
         return None
-
-
-def _step(checkpoint: Checkpoint) -> int:
-    assert checkpoint.step is not None
-    return checkpoint.step

@@ -6,7 +6,7 @@ Nothing is handed out before the hash of all of its file has been compared; noth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ from lockstep.checkpoint.storage import PIECE, Reading, Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.checkpoint.tensor_file import read_tensors
 from lockstep.checkpoint.tree import Tree, unpack
+from lockstep.errors import StorageError
 
 T = TypeVar("T")
 
@@ -33,11 +34,13 @@ class Checkpoint:
     folder: str
     run_id: str | None = None
     step: int | None = None
+    name: str = layout.MANIFEST
+    """The manifest's."""
 
     @classmethod
-    def of(cls, run: RunFolder, step: int) -> Checkpoint:
-        """The checkpoint of a run after `step`, wherever that step's folder would be."""
-        return cls(run.storage, run.path(layout.step_folder(step)), run.run_id, step)
+    def of(cls, run: RunFolder, step: int, name: str = layout.MANIFEST) -> Checkpoint:
+        """The checkpoint of a run after `step`, whether or not it is there."""
+        return cls(run.storage, run.path(layout.step_folder(step)), run.run_id, step, name)
 
     @property
     def shown(self) -> str:
@@ -46,21 +49,19 @@ class Checkpoint:
 
     def exists(self) -> bool:
         """Whether there is a manifest."""
-        return self.storage.exists(self.path(layout.MANIFEST))
+        return self.storage.exists(self.path(self.name))
 
     def manifest(self) -> Manifest:
         """The table of contents. BadCheckpointError where it cannot be used or is of another run or step."""
         try:
-            manifest = Manifest.decode(self.storage.read(self.path(layout.MANIFEST)))
+            manifest = Manifest.decode(self.storage.read(self.path(self.name)))
         except LostFileError as error:
-            raise BadCheckpointError(f"checkpoint {self.shown}: it has no {layout.MANIFEST}") from error
+            raise BadCheckpointError(f"checkpoint {self.shown}: it has no {self.name}") from error
         except BadCheckpointError as error:
-            raise type(error)(f"checkpoint {self.shown}: {layout.MANIFEST}: {error}") from error
+            raise type(error)(f"checkpoint {self.shown}: {self.name}: {error}") from error
         for what, wanted, got in (("run", self.run_id, manifest.run), ("step", self.step, manifest.step)):
             if wanted is not None and got != wanted:
-                raise self.bad(
-                    layout.MANIFEST, f"it is of {what} {got}, and lies where {what} {wanted} should"
-                )
+                raise self.bad(self.name, f"it is of {what} {got}, and lies where {what} {wanted} should")
         return manifest
 
     def path(self, name: str) -> str:
@@ -81,13 +82,42 @@ class Loaded(NamedTuple):
 
 def checkpoint_at(uri: str) -> Checkpoint:
     """The checkpoint in a folder by itself, downloaded from a record, say: of whatever run and step."""
-    return Checkpoint(open_storage(uri), "")
+    storage = open_storage(uri)
+    names = layout.manifests(item.name for item in storage.list(""))
+    return Checkpoint(storage, "", name=next(iter(names), layout.MANIFEST))
 
 
 def checkpoints(run: RunFolder) -> list[Checkpoint]:
-    """Every step of the run that has a manifest, newest first, unverified."""
-    found = (Checkpoint.of(run, step) for step in run.steps())
-    return [checkpoint for checkpoint in found if checkpoint.exists()]
+    """Every checkpoint of the run, unverified: newest first, and of one step that of the newest attempt first."""
+    return [Checkpoint.of(run, step, name) for step, names in listed(run) for name in layout.manifests(names)]
+
+
+def checkpoints_of(run: RunFolder, step: int) -> list[Checkpoint]:
+    """Those of one step: in an object store an older attempt's may be beside the one that replaced it."""
+    names = [item.name for item in run.storage.list(run.path(layout.step_folder(step)))]
+    return [Checkpoint.of(run, step, name) for name in layout.manifests(names)]
+
+
+def listed(run: RunFolder) -> list[tuple[int, dict[str, int]]]:
+    """Each step that has a folder, newest first, with the names and sizes of its files: one look at all of them."""
+    found = [
+        (step, {item.name: item.size for item in items})
+        for folder, items in run.storage.tree(run.run_id).items()
+        if (step := layout.step_of(folder)) is not None
+    ]
+    return sorted(found, key=lambda folder: -folder[0])
+
+
+def load_step(run: RunFolder, step: int) -> Loaded:
+    """The content of the checkpoint of `step`. BadCheckpointError where there is none that is whole."""
+    failed: StorageError | None = None
+    for checkpoint in checkpoints_of(run, step) or [Checkpoint.of(run, step)]:
+        try:
+            return load(checkpoint)
+        except (BadCheckpointError, LostFileError) as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
 
 
 def verify(checkpoint: Checkpoint, *, hashes: bool = True) -> Manifest:
@@ -96,7 +126,7 @@ def verify(checkpoint: Checkpoint, *, hashes: bool = True) -> Manifest:
     BadCheckpointError names the first file that is wrong, and how. Without `hashes` only the sizes are compared.
     """
     manifest = checkpoint.manifest()
-    _check_sizes(checkpoint, manifest.files)
+    check_sizes(checkpoint, manifest.files, _sizes(checkpoint))
     for entry in manifest.files if hashes else ():
         _read(checkpoint, entry, lambda file: file.rest())
     return manifest
@@ -109,7 +139,7 @@ def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
     """
     manifest = checkpoint.manifest()
     wanted = [entry for entry in manifest.files if only is None or entry.section in only]
-    _check_sizes(checkpoint, wanted)
+    check_sizes(checkpoint, wanted, _sizes(checkpoint))
     tensors: dict[str, dict[str, Tensor]] = {}
     skeletons: dict[str, tuple[FileEntry, Any]] = {}
     sections: dict[str, Tree | bytes] = {}
@@ -144,16 +174,21 @@ def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
 
 
 def _newest(run: RunFolder, warn: Callable[[str], None], read: Callable[[Checkpoint], T]) -> T | None:
-    for checkpoint in checkpoints(run):
-        try:
-            return read(checkpoint)
-        except (BadCheckpointError, LostFileError) as error:
-            warn(f"{error}; this checkpoint is passed over")
+    for step in run.steps():  # one after the other: of thousands, the first is nearly always good
+        for checkpoint in checkpoints_of(run, step):
+            try:
+                return read(checkpoint)
+            except (BadCheckpointError, LostFileError) as error:
+                warn(f"{error}; this checkpoint is passed over")
     return None
 
 
-def _check_sizes(checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
-    sizes = {item.name: item.size for item in checkpoint.storage.list(checkpoint.folder)}
+def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    return {item.name: item.size for item in checkpoint.storage.list(checkpoint.folder)}
+
+
+def check_sizes(checkpoint: Checkpoint, entries: Iterable[FileEntry], sizes: Mapping[str, int]) -> None:
+    """BadCheckpointError for the first file that is missing among those in `sizes`, or has another size."""
     for entry in entries:
         if entry.name not in sizes:
             raise checkpoint.bad(entry.name, "it is missing")

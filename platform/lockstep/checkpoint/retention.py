@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.checkpoint.layout import MANIFEST, FileName, file_name
+from lockstep.checkpoint.layout import FileName, file_name, manifests
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +73,36 @@ def _best(good: list[Known], keep: Keep) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepFolder:
-    """What lies in a step's folder. `listed` are the names in its manifest, None where that cannot be read."""
+    """What lies in a step's folder. `listed` are the names in its manifests and theirs, None where one cannot be read."""
 
     step: int
     names: frozenset[str]
     listed: frozenset[str] | None = None
     attempt: int | None = None
-    """The attempt that published it."""
+    """The newest attempt that published it."""
 
 
-def leftovers(folders: Iterable[StepFolder], current: int) -> dict[int, list[str]]:
+def leftovers(folders: Iterable[StepFolder], current: int, *, fenced: bool = True) -> dict[int, list[str]]:
     """The files to clear, by step, while attempt `current` is the current one.
 
     Files of ended attempts, and those of the current one before the newest step that it has published: ranks
     write their parts in the order of steps. A folder whose manifest cannot be read is left as it is, and a
-    name that is not of this store's making is never touched.
+    name that is not of this store's making is never touched. Where ended attempts are not `fenced` off, the manifest
+    that names their files may still be on its way: they stay until the current one has published that step or a later one.
     """
     known = list(folders)
     published = max((folder.step for folder in known if folder.attempt == current), default=-1)
-    return {folder.step: found for folder in known if (found := _leftovers(folder, current, published))}
+    found = {folder.step: _leftovers(folder, current, published, fenced=fenced) for folder in known}
+    return {step: names for step, names in found.items() if names}
 
 
-def _leftovers(folder: StepFolder, current: int, published: int) -> list[str]:
-    if MANIFEST in folder.names and folder.listed is None:
+def _leftovers(folder: StepFolder, current: int, published: int, *, fenced: bool) -> list[str]:
+    if manifests(folder.names) and folder.listed is None:
         return []
 
     def left(name: FileName) -> bool:
-        return name.attempt < current or (name.attempt == current and folder.step < published)
+        ended = name.attempt < current and (fenced or folder.step <= published)
+        return ended or (name.attempt == current and folder.step < published)
 
     unlisted = sorted(folder.names - (folder.listed or frozenset()))
     return [name for name in unlisted if (parts := file_name(name)) and left(parts)]

@@ -4,9 +4,11 @@ Invariants:
 - `owner.json` is created exclusively: of two runs that want one folder, one is refused.
 - Attempts only count up. Before `attempt.json` names the new attempt, the staging folders of all older ones
   have ended; as publishing and withdrawing are renames through an attempt's own staging folder, no older
-  attempt can do either from then on, however late it wakes. An object store knows no rename: there the
-  attempt reads `attempt.json` right before, which leaves the time between that read and the put. What a stale
-  worker could do in it is put its own manifest of a step: the same bits, under files of its own names.
+  attempt can do either from then on, however late it wakes.
+- An object store knows no rename. There an attempt begins with an empty object whose name is its number and a token,
+  `attempts/0003.1f6c…`; the highest number is the current attempt. Of two that want one number, each looks after it
+  has put its own, so the later one sees the earlier and gives way. An attempt looks right before it publishes, and what
+  is late all the same bears its own name: it takes the place of nothing, and deletes nothing of a newer attempt.
 """
 
 from __future__ import annotations
@@ -97,6 +99,9 @@ class RunFolder:
 
     def fence(self) -> Fence:
         """The attempt that may publish and delete."""
+        claims = [] if self.storage.fences else self._claims()
+        if claims:  # none: no attempt yet, or a Lockstep that knew only `attempt.json` began it
+            return Fence(*max(claims))
         try:
             found = self._read(layout.ATTEMPT)
             return Fence(int(found["number"]), str(found["token"]))
@@ -122,7 +127,10 @@ class RunFolder:
                 f"attempt {newest} has begun"
             )
         try:
-            self.storage.begin_staging(attempt.staging)
+            if self.storage.fences:
+                self.storage.begin_staging(attempt.staging)
+            else:
+                self._begin_by_name(attempt)
         except TakenError as error:
             raise StaleAttemptError(
                 f"checkpoint.storage: attempt {attempt.number} of run {self.run_id} cannot begin, "
@@ -133,6 +141,23 @@ class RunFolder:
         attempt.write((layout.ATTEMPT,), [as_text({"number": attempt.number, "token": attempt.token})])
         attempt.ensure_current()
         return attempt
+
+    def _begin_by_name(self, attempt: Attempt) -> None:
+        """TakenError where another process begins an attempt of this number, or a newer one, at the same time."""
+        own = (attempt.number, attempt.token)
+        self.storage.put(self._claim_path(own), b"")
+        others = [claim for claim in self._claims() if claim != own]
+        rivals = [claim for claim in others if claim[0] >= attempt.number]
+        for claim in [own] if rivals else others:
+            with suppress(LostFileError):  # another process deletes it as well
+                self.storage.delete(self._claim_path(claim))
+        if rivals:
+            raise TakenError(
+                f"checkpoint.storage: {self._claim_path(max(rivals))} was there at the same time"
+            )
+
+    def _claim_path(self, claim: tuple[int, str]) -> str:
+        return self.path(layout.CLAIMS, layout.claim_name(*claim))
 
     def attempt(self, number: int) -> Attempt:
         """Join an attempt that was claimed elsewhere. StaleAttemptError where another is the current one."""
@@ -157,13 +182,21 @@ class RunFolder:
         numbers = (layout.attempt_of(item.name) for item in self.storage.list(self.run_id) if item.is_folder)
         return [number for number in numbers if number is not None]
 
+    def _claims(self) -> list[tuple[int, str]]:
+        names = (layout.claim_of(item.name) for item in self.storage.list(self.path(layout.CLAIMS)))
+        return [claim for claim in names if claim is not None]
+
     def _begun(self, staged: list[int]) -> Iterator[int]:
-        """Every attempt that has left a trace: were `attempt.json` lost, no number is given twice even so."""
+        """Attempts that have left a trace, the newest among them: were `attempt.json` lost, no number is given twice even so."""
+        yield 0
+        yield from staged
         with suppress(StorageError):  # a fence that cannot be understood is replaced by the next claim
-            yield self.fence().number
-        yield from (0, *staged)
-        for step in self.steps():
-            for item in self.storage.list(self.path(layout.step_folder(step))):
+            number = self.fence().number
+            yield number
+            if number > 0:
+                return
+        for items in self.storage.tree(self.run_id).values():
+            for item in items:
                 if name := layout.file_name(item.name):
                     yield name.attempt
 
@@ -189,6 +222,11 @@ class Attempt:
     def staging(self) -> str:
         """The folder that this attempt writes aside in."""
         return self.run.path(layout.staging_folder(self.number))
+
+    @property
+    def manifest(self) -> str:
+        """The name of this attempt's manifests."""
+        return layout.MANIFEST if self.run.storage.fences else layout.manifest_of(self.number)
 
     def ensure_current(self) -> None:
         """StaleAttemptError where a newer attempt has begun."""

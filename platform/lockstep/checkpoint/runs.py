@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError
-from lockstep.checkpoint.layout import MANIFEST, step_folder
+from lockstep.checkpoint.holder import ensure_held
+from lockstep.checkpoint.layout import manifests, step_folder
 from lockstep.checkpoint.pins import ALIAS, pin_exactly
+from lockstep.checkpoint.reader import listed
 from lockstep.checkpoint.run_folder import Origin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 
 
 def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Origin:
-    """Begin the next attempt of a run, with a number of `at_least` so much: whatever still runs of it can publish nothing from here on."""
+    """Begin the next attempt of a run, with a number of `at_least` so much: whatever still runs of it can publish nothing from here on.
+
+    StaleAttemptError where another command has taken the run over from this process.
+    """
     folder = opened(storage, run_id)
-    if step is not None and step not in saved_steps(folder):
-        kept = ", ".join(map(str, saved_steps(folder))) or "none"
-        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
+    ensure_held(folder.storage, run_id)
+    if step is not None:
+        check_step(run_id, step, saved_steps(folder))
     try:
         attempt = folder.claim(at_least)
     except StaleAttemptError:  # so many have begun already
@@ -27,11 +33,16 @@ def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Ori
     return Origin(run_id, attempt.number, step)
 
 
+def check_step(run_id: str, step: int, there: Sequence[int]) -> None:
+    """SpecError where `step` is none of the steps that have a checkpoint."""
+    if step not in there:
+        kept = ", ".join(map(str, sorted(there))) or "none"
+        raise SpecError(f"resume: run {run_id} has no checkpoint of step {step}; it has {kept}")
+
+
 def saved_steps(folder: RunFolder) -> list[int]:
     """The steps that have a checkpoint, newest first, unverified."""
-    return [
-        step for step in folder.steps() if folder.storage.exists(folder.path(step_folder(step), MANIFEST))
-    ]
+    return [step for step, names in listed(folder) if manifests(names)]
 
 
 def steps_of(storage: str, run_id: str) -> list[int]:

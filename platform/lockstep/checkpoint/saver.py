@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from lockstep.checkpoint.errors import StaleAttemptError, TakenError
 from lockstep.checkpoint.manifest import Facts
-from lockstep.checkpoint.pruning import clear_leftovers, prune
+from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt
@@ -92,6 +92,9 @@ class AsyncSaver:
         self.failure: Failed | None = None
         """The failure of the newest save, or None where it went well."""
         self._on_saved, self._on_failure, self._alive = on_saved, on_failure, alive
+        self._catalogue = Catalogue(attempt)
+        self._uncleared: set[int] | None = None
+        """Steps that a failed save may have left something of; None before the attempts before have been cleared up after."""
         self._copied: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -160,6 +163,8 @@ class AsyncSaver:
 
     def _failed(self, failed: Failed) -> None:
         self.failure = failed
+        if self._uncleared is not None:
+            self._uncleared.add(failed.step)
         if self._on_failure is not None:
             self._on_failure(failed)
 
@@ -173,7 +178,7 @@ class _Save:
         self.used = 0  # tries
 
     def run(self) -> None:
-        began, after_failure = time.perf_counter(), self.saver.failure is not None
+        began = time.perf_counter()
         try:
             checkpoint = self._write()
         except Exception as error:  # noqa: BLE001  a thread's last line: whatever it is, it is reported and ends no run
@@ -181,7 +186,7 @@ class _Save:
             self._give_up(told)
             return
         written_s = time.perf_counter() - began
-        deleted, warning = self._prune(after_failure) if checkpoint is not None else ((), None)
+        deleted, warning = self._prune() if checkpoint is not None else ((), None)
         nbytes = self.copied.nbytes if isinstance(self.copied, Snapshot) else 0
         self.saver._done(
             Saved(self.step, nbytes, written_s, self.pause, self.used, checkpoint, deleted, warning)
@@ -223,13 +228,16 @@ class _Save:
             self.saver._sleep(pause_s)
             pause_s *= 2
 
-    def _prune(self, after_failure: bool) -> tuple[tuple[int, ...], str | None]:
+    def _prune(self) -> tuple[tuple[int, ...], str | None]:
         """Delete what is not to be kept. The checkpoint stands: a failure here is no more than a warning."""
-        attempt = self.saver.attempt
+        saver = self.saver
         try:
-            if after_failure:
-                clear_leftovers(attempt)
-            return tuple(prune(attempt, self.saver.keep, whole=self.step)), None
+            if saver._uncleared is None or saver._uncleared:
+                clear_leftovers(
+                    saver.attempt, None if saver._uncleared is None else {*saver._uncleared, self.step}
+                )
+                saver._uncleared = set()
+            return tuple(saver._catalogue.prune(saver.keep, whole=self.step)), None
         except LockstepError as error:
             return (), str(error)
 

@@ -7,7 +7,7 @@ failure is a StorageError of one line; credentials in a URI are never shown.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -42,12 +42,17 @@ class Storage(Protocol):
 
     shown: str
     """The storage as a person is shown it."""
+    fences: bool
+    """Whether a staging folder that has ended stops whoever still writes through it; where not, names keep attempts apart."""
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
         """Write `path` whole or not at all, in place of what is there. LostFileError where `staging` has ended."""
 
     def create(self, path: str, content: bytes) -> None:
-        """Write a small file that must be new. TakenError where it is there already."""
+        """Write a small file that must be new. TakenError where it is there already; of many at once, one succeeds at most."""
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file whole, in place of what is there, without waiting for the disk: a loss of power may undo it."""
 
     def read(self, path: str) -> bytes:
         """All of a small file."""
@@ -57,6 +62,9 @@ class Storage(Protocol):
 
     def list(self, folder: str) -> list[Item]:
         """What is in a folder, by name; nothing where there is no such folder."""
+
+    def tree(self, folder: str) -> Mapping[str, Sequence[Item]]:
+        """The files of each folder in `folder`, by the folder's name, in as few requests as there can be."""
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file or folder."""

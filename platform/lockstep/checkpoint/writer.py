@@ -128,11 +128,14 @@ def commit(attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts) -> 
                 f"and now has {sizes.get(entry.name, 'none')}; the step is not published"
             )
     manifest = Manifest(attempt.run.run_id, step, attempt.number, time.time(), files, facts)
-    attempt.publish((folder, layout.MANIFEST), manifest.encode())
+    attempt.publish((folder, attempt.manifest), manifest.encode())
     with suppress(StorageError):  # the step is published; what is left is cleared with the leftovers
+        for name in layout.manifests(sizes):  # before the files that they name
+            if name != attempt.manifest:
+                attempt.withdraw((folder, name))
         for name in _replaced(attempt.number, sizes, files):
             attempt.discard((folder, name))
-    return Checkpoint.of(attempt.run, step)
+    return Checkpoint.of(attempt.run, step, attempt.manifest)
 
 
 def _files(copied: Snapshot) -> Iterator[tuple[str, str, Iterable[bytes | memoryview]]]:
@@ -155,7 +158,7 @@ def _replaced(number: int, names: Iterable[str], files: Iterable[FileEntry]) -> 
 
 
 def _refuse_published(attempt: Attempt, step: int) -> None:
-    checkpoint = Checkpoint.of(attempt.run, step)
+    checkpoint = Checkpoint.of(attempt.run, step, attempt.manifest)
     try:
         published = checkpoint.manifest()
     except StorageError:

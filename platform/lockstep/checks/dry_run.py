@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.data.dataset import is_table
+from lockstep.data.leakage import Leakage, find_leakage, leaked_rows
+from lockstep.data.sampler import MicroBatchSampler
 from lockstep.job.loading import dataset_size, load_job
 from lockstep.plan import Plan, nodes
 from lockstep.spec.fields import Spec
+from lockstep.training.job_data import check_rules, open_data
 from lockstep.training.setup import make_plan
+
+LEAKAGE_S = 20.0
+"""How long a dry run may look for evaluation samples that are training samples; training itself takes a second."""
 
 
 def dry_run(spec: Spec) -> dict[str, Any]:
     """The resolved spec and the plan's arithmetic for 1 … workers.max workers, as plain data.
 
-    Loads the job and its data, and makes no model. Raises what the run itself would raise for them.
+    Loads the job and its data as training does, and makes no model. Raises what the run itself would raise for them.
     """
     job = load_job(spec.job.use, spec.job.params)
-    train_data, eval_data = job.train_data(), job.eval_data()
+    train_data, eval_data = open_data(job, spec.seed)
+    check_rules(spec, eval_data)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
+    check_order(train_data, plan, spec)
     last = plan.position(plan.steps_per_epoch - 1)
     most = min(spec.workers.max, plan.micro_batches)
     return {
@@ -33,19 +42,31 @@ def dry_run(spec: Spec) -> dict[str, Any]:
             "total_steps": plan.total_steps,
             "last_step_of_an_epoch": {"samples": last.samples, "micro_batches": last.micro_batches},
             "dropped_samples_per_epoch": plan.samples % plan.global_batch if plan.drop_last else 0,
-            "leakage": _leakage(train_data, eval_data),
+            "leakage": _leakage(train_data, eval_data, spec.seed),
             "workers": [_spread(plan, workers) for workers in range(spec.workers.min, most + 1)],
         },
     }
 
 
-def _leakage(train_data: Any, eval_data: Any) -> dict[str, int] | None:
-    """Evaluation rows that are training rows too; None where the data are no tables, whose rows can be compared."""
-    if not (hasattr(train_data, "decoders") and hasattr(eval_data, "decoders")):
-        return None
-    from lockstep.data.leakage import leaked_rows
+def check_order(train_data: Any, plan: Plan, spec: Spec) -> None:
+    """Draw the first micro-batch's samples, without fetching them. Raises the SpecError that training would."""
+    data = spec.data
+    sampler = MicroBatchSampler(
+        train_data, plan, range(1), seed=spec.seed, shuffle=data.shuffle, window=data.window
+    )
+    next(iter(sampler))
 
-    found = leaked_rows(train_data, eval_data)
+
+def _leakage(train_data: Any, eval_data: Any, seed: int) -> dict[str, int] | None:
+    """Evaluation samples that are training samples too, and how many were looked at where it was not all of them."""
+    if eval_data is None:
+        return None
+    if is_table(train_data) and is_table(eval_data):
+        found: Leakage | None = leaked_rows(train_data, eval_data)  # however long it takes
+    else:
+        found = find_leakage(train_data, eval_data, seed, LEAKAGE_S)
+    if found is None:
+        return None
     return {name: value for name, value in found._asdict().items() if value is not None}
 
 
@@ -69,12 +90,9 @@ def as_text(report: dict[str, Any]) -> str:
         f"{plan['epochs']} epochs, {plan['total_steps']} steps in all",
         f"evaluation        {plan['eval_samples']} samples",
     ]
-    leakage = plan["leakage"]
-    if leakage is not None and leakage["rows"]:
-        lines.append(
-            f"leakage           {leakage['rows']} evaluation rows are training rows too: the first is row {leakage['eval_row']}, "
-            f"training row {leakage['train_row']}"
-        )
+    if (plan["leakage"] or {}).get("rows"):
+        found = Leakage(**plan["leakage"])
+        lines.append(f"leakage           {found.told(plan['eval_samples'])}")
     tail = plan["last_step_of_an_epoch"]
     if plan["dropped_samples_per_epoch"]:
         lines.append(

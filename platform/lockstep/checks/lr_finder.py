@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.errors import NumericsError, SpecError
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import StepRow
+from lockstep.record.events import Event, StepRow
 from lockstep.spec.fields import Every, Length, Spec, StepDecay, load_spec
-from lockstep.training.group import Group
+from lockstep.training.group import Group, local_device
 from lockstep.training.loop import fit
-from lockstep.training.no_record import NoRecord
+from lockstep.training.requests import NoRequests
 
 DIVERGED = 4.0
 """A smoothed loss of so many times its least value has diverged."""
@@ -41,27 +39,30 @@ class RateRange:
         return asdict(self)
 
 
-class _OverError(Exception):
-    """The loss has diverged."""
-
-
-class _Curve(NoRecord):
-    """The record of a range test."""
+class _Curve(NoRequests):
+    """The events and requests of a range test: it asks to stop once the loss has diverged."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.smoothed: list[float] = []
         self._mean = 0.0
 
-    def step(self, row: StepRow) -> None:
-        self.rates.append(row.lr)
-        self.losses.append(row.loss)
-        self._mean = _MEMORY * self._mean + (1 - _MEMORY) * row.loss
+    def tell(self, event: Event) -> None:
+        if not isinstance(event, StepRow) or self.diverged:
+            return  # the step under way when the run was asked to stop is not part of the curve
+        self.rates.append(event.lr)
+        self.losses.append(event.loss)
+        self._mean = _MEMORY * self._mean + (1 - _MEMORY) * event.loss
         self.smoothed.append(self._mean / (1 - _MEMORY ** len(self.losses)))
-        if len(self.losses) > 10 and self.smoothed[-1] > DIVERGED * min(self.smoothed):
-            raise _OverError
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the smoothed loss has exploded."""
+        return len(self.losses) > 10 and self.smoothed[-1] > DIVERGED * min(self.smoothed)
+
+    def stop(self) -> bool:
+        return self.diverged
 
 
 def lr_find(
@@ -90,18 +91,18 @@ def lr_find(
             "checkpoint": spec.checkpoint.model_copy(update={"keep_best": None}),
         }
     )
-    curve, diverged = _Curve(), False
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    curve, not_finite = _Curve(), False
+    group = Group.join(local_device(spec))
     try:
-        fit(rising, load_job(spec.job.use, spec.job.params), Group.join(device), curve)
-    except (_OverError, NumericsError):
-        diverged = True
+        fit(rising, load_job(spec.job.use, spec.job.params), group, curve.tell, curve)
+    except NumericsError:
+        not_finite = True
     if not curve.rates:
         raise SpecError(
             f"lr-find: the loss is not finite at the first step already, with a rate of {lowest:g}; lower the rate, or look at the loss"
         )
     at_least = curve.rates[min(range(len(curve.smoothed)), key=curve.smoothed.__getitem__)]
-    end = curve.rates[-1] if diverged else None
+    end = curve.rates[-1] if curve.diverged or not_finite else None
     return RateRange(curve.rates, curve.losses, curve.smoothed, end, float(f"{at_least / 10:.2g}"))
 
 

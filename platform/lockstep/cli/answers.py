@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Uri = Annotated[
-    str | None, typer.Option(help="the MLflow tracking URI; before record.uri and MLFLOW_TRACKING_URI")
+    str | None, typer.Option(help="MLflow tracking URI; overrides record.uri and MLFLOW_TRACKING_URI")
 ]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="a YAML file; see docs/spec.md")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides: optimizer.lr=1e-3")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides, such as optimizer.lr=1e-3"),
 ]
-Address = Annotated[str | None, typer.Option(help="the Ray cluster: an address, auto or local")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="tracebacks, and what Ray prints")]
+Address = Annotated[str | None, typer.Option(help="Ray cluster: an address, auto or local")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
 
 
 @contextmanager

@@ -15,17 +15,17 @@ cluster = typer.Typer(no_args_is_help=True, help="Several real Ray nodes on this
 
 @cluster.command()
 def up(
-    nodes: Annotated[int, typer.Option(min=1, help="how many Ray nodes")] = 3,
-    cpus: Annotated[float, typer.Option(min=0, help="CPUs of each, in name")] = 2,
-    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, help="the dashboard's port; 0 for any that is free")] = 8265,
+    nodes: Annotated[int, typer.Option(min=1, help="number of Ray nodes")] = 3,
+    cpus: Annotated[float, typer.Option(min=0, help="logical CPUs of each node")] = 2,
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, help="the dashboard's port; 0 for any free port")] = 8265,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="let in whoever asks; on loopback only")
+        bool, typer.Option("--no-token", help="disable authentication; allowed on loopback only")
     ] = False,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Start the nodes, and say how to reach them."""
+    """Start the nodes, and print how to reach them."""
     with answered(json_, verbose) as answer:
         from lockstep.clusters import local_cluster
 
@@ -36,7 +36,7 @@ def up(
 
 @cluster.command()
 def status(json_: Json = False, verbose: Verbose = False) -> None:
-    """Nodes, resources, jobs and runs of the cluster that was started here."""
+    """Show nodes, resources, jobs and runs of the cluster that was started here."""
     with answered(json_, verbose) as answer:
         from lockstep.clusters import local_cluster
         from lockstep.clusters.submission import status_of
@@ -69,23 +69,23 @@ def submit(
     overrides: Overrides = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Ray's job API, such as http://127.0.0.1:8265; before RAY_API_SERVER_ADDRESS"),
+        typer.Option(help="Ray's job API, such as http://127.0.0.1:8265; overrides RAY_API_SERVER_ADDRESS"),
     ] = None,
     run_name: Annotated[
         str | None,
-        typer.Option("--run", help="a name: submitted again, the run of this name is resumed"),
+        typer.Option("--run", help="name of the run; submitting the name again resumes the run"),
     ] = None,
     installed: Annotated[
-        bool, typer.Option("--installed", help="use the cluster's Lockstep; else this one is sent along")
+        bool, typer.Option("--installed", help="use the cluster's Lockstep instead of sending this one")
     ] = False,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="submit, and leave")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="submit, and return at once")] = False,
     attach: Annotated[
-        str | None, typer.Option(metavar="JOB", help="follow this job rather than submit one")
+        str | None, typer.Option(metavar="JOB", help="follow this job instead of submitting one")
     ] = None,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run on a cluster as a job, show its output here, and end with its exit code."""
+    """Run on a cluster as a job. Its output is shown here, and its exit code is this command's."""
     with answered(json_, verbose) as answer:
         from lockstep.clusters import submission
 
@@ -102,7 +102,7 @@ def submit(
             try:
                 ended = submission.follow(job, address=where, write=_show)
             except KeyboardInterrupt:
-                _say(f"\nthe job goes on; follow it with lockstep submit --attach {job} --address {where}")
+                _say(f"\nthe job continues; follow it with lockstep submit --attach {job} --address {where}")
                 _say(f"stop it with ray job stop {job} --address {where}")
                 raise
         answer(ended.as_dict(), lambda: _ended(ended.as_dict()))
@@ -128,7 +128,7 @@ def _ended(told: dict[str, Any]) -> str:
     if told["run_id"]:
         lines.append(f"run               {told['run_id']}")
         if told["exit_code"]:
-            lines.append(f"go on with it     {told['resume']}")
+            lines.append(f"resume it with    {told['resume']}")
     return "\n".join(lines)
 
 

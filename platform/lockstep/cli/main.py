@@ -29,7 +29,7 @@ from lockstep.cli.answers import (
     shown,
     uri_option,
 )
-from lockstep.errors import RecordError
+from lockstep.errors import NoSuchRunError, RecordError
 from lockstep.spec.places import RECORD_OFF
 
 if TYPE_CHECKING:
@@ -44,17 +44,24 @@ app = typer.Typer(
 
 
 Local = Annotated[
-    bool, typer.Option("--local", help="train in this one process, without Ray; works under torchrun")
+    bool, typer.Option("--local", help="train in this process, without Ray; works under torchrun")
 ]
 RunName = Annotated[
     str | None,
-    typer.Option(
-        "--run", help="a name: the same command begins the run of this name, and later goes on with it"
-    ),
+    typer.Option("--run", help="name of the run; the same command starts this run, and later resumes it"),
 ]
 ChaosRates = Annotated[
     str | None,
-    typer.Option("--chaos", help='kill parts of the run on purpose: "worker:0.02,node:0.005" a step'),
+    typer.Option(
+        "--chaos", help='kill parts of the run on purpose; probabilities per step: "worker:0.02,node:0.005"'
+    ),
+]
+Takeover = Annotated[
+    bool,
+    typer.Option(
+        "--takeover",
+        help="take the run over from the command that works on it: it ends after its next step, or is stopped where it does not answer",
+    ),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print the resolved spec and the plan, and train nothing")
@@ -64,7 +71,8 @@ DryRun = Annotated[
 def run() -> None:
     """Entry point of the command."""
     began_at = time.time()
-    if "--local" in sys.argv and "PYTHONHASHSEED" not in os.environ:
+    trains_here = "--local" in sys.argv or "lr-find" in sys.argv[1:2]
+    if trains_here and "PYTHONHASHSEED" not in os.environ:
         # Python reads it when it starts: a run in this very process has to start over with it.
         os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
         os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
@@ -86,6 +94,7 @@ def train(
     run_name: RunName = None,
     uri: Uri = None,
     chaos: ChaosRates = None,
+    takeover: Takeover = False,
     dry_run: DryRun = False,
     verbose: Verbose = False,
 ) -> None:
@@ -104,30 +113,31 @@ def train(
             return
         from lockstep.calls.named_runs import train_named
 
-        result = options.lived(partial(train_named, loaded, run_name))
+        result = options.lived(partial(train_named, loaded, run_name, takeover=takeover))
         answer(result.as_dict(), lambda: _told(result.as_dict()))
     _exit(result)
 
 
 @app.command()
 def resume(
-    run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="the run, as `lockstep train` named it")],
+    run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="the run id that lockstep train printed")],
     overrides: Overrides = None,
     from_step: Annotated[
-        int | None, typer.Option(min=1, help="the checkpoint of this step, rather than the newest good one")
+        int | None, typer.Option(min=1, help="resume from this step instead of the newest good checkpoint")
     ] = None,
     fork: Annotated[
         bool,
-        typer.Option("--fork", help="a new run that starts from this state; overrides may change anything"),
+        typer.Option("--fork", help="start a new run from this state; overrides may change anything"),
     ] = False,
     json_: Json = False,
     local: Local = False,
     address: Address = None,
     uri: Uri = None,
     chaos: ChaosRates = None,
+    takeover: Takeover = False,
     verbose: Verbose = False,
 ) -> None:
-    """Continue a run from its newest good checkpoint, with the same bits."""
+    """Resume a run from its newest good checkpoint, bit for bit."""
     options = RunOptions(json_, local, address, verbose, chaos)
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
@@ -136,10 +146,17 @@ def resume(
 
         try:
             result = options.lived(
-                partial(resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri)
+                partial(
+                    resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
+                )
             )
-        except RecordError:
-            swept = options.lived(partial(resume_sweep, run_id, overrides or [], uri=uri))
+        except NoSuchRunError as error:
+            try:
+                swept = options.lived(
+                    partial(resume_sweep, run_id, overrides or [], uri=uri, takeover=takeover)
+                )
+            except RecordError:  # the store has no sweep of this id either
+                raise error from None
             if swept is None:
                 raise
             answer(swept.as_dict(), lambda: sweeps.told(swept))
@@ -173,13 +190,13 @@ def _exit(result: Result | SweepResult) -> None:
 @app.command()
 def ui(
     uri: Uri = None,
-    port: Annotated[int, typer.Option(help="the port")] = 5000,
+    port: Annotated[int, typer.Option(help="port to listen on")] = 5000,
     host: Annotated[
-        str, typer.Option(help="the address to listen on; beyond 127.0.0.1 with a password only")
+        str, typer.Option(help="address to listen on; beyond 127.0.0.1 only with a password")
     ] = "127.0.0.1",
     verbose: Verbose = False,
 ) -> None:
-    """Open the MLflow UI on the run store, on this machine only unless --host says otherwise."""
+    """Open the MLflow UI on the run store. It is reachable from this machine only, unless --host says otherwise."""
     with answered(as_json=False, verbose=verbose):
         from lockstep.calls.ui import Ui
         from lockstep.spec.places import tracking_uri
@@ -207,7 +224,7 @@ def _told(result: dict[str, Any]) -> str:
     ]
     if result["status"] == "KILLED":
         lines.append(
-            f"go on with it     lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
+            f"resume it with    lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
         )
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")

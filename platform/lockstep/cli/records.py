@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from lockstep.record.run_store import RunInfo
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
-Storage = Annotated[Path, typer.Option(help="the folder that holds the folders of runs")]
+Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
 RUNS = Path("runs")
 
-record = typer.Typer(help="Look after what is recorded.", no_args_is_help=True)
+record = typer.Typer(help="Maintain recorded runs.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -31,8 +31,8 @@ def register(app: typer.Typer) -> None:
 
 def runs(
     uri: Uri = None,
-    experiment: Annotated[str | None, typer.Option(help="those of one experiment")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="how many at most")] = 20,
+    experiment: Annotated[str | None, typer.Option(help="only runs of this experiment")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="maximum number of runs")] = 20,
     storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
@@ -69,19 +69,19 @@ def show(
 
 def pin(
     run: RunId,
-    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="the step that was saved")],
-    remove: Annotated[bool, typer.Option("--remove", help="take the pin away again")] = False,
+    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="a step that has a checkpoint")],
+    remove: Annotated[bool, typer.Option("--remove", help="remove the pin")] = False,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Keep the checkpoint of a step for good, whatever `checkpoint.keep_last` says."""
+    """Keep the checkpoint of a step for good. checkpoint.keep_last does not apply to it."""
     with answered(json_, verbose) as answer:
         from lockstep.calls.pinning import change_pin
 
         steps = change_pin(run, step, uri=uri, folder=storage, remove=remove)
-        text = f"run {run}: pinned are {', '.join(map(str, steps)) or 'no steps'}"
+        text = f"run {run}: pinned steps: {', '.join(map(str, steps)) or 'none'}"
         answer({"run_id": run, "pinned": steps}, lambda: text)
 
 
@@ -99,7 +99,7 @@ def sync(
 
         done = sync_run(_folder(run, uri, storage), uri)
         text = f"run {done.run_id}: " + (
-            f"all of it is recorded, up to step {done.step}" if done.sent else "nothing was left to send"
+            f"everything is recorded, up to step {done.step}" if done.sent else "nothing was left to send"
         )
         answer(done._asdict(), lambda: text)
 
@@ -177,13 +177,13 @@ def _attempts(attempts: list[dict[str, Any]]) -> str:
     for attempt in attempts:
         lines.append(
             f"attempt {attempt['attempt']}: {attempt['workers']} workers, steps {attempt['from_step'] + 1} to "
-            f"{attempt['last_step']}; {attempt['why'] or 'its driver was lost, or it goes on'}"
+            f"{attempt['last_step']}; {attempt['why'] or 'its driver was lost, or it is still running'}"
         )
         if attempt["lost_s"] is not None:
             spent = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in attempt["seconds"].items())
             lines.append(
-                f"  began {attempt['lost_s']:.1f} s after the last step, {attempt['repeated']} steps again, "
-                f"{attempt['standbys']} workers stood by: {spent}"
+                f"  began {attempt['lost_s']:.1f} s after the last step, {attempt['repeated']} steps repeated, "
+                f"{attempt['standbys']} standby workers: {spent}"
             )
         lines += [f"  {straggler}" for straggler in attempt["stragglers"]]
     return "\n\n" + "\n".join(lines) if len(lines) > 1 else ""

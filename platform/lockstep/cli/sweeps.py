@@ -104,7 +104,7 @@ def told(result: SweepResult) -> str:
         lines.append(f"best spec         {result.folder}/best.yaml")
     lines += [f"sweep             {result.sweep_id}", f"folder            {result.folder}"]
     if result.status != "FINISHED":
-        lines.append(f"go on with it     lockstep resume {result.sweep_id}{uri_option(result.tracking_uri)}")
+        lines.append(f"resume it with    lockstep resume {result.sweep_id}{uri_option(result.tracking_uri)}")
     if result.tracking_uri != RECORD_OFF:
         lines.append(f"look at it        {result.url or 'lockstep ui --uri ' + result.tracking_uri}")
     return "\n".join(lines)
@@ -113,13 +113,13 @@ def told(result: SweepResult) -> str:
 def lr_find(
     spec: SpecFile,
     overrides: Overrides = None,
-    lowest: Annotated[float, typer.Option(help="the rate of the first step")] = 1e-7,
-    highest: Annotated[float, typer.Option(help="the rate of the last step")] = 10.0,
-    steps: Annotated[int, typer.Option(help="how many steps")] = 100,
+    lowest: Annotated[float, typer.Option(help="learning rate of the first step")] = 1e-7,
+    highest: Annotated[float, typer.Option(help="learning rate of the last step")] = 10.0,
+    steps: Annotated[int, typer.Option(help="number of steps")] = 100,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Find a learning rate: train one short run whose rate rises until the loss explodes."""
+    """Find a learning rate. One short run raises the rate until the loss explodes."""
     with answered(json_, verbose) as answer:
         from lockstep.checks.lr_finder import as_text
         from lockstep.checks.lr_finder import lr_find as find

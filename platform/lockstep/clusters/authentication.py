@@ -32,8 +32,8 @@ def refuse_open(host: str, *, token: bool) -> None:
     """SpecError for a server that would listen beyond loopback without a token."""
     if not token and not is_loopback(host):
         raise SpecError(
-            f"host: {host!r} can be reached from other machines, and Ray runs any code that it is sent; "
-            "leave out --no-token, or stay on 127.0.0.1"
+            f"host: {host!r} can be reached from other machines, and Ray runs any code that it receives; "
+            "drop --no-token, or listen on 127.0.0.1"
         )
 
 
@@ -50,7 +50,7 @@ def write_secret(path: Path, text: str) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise StorageError(
-            f"{path.stem}: cannot write {str(path)!r}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+            f"{path.stem}: cannot write {str(path)!r}: {error.strerror}; set XDG_STATE_HOME to a folder that you can write"
         ) from error
     with os.fdopen(descriptor, "w") as file:
         file.write(text)

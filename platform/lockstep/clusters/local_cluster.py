@@ -112,7 +112,9 @@ def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCl
     refuse_open(host, token=token)
     before = recorded_cluster()
     if before is not None and before.running():
-        raise SpecError(f"cluster: one runs already at {before.dashboard}; end it with lockstep cluster down")
+        raise SpecError(
+            f"cluster: one is already running at {before.dashboard}; stop it with lockstep cluster down"
+        )
     if before is not None:
         down()
     state_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -305,7 +307,7 @@ def _wait_for_agents(cluster: Any, nodes: int) -> None:
     while len(known(prefix, namespace=KV_NAMESPACE_DASHBOARD)) < nodes:
         if time.monotonic() > until:
             raise ClusterError(
-                f"the agents of its nodes did not start within {AGENTS_S:.0f} s, so it could take no job"
+                f"the agents of its nodes did not start within {AGENTS_S:.0f} s, so it cannot accept jobs"
             )
         time.sleep(0.1)
 

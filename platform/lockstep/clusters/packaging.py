@@ -85,5 +85,5 @@ def _files(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
 def _too_large(folder: Path, package: Package, limit: int) -> SpecError:
     return SpecError(
         f"submit: {str(folder)!r} is too large for the job API, which takes {limit / MIB:.0f} MiB: {package.told()}; "
-        "name what the job does not need in .gitignore or .rayignore, and put data where all nodes see them"
+        "list what the job does not need in .gitignore or .rayignore, and put data where all nodes can see them"
     )

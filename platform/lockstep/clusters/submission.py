@@ -89,15 +89,15 @@ def told(error: Exception, address: str) -> ClusterError:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "uthentication" in text or "401" in text or "403" in text:
         return ClusterError(
-            f"address: {address} asks for another token than RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token has; "
+            f"address: {address} expects another token than the one in RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token; "
             "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's"
         )
     if NO_AGENT in text:
         return ClusterError(
-            f"address: {address} has no agent that takes jobs; another Ray cluster on its machine may hold the port of its "
+            f"address: {address} has no agent that accepts jobs; another Ray cluster on its machine may use the port of its "
             "agent: start it with ray start --head --dashboard-agent-listen-port=0"
         )
-    return ClusterError(f"address: {address} does not answer as Ray's job API does ({text})")
+    return ClusterError(f"address: {address} does not answer like Ray's job API ({text})")
 
 
 def entrypoint(what: str, overrides: Sequence[str], name: str | None, folder: Path) -> list[str]:
@@ -105,17 +105,17 @@ def entrypoint(what: str, overrides: Sequence[str], name: str | None, folder: Pa
     for override in overrides:
         if PASSWORD.search(override):
             raise SpecError(
-                f"{override.partition('=')[0]}: holds a password, which every process list of the cluster would show; "
+                f"{override.partition('=')[0]}: contains a password, which every process list on the cluster would show; "
                 "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the cluster's nodes are started"
             )
     if re.fullmatch("[0-9a-f]{32}", what) and not Path(folder, what).exists():
         return ["python", "-m", "lockstep", "resume", what, *overrides]
     spec = Path(folder, what).resolve()
     if not spec.is_file():
-        raise SpecError(f"spec: cannot read {what!r}: there is no such file, and no run has such an id")
+        raise SpecError(f"spec: cannot read {what!r}: there is no such file, and it is not a run id")
     if not spec.is_relative_to(folder.resolve()):
         raise SpecError(
-            f"spec: {what!r} is not below {str(folder)!r}, which is what the job takes along; start in a folder above it"
+            f"spec: {what!r} is not below {str(folder)!r}, which is the folder sent with the job; start in a folder above the spec"
         )
     named = [] if name is None else ["--run", name]
     return [

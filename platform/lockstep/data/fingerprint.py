@@ -7,12 +7,11 @@ A table is known by its columns and by its files, each with its rows and a hash 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
+from lockstep.data.contents import UnreadableError, leaves
+from lockstep.data.dataset import fetch_one, is_fingerprinted
 from lockstep.data.remembered import remembered
 from lockstep.errors import JobError
 from lockstep.randomness import seed_all
@@ -28,11 +27,13 @@ SPANS, SPAN_BYTES = 16, 1 << 16
 
 
 def fingerprint(dataset: Any, samples: int, seed: int) -> dict[str, Any]:
-    """Fields that differ where the data do, by name, in plain data."""
-    own = getattr(dataset, "fingerprint", None)
-    if own is None:
+    """Fields that differ where the data do, by name, in plain data.
+
+    Raises JobError for a dataset without a fingerprint of its own whose samples cannot be looked into.
+    """
+    if not is_fingerprinted(dataset):
         return {"samples": _samples_digest(dataset, samples, seed)}
-    fields = own()
+    fields = dataset.fingerprint()
     if not isinstance(fields, Mapping):
         raise JobError(
             f"data: fingerprint() of {type(dataset).__name__} gave {type(fields).__name__}, wanted a mapping"
@@ -41,55 +42,45 @@ def fingerprint(dataset: Any, samples: int, seed: int) -> dict[str, Any]:
 
 
 def _samples_digest(dataset: Any, samples: int, seed: int) -> str:
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     chosen = sorted({i * (samples - 1) // (SAMPLES - 1) for i in range(SAMPLES)}) if samples else []
     for index in chosen:
         seed_all(seed, "fingerprint", index)
         try:
-            many = getattr(dataset, "__getitems__", None)
-            sample = many([index]) if many is not None else dataset[index]
-        except Exception:  # noqa: BLE001 - a sample that cannot be fetched is told with its step when training meets it
-            digest.update(b"cannot be fetched")
+            sample = fetch_one(dataset, index)
+        except (Exception, SystemExit):  # noqa: BLE001 - a sample that cannot be fetched is told with its step when training meets it
+            found.update(b"cannot be fetched")
             continue
-        for leaf in leaves(sample):
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()[:32]
+        try:
+            for leaf in leaves(sample):
+                found.update(repr(leaf).encode())
+        except UnreadableError as error:
+            raise JobError(
+                f"data: sample {index} holds a {error.kind}, whose content cannot be read ({error.reason}), so a change of it "
+                f"would go unseen; return tensors, arrays or objects that pickle takes, or give {type(dataset).__name__} a fingerprint()"
+            ) from error
+    return found.hexdigest()[:32]
 
 
-def check_repeats(once: Any, again: Any) -> None:
-    """Refuse a micro-batch that was fetched twice under one seed and came out different. Raises JobError."""
-    for (path, first), (_, second) in zip(leaves(once), leaves(again), strict=False):
+def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:
+    """Refuse a micro-batch that was fetched twice under one seed and came out different. Raises JobError.
+
+    So is a micro-batch that cannot be looked into, unless the data have a fingerprint of their own (`opaque`).
+    """
+    try:
+        pairs = list(zip(leaves(once, opaque=opaque), leaves(again, opaque=opaque), strict=False))
+    except UnreadableError as error:
+        raise JobError(
+            f"data: the first micro-batch holds a {error.kind}, whose content cannot be read ({error.reason}), so nothing shows "
+            "whether it repeats; collate to tensors, arrays or objects that pickle takes, or give the dataset a fingerprint()"
+        ) from error
+    for (path, first), (_, second) in pairs:
         if first != second:
             raise JobError(
                 f"data: the first micro-batch, fetched twice under one seed, differs{f' in batch{path}' if path else ''}; "
                 "the dataset keeps something from one fetch to the next or draws from a generator of its own: "
                 "draw from the default generators or from lockstep.rng()"
             )
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every tensor, number and text in `value`: where it is, and what it is, bit for bit. Of other objects only the kind."""
-    if isinstance(value, Mapping):
-        yield path, f"mapping of {list(value)}"
-        for key, inner in value.items():
-            yield from leaves(inner, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        yield path, f"{type(value).__name__} of {len(value)}"
-        for i, inner in enumerate(value):
-            yield from leaves(inner, f"{path}[{i}]")
-    elif isinstance(value, torch.Tensor):
-        whole = value.detach().cpu().contiguous()
-        content = whole.view(torch.uint8) if whole.dim() else whole.reshape(1).view(torch.uint8)
-        yield (
-            path,
-            f"{whole.dtype} {tuple(whole.shape)} {hashlib.sha256(content.numpy().tobytes()).hexdigest()}",
-        )
-    elif isinstance(value, np.ndarray | np.generic):
-        yield path, f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    elif isinstance(value, bool | int | float | complex | str | bytes | type(None)):
-        yield path, f"{type(value).__name__} {value!r}"
-    else:
-        yield path, type(value).__qualname__
 
 
 # --- files ------------------------------------------------------------------------------------------------

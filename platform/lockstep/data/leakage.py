@@ -1,17 +1,34 @@
-"""Rows of the evaluation data that are in the training data as well, for they flatter every metric."""
+"""Samples of the evaluation data that are in the training data as well, for they flatter every metric.
+
+Tables are compared row by row, whole. Of any other dataset samples are fetched, as many as a time limit allows, and
+compared by the digest of all that they hold.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.contents import UnreadableError, digest
+from lockstep.data.dataset import fetch_one, is_table
+from lockstep.data.order import Bijection
 from lockstep.data.remembered import remembered
-from lockstep.data.tables import Table
+from lockstep.randomness import seed_all
+
+if TYPE_CHECKING:
+    from lockstep.data.tables import Table  # pyarrow's Parquet costs a fifth of a second
+
+WITHIN_S = 1.0
+"""How long samples are fetched to look for leakage where nothing else is said."""
+
+DRAWN = 1 << 12
+"""Samples whose places are drawn at once."""
 
 ROWS = 1 << 13
 """Rows that are compared at once; their words stay in a processor's cache."""
@@ -23,15 +40,85 @@ class Leakage(NamedTuple):
     rows: int
     eval_row: int | None
     train_row: int | None
+    eval_looked_at: int | None = None
+    """Evaluation samples that were compared; None for all of them."""
+    train_looked_at: int | None = None
+    """Training samples that they were compared with; None for all of them."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every sample of the one was compared with every sample of the other."""
+        return self.eval_looked_at is None and self.train_looked_at is None
+
+    def told(self, eval_samples: int) -> str:
+        """One line for a person; `rows` must not be 0."""
+        looked = "" if self.eval_looked_at is None else f" {self.eval_looked_at} looked at, of"
+        least = "" if self.whole else "at least "
+        return (
+            f"{least}{self.rows} of{looked} {eval_samples} evaluation samples are training samples too: the first is evaluation "
+            f"sample {self.eval_row}, training sample {self.train_row}"
+        )
 
 
-def known_leakage(train: Any, evaluation: Any) -> Leakage | None:
-    """The same as `leaked_rows`, found once for the same files. None for what it would take long to compare, or cannot be.
+def find_leakage(train: Any, evaluation: Any, seed: int, within_s: float = WITHIN_S) -> Leakage | None:
+    """Evaluation samples that are training samples too. None where they cannot be compared, or it would take too long.
 
-    That are other datasets than tables, and tables above their bound on memory, which would be read from end to end.
+    That is so for tables above their bound on memory, which would be read from end to end, and for samples whose content
+    cannot be read. Reads what a table holds once for the same files; of another dataset as many samples as `within_s` allows.
     """
-    if not (isinstance(train, Table) and isinstance(evaluation, Table)):
+    if is_table(train) and is_table(evaluation):
+        return known_leakage(train, evaluation)
+    try:
+        return leaked_samples(train, evaluation, seed, within_s)
+    except UnreadableError:  # refused elsewhere, unless the data have a fingerprint of their own
         return None
+
+
+def leaked_samples(train: Any, evaluation: Any, seed: int, within_s: float) -> Leakage:
+    """The evaluation samples whose content a training sample has, too.
+
+    All are compared where that takes less than `within_s`. Else evaluation samples are drawn for a quarter of the time and
+    held against training samples that are drawn for the rest of it. Every sample is fetched under one seed, so that a sample
+    that is varied at random comes out the same in both. Raises UnreadableError.
+    """
+    began = time.perf_counter()
+    own = _digests(evaluation, seed, began + within_s / 4)
+    wanted = {content for content, _ in own}
+    looked_at, first = 0, dict[bytes, int]()
+    for content, index in _digests(train, seed, began + within_s):
+        looked_at += 1
+        if content in wanted and index < first.get(content, len(train)):
+            first[content] = index
+    leaked = sorted((index, first[content]) for content, index in own if content in first)
+    eval_row, train_row = leaked[0] if leaked else (None, None)
+    return Leakage(
+        len(leaked),
+        eval_row,
+        train_row,
+        None if len(own) == len(evaluation) else len(own),
+        None if looked_at == len(train) else looked_at,
+    )
+
+
+def _digests(dataset: Any, seed: int, until: float) -> list[tuple[bytes, int]]:
+    """Digest and index of the samples, in an order drawn from the seed, until the time is over."""
+    found = list[tuple[bytes, int]]()
+    order = Bijection(len(dataset), (seed, "leakage"))
+    for start in range(0, len(dataset), DRAWN):
+        for index in order(np.arange(start, min(start + DRAWN, len(dataset)))).tolist():
+            if time.perf_counter() > until and found:
+                return found
+            seed_all(seed, "leakage")
+            try:
+                sample = fetch_one(dataset, index)
+            except (Exception, SystemExit):  # noqa: BLE001 - a sample that cannot be fetched is told with its step when training meets it
+                continue
+            found.append((digest(sample), index))
+    return found
+
+
+def known_leakage(train: Table, evaluation: Table) -> Leakage | None:
+    """The same as `leaked_rows`, found once for the same files; None for tables above their bound on memory."""
     if "blocks" in (train.residence, evaluation.residence):
         return None
     identity = repr((train.identity(), evaluation.identity()))

@@ -24,11 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_convert
 
+from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError
+from lockstep.job.frames import place_in_job
 from lockstep.randomness import seed_all
 
 ALIGNMENT = 64
@@ -59,9 +62,9 @@ class MicroBatches(Dataset[Any]):
         self.collate = collate
         self.seed = seed
         self.purpose = purpose
-        self.fetch_many: Callable[[Any], Any] | None = getattr(samples, "__getitems__", None)
-        self.draws_nothing: bool = getattr(samples, "draws_nothing", False)
-        self.in_memory: bool = getattr(samples, "residence", None) == "memory"
+        self.fetch_many: Callable[[Any], Any] | None = samples.__getitems__ if is_batched(samples) else None
+        self.draws_nothing = draws_nothing(samples)
+        self.in_memory = in_memory(samples)
 
     def __getitem__(self, batch: MicroBatch) -> Any:
         """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
@@ -87,15 +90,15 @@ class MicroBatches(Dataset[Any]):
         try:
             if self.fetch_many is not None:
                 samples = self.fetch_many(batch.ids)
-                if batch.due:
-                    self.samples.read_ahead(batch.due)  # type: ignore[attr-defined]
+                if batch.due and reads_ahead(self.samples):
+                    self.samples.read_ahead(batch.due)
                 return samples
             fetch = self.samples.__getitem__
             for sample_id in batch.ids:
                 samples.append(fetch(sample_id))  # their number tells which one failed
         except LockstepError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a dataset may end the process
             one = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
             raise _told(error, batch, one) from error
         return samples
@@ -105,17 +108,17 @@ class MicroBatches(Dataset[Any]):
             return self.collate(samples)
         except LockstepError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _told(error, batch, f"the collation of {_named(batch.ids)}") from error
 
 
-def _told(error: Exception, batch: MicroBatch, what: str) -> JobError:
+def _told(error: BaseException, batch: MicroBatch, what: str) -> JobError:
     """What the job's code raised, with the samples and the step."""
     text = " ".join(str(error).split()) or "no message"
     where = f"step {batch.step + 1}, micro-batch {batch.micro_batch}"
     if batch.step < 0:
         where = f"evaluation micro-batch {batch.micro_batch}"
-    return JobError(f"data: {what} failed ({where}): {type(error).__name__}: {text}")
+    return JobError(f"data: {what} failed ({where}{place_in_job(error)}): {type(error).__name__}: {text}")
 
 
 def _named(ids: Sequence[int] | Ids) -> str:
@@ -200,15 +203,18 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         if isinstance(batch, LockstepError):
             return batch, None
         with torch.cuda.stream(stream):  # pinned memory is kept until its copy is done
-            there = map_tensors(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+            there = map_tensors(
+                batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True), lambda other: other
+            )
         return there, stream.record_event()
 
     def ready(there: Any, event: torch.cuda.Event | None) -> Any:
         if event is not None:
             current = torch.cuda.current_stream(device)
             current.wait_event(event)
-            map_tensors(there, lambda tensor: _used_on(tensor, current))
-        return there
+            map_tensors(there, lambda tensor: _used_on(tensor, current), lambda other: other)
+        # On the stream that computes: what such an object copies on another one could be freed too early.
+        return map_tensors(there, lambda tensor: tensor, lambda other: moved(other, device))
 
     before = None
     for batch in batches:
@@ -309,12 +315,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def process_lost(error: Exception) -> ClusterError | None:
+def process_lost(error: BaseException) -> ClusterError | None:
     """What torch's complaint about a loader process that is gone means, or None for any other error."""
     return _lost(error) if str(error).startswith("DataLoader worker (pid") else None
 
 
-def _lost(error: Exception) -> ClusterError:
+def _lost(error: BaseException) -> ClusterError:
     text = " ".join(str(error).split()) or type(error).__name__
     return ClusterError(
         f"data: a loader process was lost: {text}; often the machine is out of memory or shared memory: "
@@ -329,16 +335,26 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in its tuples, lists and mappings changed; other objects pass as they are."""
+def moved(value: Any, device: torch.device) -> Any:
+    """An object on the device where it has a method `to`, as a graph library's batch or a packed sequence; else as it is."""
+    to = getattr(value, "to", None)
+    return to(device) if callable(to) and not isinstance(value, type) else value
+
+
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None
+) -> Any:
+    """`value` with every tensor in its tuples, lists and mappings changed; `other`, if given, changes what is none of these."""
     if isinstance(value, Tensor):
         return change(value)
+    if other is not None and isinstance(value, PackedSequence):
+        return other(value)  # one of its tensors stays on the processor
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)  # a defaultdict or a UserDict is not made from a plain dict alone
-        changed.update({key: map_tensors(inner, change) for key, inner in value.items()})
+        changed.update({key: map_tensors(inner, change, other) for key, inner in value.items()})
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(inner, change) for inner in value))
+        return type(value)(*(map_tensors(inner, change, other) for inner in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(inner, change) for inner in value)
-    return value
+        return type(value)(map_tensors(inner, change, other) for inner in value)
+    return value if other is None else other(value)

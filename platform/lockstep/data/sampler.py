@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, DistributedSampler
 
+from lockstep.data.dataset import checks_order, is_blocked, reads_ahead, takes_arrays
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
 from lockstep.plan import Plan, Position, clip
 
@@ -57,15 +58,15 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             seed=seed,
             drop_last=plan.drop_last,
         )
-        if hasattr(dataset, "check_order"):
+        if checks_order(dataset):
             dataset.check_order(shuffle, window)
         self.plan = plan
         self.micro_batches = micro_batches
         self.order = shuffle
         self.window = window
         self.start = start
-        self.takes_arrays: bool = getattr(dataset, "takes_arrays", False)
-        self.reads_ahead: bool = hasattr(dataset, "read_ahead")
+        self.takes_arrays: bool = takes_arrays(dataset)
+        self.reads_ahead: bool = reads_ahead(dataset)
 
     def __len__(self) -> int:
         positions = self.plan.positions(self.start)
@@ -80,7 +81,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
                 yield self._micro_batch(order, position, m)
 
     def _order(self, epoch: int) -> Order:
-        blocks = getattr(self.dataset, "block_sizes", None)
+        blocks = self.dataset.block_sizes if is_blocked(self.dataset) else None
         return epoch_order(self.seed, epoch, self.plan.samples, self.order, blocks=blocks, window=self.window)
 
     def _micro_batch(self, order: Order, position: Position, m: int) -> MicroBatch:

@@ -3,103 +3,97 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import pin_aliased
+from lockstep.driver.failed import with_run
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
+from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import RecordError
+from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import repeated
-from lockstep.record.environment import git_state
-from lockstep.record.ledger import CheckpointRow, EvaluationRow, History, StepRow
+from lockstep.record.events import Event, Failed, Finished, Sampled, Straggling, Warned, tell_nobody
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
 from lockstep.spec.places import RECORD_OFF
-from lockstep.training.group import Group, distributed
+from lockstep.training.group import Group, distributed, local_device
 from lockstep.training.loop import fit
-from lockstep.training.no_record import NoRecord
-from lockstep.training.weights import save_weights
+from lockstep.training.requests import NoRequests
 
 
-class DirectRecord:
-    """The record of rank 0 where the recorder lives in the same process."""
+class RankRequests(NoRequests):
+    """Under torchrun every rank hears of signals by itself."""
+
+    def __init__(self, stop: StopSignal) -> None:
+        self._stop = stop
+
+    def stop(self) -> bool:
+        return self._stop.asked
+
+
+class LocalRun:
+    """Rank 0's run in this process: takes its events to the recorder and to the progress line, and says what is asked of it."""
 
     def __init__(
         self,
         recorder: Recorder,
         stop: StopSignal,
-        *,
-        forks: bool,
-        warn: Callable[[str], None] = lambda text: None,
+        progress: Progress,
         on_run_id: Callable[[str], None] | None = None,
     ) -> None:
-        self.recorder = recorder
-        self.warnings: list[str] = []
-        self._warn = warn
-        self.total_steps: int | None = None
-        self._stop = stop
-        self._forks = forks
-        self._on_run_id = on_run_id
+        self.recorder, self.view = recorder, RunView()
+        self._stop, self._progress, self._on_run_id = stop, progress, on_run_id
+        self._named = False
 
-    def started(self, facts: Mapping[str, Any]) -> None:
-        self.total_steps = facts["plan"]["total_steps"]
-        if (
-            self._forks
-        ):  # a process forked while the recorder's thread imports MLflow could wait for that import for ever
-            self.recorder.run_id()
-        if self._on_run_id is not None:
-            self._on_run_id(self.recorder.run_id())
-        self.recorder.started({**facts, "git": git_state(Path.cwd())})
+    def tell(self, event: Event) -> None:
+        """Take an event of the run."""
+        if isinstance(event, Straggling):
+            event = Warned(
+                event.text
+            )  # alone, or under torchrun: there is no account of attempts to put it in
+        if isinstance(event, Warned):
+            self._progress.say(f"warning: {event.text}")
+        if isinstance(event, Finished):
+            event = Finished({**event.summary, "signal": self._stop.number}, event.files)
+        self.view.take(event)
+        self.recorder.tell(event)
 
-    def loaded(self) -> None: ...
-
-    def saving(self) -> bool:
-        return False
-
-    def restored(self, history: History) -> None:
-        self.recorder.restored(history)
-
-    def step(self, row: StepRow) -> None:
-        self.recorder.steps([row])
-
-    def evaluation(self, row: EvaluationRow) -> None:
-        self.recorder.evaluation(row)
-
-    def straggling(self, text: str) -> None:
-        self.warn(text)
-
-    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self.recorder.finished(
-            {**summary, "signal": self._stop.number}, save_weights(self.recorder.run_folder(), weights)
-        )
-
-    def stopping(self) -> bool:
+    def stop(self) -> bool:
         """A signal came, or the run cannot be recorded anywhere."""
         return self._stop.asked or (not self.recorder.opened and self.recorder.failure() is not None)
+
+    def save(self) -> bool:
+        return False
 
     def run_id(self) -> str:
         return self.recorder.run_id()
 
-    def checkpoint(self, row: CheckpointRow) -> None:
-        self.recorder.checkpoint(row)
+    def go_on(self) -> bool:
+        """At once; a run that someone waits to give a name waits for its id before its first step."""
+        if self._on_run_id is not None:
+            on_run_id, self._on_run_id = self._on_run_id, None
+            on_run_id(self.recorder.run_id())
+        return True
 
-    def alive(self) -> None: ...
+    def show(self) -> None:
+        """Bring the progress line up to now; the run's id as soon as there is one."""
+        if self.recorder.opened and not self._named:
+            self._named = True
+            self._progress.say(f"run {self.recorder.run_id()}")
+        self._progress.show(self.view.step, self.view.evaluation, self.view.total_steps)
 
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-        self._warn(f"warning: {text}")
+    def shown(self) -> AbstractContextManager[None]:
+        """Show how it goes twice a second, from a thread of its own."""
+        return repeated(lambda: self.show, 0.5, "lockstep-progress")
 
 
 def under_torchrun() -> bool:
@@ -118,71 +112,20 @@ def train_here(
     on_run_id: Callable[[str], None] | None = None,
 ) -> Result | None:
     """Train in this process. Under torchrun every rank calls it, and all but rank 0 get None."""
-    device = _device(spec)
+    device = local_device(spec)
     backend = "nccl" if device.type == "cuda" else "gloo"
     with distributed(backend) if under_torchrun() else nullcontext():
-        return _train_as(
-            spec,
-            Group.join(device),
-            progress,
-            stop,
-            origin,
-            began_at=began_at,
-            warnings=warnings,
-            on_run_id=on_run_id,
-        )
-
-
-def _device(spec: Spec) -> torch.device:
-    if torch.cuda.is_available() and spec.workers.gpus_each != 0:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
-
-
-def _train_as(
-    spec: Spec,
-    group: Group,
-    progress: Progress,
-    stop: StopSignal,
-    origin: Origin,
-    *,
-    began_at: float,
-    warnings: list[str],
-    on_run_id: Callable[[str], None] | None,
-) -> Result | None:
-    if group.rank > 0:
-        fit(spec, load_job(spec.job.use, spec.job.params), group, NoRecord(stop), origin)
-        return None
-    apart = spec.record.uri != RECORD_OFF  # MLflow's part would take this process some 100 ms of each second
-    record = DirectRecord(
-        Recorder(
-            spec, run_id=origin.run_id, on_aliases=partial(pin_aliased, spec.checkpoint.storage), apart=apart
-        ),
-        stop,
-        forks=spec.data.loader_processes > 0 and not apart,
-        warn=progress.say,
-        on_run_id=on_run_id,
-    )
-    recorder = record.recorder
-    recorder.start()
-    try:
-        with _shown(record, progress), sampled(partial(recorder.system, "node-0")):
-            summary = fit(spec, load_job(spec.job.use, spec.job.params), group, record, origin)
-    except BaseException as error:
-        signalled = isinstance(error, KeyboardInterrupt)
-        recorder.failed(
-            "ended at once by a signal" if signalled else str(error),
-            traceback.format_exc(),
-            status="KILLED" if signalled else "FAILED",
-        )
-        with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
-            recorder.close()
-        raise
-    recorder.close()
+        group = Group.join(device)
+        if group.rank > 0:
+            job = load_job(spec.job.use, spec.job.params)
+            fit(spec, job, group, tell_nobody, RankRequests(stop), origin)
+            return None
+        run = _start(spec, progress, stop, origin, on_run_id)
+        summary = _fit_recorded(spec, group, run, origin)
+    recorder = run.recorder
     if recorder.violation:
-        record.warn(recorder.violation)
+        run.view.take(Warned(recorder.violation))
+        progress.say(f"warning: {recorder.violation}")
     return result_of(
         summary,
         run_id=recorder.run_id(),
@@ -190,17 +133,60 @@ def _train_as(
         tracking_uri=spec.record.uri or "",
         folder=str(recorder.run_folder()),
         began_at=began_at,
-        warnings=[*warnings, *record.warnings],
+        warnings=[*warnings, *run.view.warnings],
         attempts=origin.attempt,
         signal_number=stop.number,
     )
 
 
-def _shown(record: DirectRecord, progress: Progress) -> AbstractContextManager[None]:
-    """Show the newest rows twice a second, from a thread of its own."""
+def _start(
+    spec: Spec,
+    progress: Progress,
+    stop: StopSignal,
+    origin: Origin,
+    on_run_id: Callable[[str], None] | None,
+) -> LocalRun:
+    apart = spec.record.uri != RECORD_OFF  # MLflow's part would take this process some 100 ms of each second
+    recorder = Recorder(
+        spec,
+        run_id=origin.run_id,
+        on_aliases=partial(pin_aliased, spec.checkpoint.storage),
+        source=Path.cwd(),
+        apart=apart,
+    )
+    recorder.start()
+    if (
+        spec.data.loader_processes and not apart
+    ):  # forked while the recorder's thread imports, they could wait for that for ever
+        recorder.run_id()
+    return LocalRun(recorder, stop, progress, on_run_id)
 
-    def show() -> None:
-        latest = record.recorder.latest
-        progress.show(latest.step, latest.evaluation, record.total_steps)
 
-    return repeated(lambda: show, 0.5, "lockstep-progress")
+def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: Origin) -> dict[str, object]:
+    """`fit`, whose end is recorded whatever it is."""
+    recorder = run.recorder
+
+    def sample(values: dict[str, float]) -> None:
+        recorder.tell(Sampled("node-0", time.time(), values))
+
+    try:
+        with run.shown(), sampled(sample):
+            summary = fit(spec, load_job(spec.job.use, spec.job.params), group, run.tell, run, origin)
+        run.show()
+    except BaseException as error:
+        signalled = isinstance(error, KeyboardInterrupt)
+        recorder.tell(
+            Failed(
+                "ended at once by a signal" if signalled else str(error),
+                traceback.format_exc(),
+                "KILLED" if signalled else "FAILED",
+            )
+        )
+        with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
+            recorder.close()
+        if isinstance(error, LockstepError) and recorder.opened:
+            raise with_run(error, recorder.run_id(), spec.folder) from error
+        raise
+    recorder.close()
+    assert summary is not None  # nobody ends it at the gate
+    return summary

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.events import EvaluationRow, StepRow
 
 
 class Progress(Protocol):
@@ -92,8 +92,12 @@ def trial_table(headline: str, trials: Sequence[Mapping[str, Any]]) -> Any:
     return table
 
 
+FEW_STEPS = 5
+"""Steps after an attempt's first one before a rate is told: the first ones are slower, and may be one poll apart."""
+
+
 class Rate:
-    """Samples and steps a second over what was shown last."""
+    """Samples and steps a second since the first row of this attempt; 0 until it has a few steps."""
 
     def __init__(self) -> None:
         self._first: StepRow | None = None
@@ -101,11 +105,12 @@ class Rate:
 
     def add(self, row: StepRow) -> None:
         """Take in a newer row."""
-        if self._first is None:
+        if self._first is None or row.attempt != self._first.attempt:  # its clock stood still in between
             self._first = row
-        seconds = row.wall_clock - self._first.wall_clock
-        if seconds > 0:
-            self.steps_per_s = (row.step - self._first.step) / seconds
+            self.steps_per_s = self.samples_per_s = 0.0
+        seconds, steps = row.wall_clock - self._first.wall_clock, row.step - self._first.step
+        if seconds > 0 and steps >= FEW_STEPS:
+            self.steps_per_s = steps / seconds
             self.samples_per_s = (row.samples - self._first.samples) / seconds
         self.waiting = row.data_wait_s / row.step_s if row.step_s else 0.0
 

@@ -21,6 +21,11 @@ class StopSignal:
         """Whether a signal came."""
         return self.number is not None
 
+    def ask(self) -> None:
+        """Stop as a first SIGTERM would have it."""
+        if self.number is None:
+            self.number = signal.SIGTERM
+
     def wait(self, seconds: float) -> None:
         """Sleep, but no longer than until a signal comes."""
         until = time.monotonic() + seconds

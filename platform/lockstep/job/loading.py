@@ -12,7 +12,9 @@ import pydantic
 from torch.utils.data import Dataset
 
 from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
+from lockstep.job.frames import place_in_job
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
+from lockstep.job.methods import check_methods
 from lockstep.spec.messages import one_line
 
 
@@ -22,10 +24,15 @@ def load_job(use: str, params: Mapping[str, Any]) -> Job:
     Raises JobImportError where the name leads nowhere and SpecError where the params do not fit.
     """
     job_class = _job_class(use)
+    check_methods(job_class, use)
     try:
-        return job_class(job_class.Params.model_validate(dict(params)))
+        checked = job_class.Params.model_validate(dict(params))
     except pydantic.ValidationError as error:
         raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
+    try:
+        return job_class(checked)
+    except (Exception, SystemExit) as error:  # __init__ is the job's own code
+        raise JobError(f"job: {use!r} cannot be made{place_in_job(error)}: {first_line(error)}") from error
 
 
 def placement_params(use: str) -> frozenset[str]:
@@ -40,6 +47,10 @@ def _job_class(use: str) -> type[Job]:
     module_name, colon, class_name = use.partition(":")
     if not colon or not module_name or not class_name or "/" in module_name:
         raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
+    if module_name == "__main__":
+        raise JobImportError(
+            f"job.use: got {use!r}, a class of the script that runs; workers cannot import it: put it into a module of its own"
+        )
     module = _module(module_name)
     found = getattr(module, class_name, None)
     if found is None:

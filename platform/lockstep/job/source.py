@@ -47,6 +47,10 @@ def check_job_source(use: str) -> None:
     module, colon, class_name = use.partition(":")
     if not colon or not module or not class_name or "/" in module:
         raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
+    if module == "__main__":
+        raise JobImportError(
+            f"job.use: got {use!r}, a class of the script that runs; workers cannot import it: put it into a module of its own"
+        )
     path = _file(module, _root(module.partition(".")[0]))
     if path is None:
         if _importable(module):

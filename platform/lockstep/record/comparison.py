@@ -6,7 +6,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.record.ledger import DETERMINISTIC, EvaluationRow, StepRow
+from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.ledger import DETERMINISTIC
 
 
 def step_difference(before: StepRow, after: StepRow) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from lockstep.errors import RecordError
-from lockstep.record.journal import Entry, Journal
-from lockstep.record.ledger import CheckpointRow, StepRow
-from lockstep.record.points import Point, checkpoint_points, evaluation_points, step_points, system_points
+from lockstep.record.events import Opened, StepRow
+from lockstep.record.journal import Journal
+from lockstep.record.points import Point, points_of
 from lockstep.record.run_store import POINTS_PER_CALL, RunStore, UnavailableError
 
 
@@ -33,7 +33,7 @@ class Delivery:
         self._scaled = scaled
         self._cursor = _Cursor(0, None)
         self._refused = False
-        self._started_at: float = journal.events[0].value["at"]
+        self._started_at = next(event.at for event in journal.events if isinstance(event, Opened))
 
     @property
     def due(self) -> bool:
@@ -63,7 +63,8 @@ class Delivery:
         points: list[Point] = []
         cursor = self._cursor
         for entry in self._journal.read(cursor.offset):
-            new = [point for point in self._points(entry, cursor.before) if self._is_new(point)]
+            made = points_of(entry.event, cursor.before, scaled=self._scaled, started_at=self._started_at)
+            new = [point for point in made if self._is_new(point)]
             if points and len(points) + len(new) > POINTS_PER_CALL:
                 yield points, cursor
                 points = []
@@ -71,19 +72,8 @@ class Delivery:
             while len(points) > POINTS_PER_CALL:
                 yield points[:POINTS_PER_CALL], cursor
                 points = points[POINTS_PER_CALL:]
-            cursor = _Cursor(entry.end, entry.value if entry.kind == "step" else cursor.before)
+            cursor = _Cursor(entry.end, entry.event if isinstance(entry.event, StepRow) else cursor.before)
         yield points, cursor
-
-    def _points(self, entry: Entry, before: StepRow | None) -> Iterator[Point]:
-        if entry.kind == "step":
-            return step_points(entry.value, before, scaled=self._scaled)
-        if entry.kind == "evaluation":
-            return evaluation_points(entry.value)
-        if entry.kind == "system":
-            return system_points(entry.value, self._started_at)
-        if entry.kind == "checkpoint" and entry.value["uri"] is not None:
-            return checkpoint_points(CheckpointRow(**entry.value))
-        return iter(())
 
     def _is_new(self, point: Point) -> bool:
         return point.step > self._high_water.get(point.key, -1)

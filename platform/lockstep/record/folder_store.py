@@ -17,10 +17,10 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
 from lockstep.record.files import write_text
+from lockstep.record.heartbeat import vanished
 from lockstep.record.journal import newest_step
-from lockstep.record.liveness import vanished
 from lockstep.record.points import Point
-from lockstep.record.run_store import Recorded, RunInfo, Status, recorded
+from lockstep.record.run_store import Recorded, RunInfo, Status, no_such_run, recorded
 from lockstep.spec.fields import Spec
 
 
@@ -31,6 +31,8 @@ def recorded_in_folder(storage: Path, run_id: str) -> Recorded:
         status = json.loads((folder / "run.json").read_text(encoding="utf-8"))["status"]
         files = [folder / name for name in ("spec.yaml", "summary.json")]
         spec, summary = (file.read_text(encoding="utf-8") if file.exists() else None for file in files)
+    except FileNotFoundError as error:
+        raise no_such_run(run_id, repr(str(storage)), "name its folder with record.folder") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(
             f"run {run_id}: no record of it in {str(storage)!r} ({error}); name its folder with record.folder, or its store with --uri"
@@ -160,6 +162,10 @@ class FolderReader:
         path = self._storage / run_id / "run.json"
         try:
             known = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise no_such_run(
+                run_id, repr(str(self._storage)), "name the folder of runs with --storage"
+            ) from error
         except (OSError, ValueError) as error:
             raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
         reason = vanished(known["tags"], time.time()) if known["status"] == "RUNNING" else ""

@@ -1,9 +1,10 @@
-"""The journal: what was told of a run, a JSON line each, on disk in its folder before any store hears of it.
+"""The journal: the log of a run's recorded events, a JSON line each, on disk in its folder before any store hears of it.
 
 * It is the spool: metric points are made from it again, with the timestamps of their rows, however late a store answers.
 * It is the ledger in the making: a process that is killed loses what it had not been told, and nothing else.
 * A step and an evaluation are in it once. A float is kept bit for bit, NaN with its payload.
 * One process writes it, under a lock that ends with that process. A torn last line, of a machine that went down, is cut off.
+* Steps are mostly in order. A step that an earlier writer could not write is added when it is told again, after later ones.
 """
 
 from __future__ import annotations
@@ -14,24 +15,37 @@ import os
 import struct
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from heapq import merge
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 from lockstep.errors import RecordError
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.events import (
+    AttemptsSummarised,
+    CheckpointRow,
+    Delivered,
+    Document,
+    EvaluationRow,
+    Failed,
+    Finished,
+    Opened,
+    PeakMemory,
+    Recorded,
+    Sampled,
+    Started,
+    StepRow,
+)
 
 NAME = "journal.jsonl"
-POINTS_ONLY = frozenset({"system"})
-"""Kinds of events that become points and are not looked at again."""
 _READ_BYTES = 1 << 20
 
 
 class Entry(NamedTuple):
-    """One line: `kind` is `step`, `evaluation` or the name of an event, `end` where the line ends in the file."""
+    """One event, and where its line ends in the file."""
 
-    kind: str
-    value: Any
+    event: Recorded
     end: int
 
 
@@ -39,6 +53,7 @@ class Journal:
     """The journal of the run in `folder`, created or gone on with. Used by one thread."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._path = folder / NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -47,9 +62,14 @@ class Journal:
             raise _broken(self._path, error) from error
         self._lock()
         self._numbers, self._starts = array("q"), array("q")
+        self._late: dict[int, int] = {}
+        """Where the steps begin that came after later ones."""
         self._evaluations: dict[int, EvaluationRow] = {}
-        self.events: list[Entry] = []
+        self.events: list[Recorded] = []
+        """What is neither a row nor a sample, in order."""
         self.size = 0
+        self._torn = False
+        """Whether a write that failed may have left half a line behind the last whole one."""
         self._index()
 
     def _lock(self) -> None:
@@ -63,51 +83,50 @@ class Journal:
 
     def _index(self) -> None:
         for entry in self.read(0):
-            self._note(entry, self.size)
+            self._note(entry.event, self.size)
             self.size = entry.end
         if os.fstat(self._file).st_size > self.size:
             os.ftruncate(self._file, self.size)
 
-    def _note(self, entry: Entry, start: int) -> None:
-        if entry.kind == "step":
-            self._numbers.append(entry.value.step)
-            self._starts.append(start)
-        elif entry.kind == "evaluation":
-            self._evaluations[entry.value.step] = entry.value
-        elif entry.kind not in POINTS_ONLY:
-            self.events.append(entry)
+    def _note(self, event: Recorded, start: int) -> None:
+        match event:
+            case StepRow():
+                if event.step > self.last_step:
+                    self._numbers.append(event.step)
+                    self._starts.append(start)
+                else:
+                    self._late[event.step] = start
+            case EvaluationRow():
+                self._evaluations[event.step] = event
+            case Sampled():
+                pass  # it becomes points, and is not looked at again
+            case _:
+                self.events.append(event)
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def add_steps(self, rows: list[StepRow]) -> None:
-        """Add steps, each after the last one that the journal has."""
-        lines = [_line("step", _plain_row(row)) for row in rows]
+    def add(self, events: Sequence[Recorded]) -> None:
+        """Add events, all or none of them; rows only where the journal does not have them. RecordError where the disk refuses."""
+        lines = [_line(event, self._folder) for event in events]
         start = self.size
         self._append(b"".join(lines))
-        for row, line in zip(rows, lines, strict=True):
-            self._numbers.append(row.step)
-            self._starts.append(start)
+        for event, line in zip(events, lines, strict=True):
+            self._note(event, start)
             start += len(line)
-
-    def add_evaluation(self, row: EvaluationRow) -> None:
-        """Add an evaluation that the journal does not have."""
-        self._append(_line("evaluation", _plain_row(row)))
-        self._evaluations[row.step] = row
-
-    def add_event(self, kind: str, value: Any) -> None:
-        """Add anything else that happened, as plain data."""
-        start = self.size
-        self._append(_line(kind, value))
-        self._note(Entry(kind, value, self.size), start)
 
     def _append(self, data: bytes) -> None:
         try:
-            written = 0
+            if self._torn:
+                os.ftruncate(self._file, self.size)
+            self._torn, written = True, 0
             while written < len(data):
                 written += os.write(self._file, data[written:])
         except OSError as error:
-            os.ftruncate(self._file, self.size)  # no half line before whatever is written next
+            with suppress(OSError):  # else before the next write
+                os.ftruncate(self._file, self.size)
+                self._torn = False
             raise _broken(self._path, error) from error
+        self._torn = False
         self.size += len(data)
 
     def close(self) -> None:
@@ -124,13 +143,40 @@ class Journal:
         """Number of the last step, or 0."""
         return self._numbers[-1] if self._numbers else 0
 
+    def missing_steps(self) -> range:
+        """The first stretch of steps that is missing between the first and the last one; empty where none is."""
+        if len(self._numbers) + len(self._late) == self.last_step - self._first_step + bool(self._numbers):
+            return range(0)
+        wanted = self._first_step
+        for number in self._in_order():
+            if number > wanted:
+                return range(wanted, number)
+            wanted = number + 1
+        return range(0)
+
+    @property
+    def _first_step(self) -> int:
+        return min([*self._numbers[:1], *self._late], default=0)
+
+    def _in_order(self) -> Iterator[int]:
+        return merge(self._numbers, sorted(self._late))
+
     def step(self, number: int) -> StepRow | None:
         """The row of a step, where the journal has it."""
-        at = bisect_left(self._numbers, number)
-        if at == len(self._numbers) or self._numbers[at] != number:
-            return None
-        row: StepRow = next(self.read(self._starts[at])).value
+        start = self._late.get(number)
+        if start is None:
+            at = bisect_left(self._numbers, number)
+            if at == len(self._numbers) or self._numbers[at] != number:
+                return None
+            start = self._starts[at]
+        row = next(self.read(start)).event
+        assert isinstance(row, StepRow)
         return row
+
+    def has_step(self, number: int) -> bool:
+        """Whether the journal has a step."""
+        at = bisect_left(self._numbers, number)
+        return number in self._late or (at < len(self._numbers) and self._numbers[at] == number)
 
     def evaluation(self, number: int) -> EvaluationRow | None:
         """The evaluation after a step, where the journal has it."""
@@ -138,21 +184,27 @@ class Journal:
 
     def evaluations(self) -> list[EvaluationRow]:
         """All evaluations, in order."""
-        return list(self._evaluations.values())
+        return [self._evaluations[step] for step in sorted(self._evaluations)]
 
     def steps(self) -> Iterator[StepRow]:
         """All steps, in order."""
-        return (entry.value for entry in self.read(0) if entry.kind == "step")
+        late = (row for number in sorted(self._late) if (row := self.step(number)) is not None)
+        on_time = (
+            entry.event
+            for entry in self.read(0)
+            if isinstance(entry.event, StepRow) and entry.event.step not in self._late
+        )
+        return merge(on_time, late, key=lambda row: row.step)
 
     def read(self, start: int) -> Iterator[Entry]:
-        """The entries from the offset `start` on, up to the last whole line."""
+        """The events from the offset `start` on, up to the last whole line."""
         rest, end = b"", start
         while data := os.pread(self._file, _READ_BYTES, start):
             start += len(data)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 end += len(line) + 1
-                yield _entry(line, end, self._path)
+                yield Entry(_event(line, end, self._path), end)
 
 
 def read_steps(folder: Path) -> list[StepRow]:
@@ -161,8 +213,8 @@ def read_steps(folder: Path) -> list[StepRow]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
-    entries = (_entry(line, 0, path) for line in lines if line.startswith(b'{"step"'))
-    return [entry.value for entry in entries]
+    rows = (_event(line, 0, path) for line in lines if line.startswith(b'{"step"'))
+    return sorted((row for row in rows if isinstance(row, StepRow)), key=lambda row: row.step)
 
 
 def newest_step(folder: Path) -> StepRow | None:
@@ -174,27 +226,87 @@ def newest_step(folder: Path) -> StepRow | None:
         file.seek(max(0, path.stat().st_size - _READ_BYTES))
         lines = file.read().split(b"\n")[:-1]
     newest = next((line for line in reversed(lines) if line.startswith(b'{"step":')), None)
-    return _entry(newest, 0, path).value if newest else None
+    row = _event(newest, 0, path) if newest else None
+    return row if isinstance(row, StepRow) else None
 
 
-def _line(kind: str, value: Any) -> bytes:
+# --- lines --------------------------------------------------------------------------------------------------
+
+
+def _line(event: Recorded, folder: Path) -> bytes:
+    kind, value = _plain_event(event, folder)
     return json.dumps({kind: value}, default=str, separators=(",", ":")).encode() + b"\n"
 
 
-def _entry(line: bytes, end: int, path: Path) -> Entry:
+def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
+    """The name of an event's line and its content as plain data; files are named from the run's folder on."""
+    match event:
+        case StepRow():
+            return "step", [_plain(value) for value in event]
+        case EvaluationRow():
+            return "evaluation", [_plain(value) for value in event]
+        case CheckpointRow():
+            return "checkpoint", event._asdict()
+        case Opened():
+            return "opened", {"at": event.at, **event.process}
+        case Started():
+            return "started", dict(event.facts)
+        case Sampled():
+            return "system", {"node": event.node, "at": event.at, "values": dict(event.values)}
+        case AttemptsSummarised():
+            return "attempts", list(event.attempts)
+        case PeakMemory():
+            return "peak_memory", list(event.bytes_by_rank)
+        case Document():
+            return "document", {"name": event.name, "text": event.text}
+        case Finished():
+            files = [
+                path.relative_to(folder) if path.is_relative_to(folder) else path for path in event.files
+            ]
+            return "finished", {"summary": dict(event.summary), "files": [str(path) for path in files]}
+        case Failed():
+            return "failed", {"message": event.message, "details": event.details, "status": event.status}
+        case Delivered():
+            return "delivered", {}
+        case _:
+            assert_never(event)
+
+
+def _event(line: bytes, end: int, path: Path) -> Recorded:
     try:
         ((kind, value),) = json.loads(line).items()
-        if kind == "step":
-            value = StepRow._make(_floats(value, StepRow))
-        elif kind == "evaluation":
-            value = EvaluationRow._make(_floats(value, EvaluationRow))
-    except (ValueError, TypeError, AttributeError) as error:
+        return _from_plain(kind, value, path.parent)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RecordError(f"record: {str(path)!r} is damaged before byte {end}: {error}") from error
-    return Entry(kind, value, end)
 
 
-def _plain_row(row: StepRow | EvaluationRow) -> list[Any]:
-    return [_plain(value) for value in row]
+def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
+    match kind:
+        case "step":
+            return StepRow._make(_floats(value, StepRow))
+        case "evaluation":
+            return EvaluationRow._make(_floats(value, EvaluationRow))
+        case "checkpoint":
+            return CheckpointRow(**{**value, "deleted": tuple(value.get("deleted", ()))})
+        case "opened":
+            return Opened(value.pop("at"), value)
+        case "started":
+            return Started(value)
+        case "system":
+            return Sampled(**value)
+        case "attempts":
+            return AttemptsSummarised(value)
+        case "peak_memory":
+            return PeakMemory(value)
+        case "document":
+            return Document(**value)
+        case "finished":
+            return Finished(value["summary"], [folder / name for name in value["files"]])
+        case "failed":
+            return Failed(**value)
+        case "delivered":
+            return Delivered()
+    raise ValueError(f"unknown event {kind!r}")
 
 
 def _plain(value: Any) -> Any:

@@ -10,69 +10,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.errors import StorageError
+from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.files import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa  # 0.1 s to import: only the process that writes pays
-
-
-class StepRow(NamedTuple):
-    """One optimizer step that was done. Given to the recorder, a row and its `parts` do not change any more.
-
-    `loss` and `parts` are means over the global batch, `weight` what the loss was divided by; `grad_norm` is the norm
-    before clipping and `clipped_norm` after; `step_s` is the whole step, the wait for data included.
-    """
-
-    step: int
-    """Number of the step in the run, counted from 1."""
-    epoch: int
-    """Epoch it belongs to, counted from 0."""
-    samples: int
-    """Training samples consumed by the run so far, this step's included."""
-    loss: float
-    weight: float
-    parts: Mapping[str, float]
-    lr: float
-    grad_norm: float
-    clipped_norm: float
-    scale: float
-    skipped: bool
-    data_wait_s: float
-    step_s: float
-    wall_clock: float
-    """Unix time in seconds at which the step was done; its metrics carry it, however late they are written."""
-    attempt: int
-
-
-class EvaluationRow(NamedTuple):
-    """One evaluation, after step number `step`; `metrics` are named `eval/…` already."""
-
-    step: int
-    epoch: int
-    metrics: Mapping[str, float]
-    seconds: float
-    wall_clock: float
-
-
-class CheckpointRow(NamedTuple):
-    """One save, as the record is told of it: published at `uri`, or given up for `error`. Times in seconds."""
-
-    step: int
-    uri: str | None
-    error: str | None
-    nbytes: int
-    waited_s: float
-    """What training waited for the save before."""
-    copied_s: float
-    """What training waited for the copy."""
-    written_s: float
-    wall_clock: float
-    """Unix time in seconds at which it was over."""
-    deleted: tuple[int, ...] = ()
-    """Steps whose checkpoints were deleted."""
 
 
 TIMING = ("data_wait_s", "step_s", "wall_clock", "attempt")

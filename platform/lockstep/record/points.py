@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lockstep.record.ledger import CheckpointRow, EvaluationRow, StepRow
+from lockstep.record.events import CheckpointRow, EvaluationRow, Recorded, Sampled, StepRow
 
 
 class Point(NamedTuple):
@@ -22,6 +22,20 @@ class Point(NamedTuple):
     value: float
     timestamp_ms: int
     step: int
+
+
+def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_at: float) -> Iterator[Point]:
+    """The points that an event becomes; `before` is the step before it, `started_at` when the run began (Unix seconds)."""
+    match event:
+        case StepRow():
+            return step_points(event, before, scaled=scaled)
+        case EvaluationRow():
+            return evaluation_points(event)
+        case Sampled():
+            return system_points(event, started_at)
+        case CheckpointRow() if event.uri is not None:
+            return checkpoint_points(event)
+    return iter(())
 
 
 def step_points(row: StepRow, before: StepRow | None, *, scaled: bool) -> Iterator[Point]:
@@ -56,16 +70,15 @@ def evaluation_points(row: EvaluationRow) -> Iterator[Point]:
     return (Point(store_key(name), value, timestamp_ms, row.step) for name, value in values.items())
 
 
-def system_points(sample: Mapping[str, Any], started_at: float) -> Iterator[Point]:
+def system_points(sample: Sampled, started_at: float) -> Iterator[Point]:
     """The points of a node's sample; their steps are seconds since the run began, in which MLflow counts nothing else.
 
     A sample from before, while a slow store was opened, has no such step and is left out.
     """
-    at = sample["at"]
-    if at >= started_at:
-        for name, value in sample["values"].items():
-            key = store_key(f"system/{sample['node']}/{name}")
-            yield Point(key, value, int(at * 1000), int(at - started_at))
+    if sample.at >= started_at:
+        for name, value in sample.values.items():
+            key = store_key(f"system/{sample.node}/{name}")
+            yield Point(key, value, int(sample.at * 1000), int(sample.at - started_at))
 
 
 def checkpoint_points(row: CheckpointRow) -> Iterator[Point]:

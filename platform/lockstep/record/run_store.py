@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from lockstep.errors import RecordError
+from lockstep.errors import NoSuchRunError, RecordError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import without_password
 from lockstep.record.points import Point
@@ -141,9 +141,16 @@ def recorded(
             f"run {run_id}: its record in {where} cannot be understood: {' '.join(str(error).split())}"
         ) from error
     if not isinstance(document, dict) or not isinstance(found, dict):
-        raise RecordError(f"run {run_id} in {where} has no spec.yaml; wanted a run that Lockstep made")
+        raise NoSuchRunError(f"run {run_id} in {where} has no spec.yaml; wanted a run that Lockstep made")
     known: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]
     return Recorded(run_id, known, document, found, url)
+
+
+def no_such_run(run_id: str, where: str, advice: str) -> NoSuchRunError:
+    """The error for an id that a store does not have, though it answers."""
+    return NoSuchRunError(
+        f"run {run_id}: no record of it in {where}; `lockstep runs` lists those that it has; {advice}, or its store with --uri"
+    )
 
 
 def unreachable(uri: str, reason: str) -> str:

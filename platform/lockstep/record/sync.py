@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.record.events import Delivered
 from lockstep.record.journal import NAME, Journal
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec, load_spec
@@ -31,16 +33,20 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0) -> Sync
             f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
         )
     journal = Journal(folder)
-    step, events = journal.last_step, journal.events
-    delivered = bool(events) and events[-1].kind == "delivered" and events[-1].end == journal.size
+    step, delivered = journal.last_step, _delivered(journal)
     journal.close()
     if delivered:
         return Synced(folder.name, False, step, str(folder), "")
-    recorder = Recorder(_spec(folder, uri), run_id=folder.name)
+    recorder = Recorder(_spec(folder, uri), run_id=folder.name, replay=True)
     recorder.start()
-    recorder.replay()
     recorder.close(timeout_s)
     return Synced(folder.name, True, step, str(folder), recorder.url())
+
+
+def _delivered(journal: Journal) -> bool:
+    """Whether nothing was told after the store had confirmed all of it."""
+    last = deque(journal.read(0), maxlen=1)
+    return bool(last) and isinstance(last[0].event, Delivered)
 
 
 def _spec(folder: Path, uri: str | None) -> Spec:

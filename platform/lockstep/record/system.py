@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ EVERY_S = 10.0
 
 
 def sampled(
-    tell: Callable[[Mapping[str, float]], None], every_s: float = EVERY_S
+    tell: Callable[[dict[str, float]], None], every_s: float = EVERY_S
 ) -> AbstractContextManager[None]:
     """Sample this node while the block runs; `tell` is called from a thread."""
 

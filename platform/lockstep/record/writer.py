@@ -1,7 +1,8 @@
 """The thread that writes a run's record: the only one that touches the journal, the store, the ledger and their files.
 
-* What happened arrives in the inbox, in order, and is in the journal before a store hears of it.
-* The store calls made of it wait in the outbox, in order; metric points wait in the journal, not in memory.
+* Events arrive in the inbox, in order, and are in the journal before a store hears of them. What the disk refuses is
+  kept and written again, so that one failed write leaves no hole.
+* The store calls made of them wait in the outbox, in order; metric points wait in the journal, not in memory.
 * A step that the journal has is not added again but compared with it: with `determinism: strict` and
   `reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is told.
 * Nothing here stops training: a failure is kept, to be read by `failure` and raised by `Recorder.close`.
@@ -13,30 +14,59 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import LockstepError, RecordError
-from lockstep.record.account import Account
 from lockstep.record.comparison import evaluation_difference, step_difference
 from lockstep.record.delivery import Delivery
+from lockstep.record.environment import git_state
+from lockstep.record.events import (
+    Alive,
+    Broke,
+    CheckpointRow,
+    Delivered,
+    EvaluationRow,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    Opened,
+    Printed,
+    Recorded,
+    Restored,
+    StageEnded,
+    Started,
+    StepRow,
+    Straggling,
+    Warned,
+)
+from lockstep.record.heartbeat import BEAT_S, process_tags
 from lockstep.record.journal import Journal
-from lockstep.record.ledger import CheckpointRow, EvaluationRow, StepRow
-from lockstep.record.liveness import BEAT_S, process_tags
 from lockstep.record.outbox import Outbox
-from lockstep.record.run_store import RunStore, Status, UnavailableError
+from lockstep.record.page import Page
+from lockstep.record.replay import last_words
+from lockstep.record.run_store import RunStore, UnavailableError
 from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0
 """How long points are gathered before they are sent."""
 OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may keep a run from starting."""
+DISK_PATIENCE_S = 30.0
+"""How long a disk that refuses the journal's last lines is tried again once the run has ended."""
+
+Aliases = Callable[[str, frozenset[int]], None]
 
 
 class Writer:
-    """One run's record in the making. `started` to `replay` run in the thread, told by `Recorder` through `tell`."""
+    """One run's record in the making: a new run, or where `run_id` is given the one that goes on.
+
+    `patience_s` is how long a store may be silent before `failure` tells of it. `on_aliases` is told, in the thread and after
+    each checkpoint, the run's id and the steps whose checkpoints have an alias in the store's registry. `source` is the folder
+    whose git state is recorded. With `replay` the journal is said again instead of going on.
+    """
 
     def __init__(
         self,
@@ -44,31 +74,39 @@ class Writer:
         make_store: Callable[[Spec], RunStore],
         run_id: str | None,
         patience_s: float,
-        on_aliases: Callable[[str, frozenset[int]], None],
+        on_aliases: Aliases,
+        source: Path | None = None,
+        replay: bool = False,
     ) -> None:
         self.spec = spec
         self.opened = threading.Event()
         self.run_id: str | None = None
         self.url = ""
         self.violation = ""
+        self.journaled = 0
+        """How many of the events that were told are in the journal, or have no place in it, and are shown."""
         self._resumed = run_id
         self._make_store = make_store
         self._patience_s = patience_s
         self._on_aliases = on_aliases
+        self._source, self._replay = source, replay
         self._store: RunStore
         self._journal: Journal
-        self._account: Account
+        self._page: Page
         self._delivery: Delivery
         self._folder: Path
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
+        self._unwritten: list[Event] = []
+        """Told, and not in the journal yet."""
+        self._disk_failure: RecordError | None = None
         self._outbox = Outbox(patience_s)
         self._sending = self._busy = False
-        self._wake = (
-            threading.Event()
-        )  # not the inbox: a thread that wakes for each step slows every step by 10 %
+        # Not the inbox: a thread that wakes for each step slows every step by 10 %.
+        self._wake = threading.Event()
         self._beat_at = 0.0
         self._ended = False
-        self._closing = False
+        self._closing = threading.Event()
+        self._last_words = False
         self._closing_s = 0.0
         self._closing_at = float("inf")
         self._thread = threading.Thread(target=self._run, name="lockstep-record", daemon=True)
@@ -78,21 +116,21 @@ class Writer:
     def start(self) -> None:
         self._thread.start()
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Have the method of this name called in the thread, after everything told before. Returns at once."""
+    def tell(self, events: Sequence[Event]) -> None:
+        """Have events recorded, after everything told before. Returns at once."""
         if self.run_id is not None or not self.opened.is_set():  # where opening failed nobody reads the inbox
-            self._inbox.put(partial(getattr(self, name), *arguments))
+            self._inbox.put(events)
 
     def failure(self) -> RecordError | None:
         """What could not be recorded so far."""
-        return self._outbox.failure()
+        return self._disk_failure or self._outbox.failure()
 
     def close(self, timeout_s: float) -> None:
         """Write what is left and end the thread. A store that is silent is waited for up to `timeout_s`; work is, till it is done."""
         if self._thread.ident is None:
             return  # never started: nothing was given that could be lost
-        self._closing_s = timeout_s
-        self.tell("close_account")
+        self._closing_s, self._closing_at = timeout_s, time.monotonic()
+        self._closing.set()
         self._wake.set()
         seen, until = -1, 0.0
         while self._thread.is_alive():
@@ -115,30 +153,38 @@ class Writer:
             return
         finally:
             self.opened.set()
-        while True:
-            self._deliver()
-            if self._closing and (not self._outbox or time.monotonic() > self._deadline()):
-                break
+        self._deliver()
+        while not self._over():
+            self._wait()
+            closing = self._closing.is_set()  # before the inbox is read: what was told before it is in there
             self._receive()
+            if closing and not self._unwritten:
+                self._say_last_words()
             self._flush()
             self._beat()
+            self._deliver()
         self._end_journal()
+
+    def _over(self) -> bool:
+        if not self._last_words:
+            return False
+        return not self._outbox or time.monotonic() > self._deadline()
 
     def _deliver(self) -> None:
         before = self._outbox.away
         self._outbox.deliver()
         after = self._outbox.away
         if bool(before) != bool(after):
-            self._account.log(f"the store is away: {after}" if after else "the store is back")
+            self._page.log(f"the store is away: {after}" if after else "the store is back")
 
     def _end_journal(self) -> None:
-        self._account.close(self._deadline())
+        self._page.close(self._deadline())
         self._outbox.give_up(
             f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
         )
         try:
             if self._outbox.failure() is None:
-                self._journal.add_event("delivered", {})
+                self._journal.add([Delivered()])
             self._journal.close()
         except (OSError, RecordError) as error:
             self._outbox.refuse(error)
@@ -161,19 +207,21 @@ class Writer:
         self._folder = self.spec.folder / run_id
         self._journal = Journal(self._folder)
         self._store.set_status("RUNNING")
-        self._journal.add_event("opened", {"at": time.time(), **process_tags(time.time())})
-        self._account = Account(self.spec, self._folder, self._journal, self._store, self._outbox.send)
+        self._journal.add([Opened(time.time(), process_tags(time.time()))])
+        self._page = Page(self.spec, self._folder, self._journal, self._store, self._outbox.send)
         self._delivery = Delivery(
             self._journal,
             self._store,
             dict(self._store.last_steps()),
             scaled=self.spec.precision == "fp16",
         )
-        self._account.keep_spec()
+        self._page.keep_spec()
         self._outbox.deliver()  # before anyone learns of the run: from here on it can be resumed from its store
-        self._account.describe(resumed=self._resumed is not None)
+        self._page.describe(resumed=self._resumed is not None)
         self._tag_process()
         self.url = self._store.url()
+        if self._replay:
+            self._take(last_words(self._journal.events))
 
     def _open_store(self) -> str:
         until = time.monotonic() + min(self._patience_s, OPENING_PATIENCE_S)
@@ -185,24 +233,126 @@ class Writer:
                     raise
                 time.sleep(0.5)
 
-    def _receive(self) -> None:
-        """Wait while points gather or the store is away, then let all that was told happen."""
-        if self._closing:  # nothing more will be told: an outage is all there is to wait for
-            time.sleep(max(0.0, min(self._outbox.pause_s(), self._deadline() - time.monotonic())))
+    def _wait(self) -> None:
+        """Let points gather, or wait for a store that is away."""
+        if self._closing.is_set():  # nothing more will be told: an outage is all there is to wait for
+            pause_s = self._outbox.pause_s() or (FLUSH_S / 5 if self._unwritten else 0.0)
+            time.sleep(max(0.0, min(pause_s, self._deadline() - time.monotonic())))
         else:
             self._wake.wait(self._outbox.pause_s() or FLUSH_S)
-        while True:
-            try:
-                happened = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            self._busy = True
-            try:
-                happened()
-            except Exception as error:  # noqa: BLE001 - a fact that cannot be recorded must not cost the others
+
+    def _receive(self) -> None:
+        """Record all that was told, and what could not be written before it."""
+        events = self._unwritten
+        with contextlib.suppress(queue.Empty):
+            while True:
+                events.extend(self._inbox.get_nowait())
+        if not events:
+            return
+        self._busy = True
+        try:
+            recorded = self._add(events)
+        except RecordError as error:
+            self._not_written(error)
+            return
+        finally:
+            self._busy = False
+        count = len(events)
+        self._unwritten, self._disk_failure = [], None
+        self._take(recorded)
+        for event in events:
+            if isinstance(event, Printed):
+                self._guarded(partial(self._page.output, event.name, event.text))
+        del events, recorded  # whoever sees the count finds nothing of them in memory
+        self.journaled += count
+
+    def _add(self, events: Sequence[Event]) -> list[Recorded]:
+        """Put into the journal what it is to have of these, and return that. RecordError where the disk refuses all of it."""
+        try:
+            recorded = list(self._recorded(events))
+            self._journal.add(recorded)
+        except RecordError:
+            raise
+        except Exception as error:  # noqa: BLE001 - one event that cannot be written must not cost the others
+            if len(events) == 1:
                 self._outbox.refuse(error)
-            finally:
-                self._busy = False
+                return []
+            return [one for event in events for one in self._add([event])]
+        return recorded
+
+    def _not_written(self, error: RecordError) -> None:
+        """The disk refuses: nothing of what was told is lost while this process lives, and it is tried again."""
+        self._disk_failure = error
+        if self._closing.is_set() and time.monotonic() - self._closing_at > DISK_PATIENCE_S:
+            lost = len(self._unwritten)
+            self._unwritten, self._disk_failure, self._ended = [], None, True
+            self._outbox.refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
+            self._guarded(partial(self._page.take, Failed(str(error))))
+
+    def _recorded(self, events: Sequence[Event]) -> Iterator[Recorded]:
+        """What of these the journal is to have: rows that it has already are compared instead."""
+        new: dict[type[StepRow] | type[EvaluationRow], dict[int, StepRow | EvaluationRow]] = {
+            StepRow: {},
+            EvaluationRow: {},
+        }
+        for event in _with_rows(events):
+            match event:
+                case StepRow() | EvaluationRow():
+                    if self._is_new(event, new[type(event)].get(event.step)):
+                        new[type(event)][event.step] = event
+                        yield event
+                case Started() if self._source is not None and "git" not in event.facts:
+                    yield Started({**event.facts, "git": git_state(self._source)})
+                case (
+                    Alive()
+                    | Broke()
+                    | Joined()
+                    | Printed()
+                    | Restored()
+                    | StageEnded()
+                    | Straggling()
+                    | Warned()
+                ):
+                    pass
+                case _:
+                    yield event
+
+    def _is_new(self, row: StepRow | EvaluationRow, told: StepRow | EvaluationRow | None) -> bool:
+        """Whether neither the journal nor `told` has this row; where one has, the two are compared."""
+        if isinstance(row, StepRow):
+            before = told or (self._journal.step(row.step) if self._journal.has_step(row.step) else None)
+            if isinstance(before, StepRow):
+                self._judge(step_difference(before, row), row.step)
+            return before is None
+        known = told or self._journal.evaluation(row.step)
+        if isinstance(known, EvaluationRow):
+            self._judge(evaluation_difference(known, row), row.step)
+        return known is None
+
+    def _judge(self, difference: str, step: int) -> None:
+        exact = self.spec.determinism == "strict" and self.spec.reduction == "exact"
+        if not difference or not exact or self.violation:
+            return
+        self.violation = f"step {step} gave other bits when it was done again: {difference}"
+        self._page.violated(self.violation)
+
+    def _take(self, events: Sequence[Recorded]) -> None:
+        """Show what the journal has on the run's page."""
+        for event in events:
+            if isinstance(event, Finished | Failed):
+                self._ended = True
+                self._flush()
+            self._busy = True
+            self._guarded(partial(self._page.take, event))
+            self._busy = False
+            if isinstance(event, CheckpointRow):
+                self._outbox.send(self._tell_aliases)
+
+    def _guarded(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
+            self._outbox.refuse(error)
 
     def _flush(self) -> None:
         """Have the journal's points sent, once: the call that waits sends all there are when its turn comes."""
@@ -237,68 +387,21 @@ class Writer:
 
     @property
     def _working(self) -> bool:
-        """Whether this process itself takes its time: it draws, or traces the job's model."""
-        return self._busy or (self.run_id is not None and self._account.working)
+        """Whether this process itself takes its time: it draws, or traces the job's model, or waits for its disk."""
+        return self._busy or bool(self._unwritten) or (self.run_id is not None and self._page.working)
 
-    def close_account(self) -> None:
+    def _say_last_words(self) -> None:
         """Nothing more will be told."""
-        self._closing, self._closing_at = True, time.monotonic()
-        if not self._ended:
-            failure = self._outbox.failure()
-            self.failed(f"the run ended without a result{f' ({failure})' if failure else ''}", "", "FAILED")
-        self._account.keep_output()
-
-    # --- what happened ------------------------------------------------------------------------------------
-
-    def started(self, facts: Mapping[str, Any]) -> None:
-        self._journal.add_event("started", facts)
-        self._account.started(facts)
-
-    def steps(self, rows: Sequence[StepRow]) -> None:
-        new: list[StepRow] = []
-        last = self._journal.last_step
-        for row in rows:
-            if row.step > last:
-                new.append(row)
-                last = row.step
-            else:
-                self._compare(row, new)
-        self._journal.add_steps(new)
-
-    def _compare(self, row: StepRow, new: Sequence[StepRow]) -> None:
-        before = self._journal.step(row.step) or next((r for r in new if r.step == row.step), None)
-        if before is not None:
-            self._judge(step_difference(before, row), row.step)
-
-    def evaluation(self, row: EvaluationRow) -> None:
-        before = self._journal.evaluation(row.step)
-        if before is None:
-            self._journal.add_evaluation(row)
-        else:
-            self._judge(evaluation_difference(before, row), row.step)
-
-    def _judge(self, difference: str, step: int) -> None:
-        exact = self.spec.determinism == "strict" and self.spec.reduction == "exact"
-        if not difference or not exact or self.violation:
+        if self._last_words:
             return
-        self.violation = f"step {step} gave other bits when it was done again: {difference}"
-        self._account.violated(self.violation)
-
-    def system(self, node: str, values: Mapping[str, float], at: float) -> None:
-        self._journal.add_event("system", {"node": node, "at": at, "values": dict(values)})
-
-    def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
-        self._journal.add_event("attempts", list(attempts))
-        self._account.attempts(attempts)
-
-    def document(self, name: str, text: str) -> None:
-        self._journal.add_event("document", {"name": name, "text": text})
-        self._account.document(name, text)
-
-    def checkpoint(self, row: CheckpointRow) -> None:
-        self._journal.add_event("checkpoint", row._asdict())
-        self._account.checkpoint(row)
-        self._outbox.send(self._tell_aliases)
+        self._last_words = True
+        if not self._ended:
+            failure = self.failure()
+            end = Failed(f"the run ended without a result{f' ({failure})' if failure else ''}")
+            with contextlib.suppress(RecordError):  # the disk refuses; the page still tells
+                self._journal.add([end])
+            self._take([end])
+        self._guarded(self._page.keep_output)
 
     def _tell_aliases(self) -> None:
         try:
@@ -306,50 +409,14 @@ class Writer:
         except UnavailableError:
             raise
         except LockstepError as error:  # a store without a registry, say: what is pinned stays so
-            self._account.log(f"aliases of checkpoints: {error}")
+            self._page.log(f"aliases of checkpoints: {error}")
 
-    def output(self, name: str, text: str) -> None:
-        self._account.output(name, text)
 
-    def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        self._journal.add_event(
-            "finished", {"summary": summary, "files": [self._inside(path) for path in files]}
-        )
-        self._end(self._account.finished, summary, files)
-
-    def failed(self, message: str, details: str, status: Status) -> None:
-        self._journal.add_event("failed", {"message": message, "details": details, "status": status})
-        self._end(self._account.failed, message, details, status)
-
-    def replay(self) -> None:
-        """Say again what the journal has of a run whose process has gone, and how that ended."""
-        rows = [value for kind, value, _ in self._journal.events if kind == "checkpoint"]
-        self._account.replay_checkpoints([CheckpointRow(**row) for row in rows])
-        ending = None
-        for kind, value, _ in self._journal.events:
-            if kind == "attempts":
-                self._account.attempts(value)
-            elif kind == "document":
-                self._account.document(**value)
-            elif kind == "started":
-                self._account.started(value)
-                ending = None
-            elif kind in {"finished", "failed"}:
-                ending = kind, value
-        if ending is None:
-            self.failed("the process that recorded the run has gone without a word", "", "FAILED")
-            return
-        kind, value = ending
-        if kind == "finished":
-            files = [self._folder / name for name in value["files"]]
-            self._end(self._account.finished, value["summary"], files)
+def _with_rows(events: Sequence[Event]) -> Iterator[Event]:
+    """The events, with the rows of what was restored in its place."""
+    for event in events:
+        if isinstance(event, Restored):
+            yield from event.steps
+            yield from event.evaluations
         else:
-            self._end(self._account.failed, value["message"], value["details"], value["status"])
-
-    def _end(self, tell: Callable[..., None], *arguments: Any) -> None:
-        self._ended = True
-        self._flush()
-        tell(*arguments)
-
-    def _inside(self, path: Path) -> str:
-        return str(path.relative_to(self._folder) if path.is_relative_to(self._folder) else path)
+            yield event

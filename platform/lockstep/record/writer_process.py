@@ -13,13 +13,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from lockstep.errors import RecordError
+from lockstep.record.events import Event
 from lockstep.record.run_store import RunStore
-from lockstep.record.writer import Writer
+from lockstep.record.writer import Aliases, Writer
 from lockstep.spec.fields import Spec
 
 GATHER_S = 0.2
@@ -36,7 +38,14 @@ class State(NamedTuple):
     url: str = ""
     failure: RecordError | None = None
     violation: str = ""
+    journaled: int = 0
     closed: bool = False
+
+
+class Close(NamedTuple):
+    """The last thing that is told: how long a silent store is waited for."""
+
+    timeout_s: float
 
 
 class WriterProcess:
@@ -48,15 +57,17 @@ class WriterProcess:
         make_store: Callable[[Spec], RunStore],
         run_id: str | None,
         patience_s: float,
-        on_aliases: Callable[[str, frozenset[int]], None],
+        on_aliases: Aliases,
+        source: Path | None = None,
+        replay: bool = False,
     ) -> None:
         self.spec = spec
         self.opened = threading.Event()
-        self._arguments = (spec, make_store, run_id, patience_s, on_aliases)
+        self._arguments = (spec, make_store, run_id, patience_s, on_aliases, source, replay)
         self._state = State()
         self._closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence[Event] | Close] = queue.SimpleQueue()
         self._wake = threading.Event()
 
     @property
@@ -70,6 +81,10 @@ class WriterProcess:
     @property
     def violation(self) -> str:
         return self._state.violation
+
+    @property
+    def journaled(self) -> int:
+        return self._state.journaled
 
     def failure(self) -> RecordError | None:
         """What could not be recorded so far."""
@@ -86,15 +101,15 @@ class WriterProcess:
         for work in (self._send, self._hear):
             threading.Thread(target=work, name="lockstep-record", daemon=True).start()
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Have the writer's method of this name called, after everything told before. Returns at once."""
-        self._inbox.put((name, *arguments))
+    def tell(self, events: Sequence[Event]) -> None:
+        """Have events recorded, after everything told before. Returns at once."""
+        self._inbox.put(events)
 
     def close(self, timeout_s: float) -> None:
         """Write what is left and end the process, as the Writer's own close."""
         if self._process is None:
             return
-        self.tell("close", timeout_s)
+        self._inbox.put(Close(timeout_s))
         self._wake.set()
         self._closed.wait()
         self._process.wait()
@@ -108,15 +123,25 @@ class WriterProcess:
             pipe.flush()
             while not self._closed.is_set():
                 self._wake.wait(GATHER_S)
-                calls = []
-                with suppress(queue.Empty):
-                    while True:
-                        calls.append(self._inbox.get_nowait())
-                if calls:
-                    pickle.dump(calls, pipe)
-                    pipe.flush()
-                if calls and calls[-1][0] == "close":
+                events, close = self._gathered()
+                if events:
+                    pickle.dump(events, pipe)
+                if close is not None:
+                    pickle.dump(close, pipe)
+                pipe.flush()
+                if close is not None:
                     self._closed.wait()
+
+    def _gathered(self) -> tuple[list[Event], Close | None]:
+        """All that was told since the last call, and whether it was the last."""
+        events: list[Event] = []
+        with suppress(queue.Empty):
+            while True:
+                told = self._inbox.get_nowait()
+                if isinstance(told, Close):
+                    return events, told
+                events.extend(told)
+        return events, None
 
     def _hear(self) -> None:
         assert self._process is not None and self._process.stdout is not None
@@ -154,17 +179,16 @@ def main() -> None:
     watch.start()
     while True:
         try:
-            calls = pickle.load(told)
+            message: list[Event] | Close = pickle.load(told)
         except (EOFError, pickle.UnpicklingError):
             os._exit(1)  # the parent has ended without a word, and so has the run
-        for name, *arguments in calls:
-            if name == "close":
-                writer.close(*arguments)
-                over.set()
-                watch.join()
-                _say(said, _state(writer)._replace(closed=True))
-                return
-            writer.tell(name, *arguments)
+        if isinstance(message, Close):
+            writer.close(message.timeout_s)
+            over.set()
+            watch.join()
+            _say(said, _state(writer)._replace(closed=True))
+            return
+        writer.tell(message)
 
 
 def _watch(writer: Writer, said: BinaryIO, parent: int, over: threading.Event) -> None:
@@ -180,7 +204,14 @@ def _watch(writer: Writer, said: BinaryIO, parent: int, over: threading.Event) -
 
 
 def _state(writer: Writer) -> State:
-    return State(writer.opened.is_set(), writer.run_id, writer.url, writer.failure(), writer.violation)
+    return State(
+        writer.opened.is_set(),
+        writer.run_id,
+        writer.url,
+        writer.failure(),
+        writer.violation,
+        writer.journaled,
+    )
 
 
 def _say(said: BinaryIO, state: State) -> None:

@@ -31,11 +31,12 @@ from pydantic import (
 )
 
 from lockstep.errors import SpecError
+from lockstep.plan import Position, is_due
 from lockstep.spec.file import override, read_document
 from lockstep.spec.messages import one_line
 from lockstep.spec.places import absolute, absolute_weights, tracking_uri
 
-PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults"})
+PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; `data.loader_processes` and a job's placement params are others."""
 
 
@@ -86,6 +87,10 @@ class Length(_Count):
 
 class Every(_Count):
     """A cadence: each so many epochs, or each so many steps."""
+
+    def due(self, position: Position) -> bool:
+        """Whether it is due after the step at `position`."""
+        return is_due(position, steps=self.steps, epochs=self.epochs)
 
 
 class Batch(Section):
@@ -253,6 +258,10 @@ class Cadence(Section):
             raise ValueError("wanted exactly one of epochs, steps and seconds")
         return self
 
+    def due(self, position: Position) -> bool:
+        """Whether it is due after the step at `position`. A cadence in seconds is the clock's to tell, not the plan's."""
+        return is_due(position, steps=self.steps, epochs=self.epochs)
+
 
 class KeepBest(Section):
     """The checkpoint with the best value of an evaluation's metric is kept."""
@@ -336,6 +345,7 @@ class Spec(Section):
     determinism: Literal["strict", "fast"] = "strict"
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
+    rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
@@ -346,7 +356,7 @@ class Spec(Section):
         if self.workers.min > self.batch.micro_batches:
             raise ValueError(
                 f"workers.min: got {self.workers.min}, wanted at most the {self.batch.micro_batches} micro-batches of a step, "
-                "for a worker runs at least one; lower workers.min or batch.micro"
+                "since every worker runs at least one; lower workers.min or batch.micro"
             )
         return self
 

@@ -153,7 +153,7 @@ def _advice(finding: ErrorDetails) -> str:
     if kind == "string_type" and isinstance(value, int | float):
         return "; put it in quotes"
     if kind in {"int_type", "float_type"} and isinstance(value, str) and _is_number(value):
-        return "; take the quotes away"
+        return "; remove the quotes"
     if kind in {"int_type", "int_from_float"} and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     return ""

@@ -164,24 +164,24 @@ class SweepSpec(Section):
         for field, domain in self.space.items():
             if field.partition(".")[0] in _FIXED:
                 raise ValueError(
-                    f"space.{field}: it decides where a trial runs and not what comes out; set spec.{field}"
+                    f"space.{field}: it decides where a trial runs, not its result; set spec.{field}"
                 )
             if self.search == "grid" and domain.values is None:
                 raise ValueError(
-                    f"space.{field}: search=grid wanted choice or grid; list the values, or set search=random"
+                    f"space.{field}: search=grid needs choice or grid; list the values, or set search=random"
                 )
             if self.search == "optuna" and domain.grid is not None:
-                raise ValueError(f"space.{field}: search=optuna wanted choice instead of grid")
+                raise ValueError(f"space.{field}: search=optuna needs choice instead of grid")
             if self.search == "optuna" and self.scheduler.name == "pbt":
-                raise ValueError("search: optuna and scheduler=pbt exclude each other; leave one out")
+                raise ValueError("search: optuna and scheduler=pbt cannot be combined; leave one out")
             if domain.when and self.scheduler.name == "pbt":
-                raise ValueError(f"space.{field}: `when` and scheduler=pbt exclude each other; leave one out")
+                raise ValueError(f"space.{field}: `when` and scheduler=pbt cannot be combined; leave one out")
             for other in domain.when:
                 if other in self.space and list(self.space).index(other) > list(self.space).index(field):
-                    raise ValueError(f"space.{field}: it depends on {other}, which wanted to come before it")
+                    raise ValueError(f"space.{field}: it depends on {other}, which must come before it")
         if not self._enumerated and self.trials is None:
             raise ValueError(
-                "trials: missing; wanted the number of trials, for nothing in the space is a grid"
+                "trials: missing; wanted the number of trials, because nothing in the space is a grid"
             )
         return self
 

@@ -11,9 +11,9 @@ from ray import tune
 
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
-from lockstep.record.sweep_record import best_of, tally
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import Decisions, Unkept
+from lockstep.sweeps.sweep_record import best_of, tally
 from lockstep.sweeps.watch import Watch
 
 RECORD_S = 10.0
@@ -97,7 +97,7 @@ class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
         self._record_now_and_then()
         for number, why in self._watch.end_hung().items():
             self.rows[number]["reason"] = why
-            self._progress.say(f"trial {number} is ended, and begun again: {why}")
+            self._progress.say(f"trial {number} was ended and starts again: {why}")
         reason = self._reason_to_end() if self.over is None else None
         if reason is not None:
             self.over = reason

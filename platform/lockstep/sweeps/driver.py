@@ -9,21 +9,24 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep.checkpoint.holder import Hold, holding
+from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checks.preflight import advise, check_storage, find_initial_weights
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.job.source import check_job_source
 from lockstep.record.stores import find_sweep
-from lockstep.record.sweep_record import best_of, tally
 from lockstep.spec.fields import KeepBest, Spec, load_spec
 from lockstep.spec.sweep import SweepSpec, load_sweep
+from lockstep.sweeps.sweep_record import best_of, tally
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
@@ -69,10 +72,11 @@ def sweep(
     progress: Progress | None = None,
     verbose: bool = False,
     began_at: float | None = None,
+    hold: Hold | None = None,
 ) -> SweepResult:
     """Search the space of a sweep with Ray Tune, on the cluster at `address` or a local one.
 
-    `source` is a SweepSpec, a YAML file or plain data; with `sweep_id` the sweep of that id goes on. A SIGTERM or SIGINT
+    `source` is a SweepSpec, a YAML file or plain data; with `sweep_id` the sweep of that id goes on, which `hold` holds. A SIGTERM or SIGINT
     ends its trials after their next step with a checkpoint. Raises LockstepError.
     """
     began_at, progress = began_at or time.time(), progress or Silent()
@@ -89,7 +93,7 @@ def sweep(
 
     with StopSignal() as stop, connected(address, verbose=verbose, for_workers=True):
         stop.listen()
-        return _Driver(loaded, sweep_id, progress, stop, warnings, began_at, verbose=verbose).run()
+        return _Driver(loaded, sweep_id, progress, stop, warnings, began_at, hold, verbose=verbose).run()
 
 
 def resume_sweep(
@@ -99,9 +103,13 @@ def resume_sweep(
     uri: str | None = None,
     local: bool = False,
     chaos: str | None = None,
+    takeover: bool = False,
     **options: Any,
 ) -> SweepResult | None:
-    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may say where it lies (`record.folder`). `options` are those of `sweep`."""
+    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may say where it lies (`record.folder`). `options` are those of `sweep`.
+
+    SpecError where another command works on the sweep, unless it is taken over.
+    """
     given = list(overrides)
     where = load_spec(
         {"job": {"use": "any:Job"}}, [o for o in given if o.startswith(("record.", "checkpoint."))], uri=uri
@@ -113,7 +121,14 @@ def resume_sweep(
     if local or chaos is not None:
         raise SpecError("resume: a sweep runs on Ray, and kills nothing; leave out --local and --chaos")
     document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
-    return sweep(document, [f"spec.{override}" for override in given], sweep_id=sweep_id, **options)
+    spec = load_sweep(document, [f"spec.{override}" for override in given])
+    with held_sweep(spec, sweep_id, takeover=takeover) as hold:
+        return sweep(spec, sweep_id=sweep_id, hold=hold, **options)
+
+
+def held_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Hold]:
+    """Hold a sweep where its decisions lie: in the folder of the record."""
+    return holding(LocalStorage(spec.base.folder), sweep_id, f"sweep {sweep_id}", takeover=takeover)
 
 
 class _Driver:
@@ -127,10 +142,11 @@ class _Driver:
         stop: StopSignal,
         warnings: list[str],
         began_at: float,
+        hold: Hold | None,
         *,
         verbose: bool,
     ) -> None:
-        self.verbose = verbose
+        self.verbose, self._hold = verbose, hold
         self.spec, self.progress, self.stop, self.warnings, self.began_at = (
             spec,
             progress,
@@ -149,10 +165,12 @@ class _Driver:
         for text in (found := check_shared(self.spec.base)):
             self.progress.say(f"warning: {text}")
         self.warnings += found
-        with recorders_here(concurrency) as recorders:
-            return self._search(recorders, concurrency, bundles)
+        with ExitStack() as stack, recorders_here(concurrency) as recorders:
+            return self._search(recorders, concurrency, bundles, stack)
 
-    def _search(self, recorders: Any, concurrency: int, bundles: list[dict[str, float]]) -> SweepResult:
+    def _search(
+        self, recorders: Any, concurrency: int, bundles: list[dict[str, float]], stack: ExitStack
+    ) -> SweepResult:
         import ray
 
         from lockstep.sweeps.board import Board
@@ -164,6 +182,8 @@ class _Driver:
         # Before the sweep's run is created, which a mistake would leave behind.
         facts = preflight(self.spec, gpu="GPU" in bundles[0])
         sweep_id, url, folder = ray.get(recorders.open_sweep.remote(self.spec, self._sweep_id))
+        hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
+        hold.when_taken(self.stop.ask)
         self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
 
         decisions = Decisions(Path(folder))
@@ -187,6 +207,8 @@ class _Driver:
         unsaid = ray.get(recorders.end_sweep.remote(board.table, status, verdict))
         for failure in filter(None, [error, *failures, unsaid]):
             raise failure
+        if status == "KILLED":
+            hold.ensure()
         return SweepResult(
             sweep_id=sweep_id,
             status=status,
@@ -286,9 +308,9 @@ def preflight(spec: SweepSpec, *, gpu: bool) -> dict[str, int]:
 
 def _prepared(sweep: SweepSpec, folder: str) -> dict[str, int]:
     from lockstep.job.loading import load_job
+    from lockstep.record.events import tell_nobody
     from lockstep.training.determinism import determinism
     from lockstep.training.group import Group
-    from lockstep.training.no_record import NoRecord
     from lockstep.training.setup import prepare
 
     if folder not in sys.path:
@@ -306,7 +328,7 @@ def _prepared(sweep: SweepSpec, folder: str) -> dict[str, int]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         with determinism(spec.determinism, spec.threads):
-            run = prepare(spec, load_job(spec.job.use, spec.job.params), Group.join(device), NoRecord())
+            run = prepare(spec, load_job(spec.job.use, spec.job.params), Group.join(device), tell_nobody)
     except SpecError as error:
         raise SpecError(
             str(error)

@@ -19,11 +19,12 @@ from lockstep.attempts.watchdog import listening
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
+from lockstep.record.events import tell_nobody
 from lockstep.spec.fields import Spec
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.training.loop import fit
-from lockstep.training.no_record import NoRecord
+from lockstep.training.requests import NoRequests
 
 
 class Peer:
@@ -34,16 +35,17 @@ class Peer:
             sys.path.insert(0, folder)
 
     def train(
-        self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int, channel: Any
+        self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int, recorders: Any, key: str
     ) -> None:
         """Train as this rank. What the job raises comes back as it is told on one line."""
-        channel.joined.remote(origin.attempt, listening(rank))
+        recorders.tell.remote(key, origin.attempt, [listening(rank)])
         try:
             store = TCPStore(host, port, size, is_master=False)
             with joined(store, rank, size):
-                fit(spec, load_job(spec.job.use, spec.job.params), Group.join(device()), NoRecord(), origin)
+                job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
+                fit(spec, job, group, tell_nobody, NoRequests(), origin)
         except Exception as error:
-            known = error if isinstance(error, LockstepError) else told(error, f"rank {rank}")
+            known = error if isinstance(error, LockstepError) else as_lockstep_error(error, f"rank {rank}")
             raise type(known)(str(known)) from error
 
 
@@ -88,7 +90,9 @@ def device() -> torch.device:
 
 def first_cause(others: list[Any], error: Exception) -> Exception:
     """The error that another rank ended with, where rank 0 has only lost it."""
-    if not isinstance(error, ClusterError) and not isinstance(told(error, "rank 0"), ClusterError):
+    if not isinstance(error, ClusterError) and not isinstance(
+        as_lockstep_error(error, "rank 0"), ClusterError
+    ):
         return error
     for done in ray.wait(others, num_returns=len(others), timeout=10.0)[0]:
         try:

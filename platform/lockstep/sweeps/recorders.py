@@ -5,99 +5,148 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import ray
 
-from lockstep.attempts.recorder_actor import RecorderActor
-from lockstep.attempts.watchdog import Member
+from lockstep.attempts.mailbox import Asked
+from lockstep.checkpoint.runs import pin_aliased
+from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError
-from lockstep.record.ledger import EvaluationRow
-from lockstep.record.run_store import Recorded
+from lockstep.record.events import (
+    Document,
+    EndStatus,
+    EvaluationRow,
+    Event,
+    Failed,
+    Finished,
+    Restored,
+    Started,
+)
+from lockstep.record.recorder import Recorder
+from lockstep.record.run_store import Recorded, Status
 from lockstep.record.stores import find_finished, find_history
-from lockstep.record.sweep_record import SweepRecord
 from lockstep.spec.fields import Spec
 from lockstep.spec.places import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps.sweep_record import SweepRecord
 
 
-class Heard(NamedTuple):
-    """What is heard of a trial."""
+class TrialRecorder:
+    """The record of one trial, and what is seen of it. A run of the same identity that is finished is found before this one exists."""
 
-    attempt: int
-    alive: int
-    """Grows with everything that the attempt tells from its first step on; 0 before."""
-    members: list[Member]
-
-
-class TrialRecorder(RecorderActor):
-    """The recorder of one trial. A run of the same identity that is finished already is found before this one exists."""
-
-    def __init__(self, spec: Spec, name: str, run_id: str | None, *, may_reuse: bool) -> None:
-        super().__init__(spec, run_id)
+    def __init__(self, spec: Spec, name: str, run_id: str | None, source: Path, *, may_reuse: bool) -> None:
         self.spec, self.name = spec, name
-        self._looks = may_reuse and run_id is None
-        self._looked = threading.Event()
+        self.view, self.asked = RunView(attempt=0), Asked()
         self.found: Recorded | None = None
         self.closed = False
+        self._recorder = Recorder(
+            spec, run_id=run_id, on_aliases=partial(pin_aliased, spec.checkpoint.storage), source=source
+        )
+        self._looks = may_reuse and run_id is None
+        self._looked = threading.Event()
+        self._started: Started | None = None
+        self._signal: int | None = None
 
-    @ray.method(concurrency_group="write")
-    def started(self, facts: Mapping[str, Any]) -> None:
-        if self._looks and not self._open:
-            self.found = find_finished(self.spec.record.uri or "", facts["identity"], self.spec.folder)
-        if self.found is None:
-            super().started(facts)
-        else:
-            self._facts = dict(facts)
-        self._looked.set()
+    @property
+    def run_id_now(self) -> str | None:
+        """The run's id, or None as long as there is no run."""
+        return self._recorder.run_id() if self._recorder.opened else None
 
-    @ray.method(concurrency_group="write")
-    def reused(self) -> str | None:
-        """The id of the finished run that this trial would repeat."""
-        return self.found.run_id if self.found is not None else None
+    def run_id(self) -> str:
+        """Wait until the run exists; its id."""
+        return self._recorder.run_id()
 
-    @ray.method(concurrency_group="ask")
+    def begun(self) -> str | None:
+        """The id of the run, which is waited for where it is on its way; None where nothing has begun one."""
+        return self.run_id() if self._started is not None and self.found is None else None
+
     def known_or_reused(self) -> str | None:
         """Wait until the run exists; its id, or None where a finished one stands for it."""
         self._looked.wait()
         return self.run_id() if self.found is None else None
 
-    @ray.method(concurrency_group="write")
-    def adopt(self) -> tuple[list[EvaluationRow], str]:
-        """Record the run that was found as this trial: the same rows, and a tag that says whose they are. Its evaluations and digest."""
-        assert self.found is not None
+    def begin(self, attempt: int) -> None:
+        """Another attempt begins."""
+        self.view, self.asked = self.view.next(attempt), Asked()
+
+    def stop(self, signal_number: int | None) -> None:
+        """Ask the workers to end the trial after their next step."""
+        self.asked, self._signal = self.asked._replace(stop=True), signal_number
+
+    def tell(self, attempt: int, events: Sequence[Event]) -> Asked:
+        """Take events of an attempt."""
+        for event in events:
+            if attempt == self.view.attempt:
+                self.view.take(event)
+            if isinstance(event, Started):
+                self._start(event)
+            elif isinstance(event, Finished):
+                self.record(Finished({**event.summary, "signal": self._signal}, event.files))
+            else:
+                self.record(event)
+        return self.asked
+
+    def record(self, *events: Event) -> None:
+        """Have events recorded, unless a finished run stands for this one."""
+        if self.found is None:
+            self._recorder.tell(*events)
+
+    def _start(self, started: Started) -> None:
+        first, self._started = self._started is None, started
+        if first and self._looks:
+            identity = started.facts["identity"]
+            self.found = find_finished(self.spec.record.uri or "", identity, self.spec.folder)
+        if self.found is None:
+            if first:
+                self._recorder.start()
+            self._recorder.tell(started)
+        self._looked.set()
+
+    def adopt(self) -> tuple[str, list[EvaluationRow], str]:
+        """Record the run that was found as this trial: the same rows, and a tag that says whose they are. Its id, evaluations and digest."""
+        assert self.found is not None and self._started is not None
         found, self.found = self.found, None
         history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
-        super().started({**self._facts, "reused_from": found.run_id})
-        self._recorder.restored(history)
-        self._recorder.finished({**found.summary, "reused_from": found.run_id})
-        return history.evaluations, found.summary["weights_digest"]
+        self._recorder.start()
+        self._recorder.tell(
+            Started({**self._started.facts, "reused_from": found.run_id}),
+            Restored(history.steps, history.evaluations),
+            Finished({**found.summary, "reused_from": found.run_id}),
+        )
+        return found.run_id, history.evaluations, found.summary["weights_digest"]
 
-    def begun(self) -> str | None:
-        """The id of the run, which is waited for where it is on its way; None where nothing has begun one."""
-        return self.run_id() if self._open else None
+    def end(self, message: str, details: str, status: EndStatus) -> None:
+        """The trial ended early, as the driver sees it."""
+        if self._started is None:
+            self._recorder.start()
+        self._recorder.tell(Failed(message, details, status))
 
-    def heard(self) -> Heard:
-        return Heard(self._attempt, self._alive, self.members())
-
-    def end(self) -> RecordError | None:
-        """Write what is left, once."""
+    def close(self) -> RecordError | None:
+        """Write what is left, once. What could not be."""
         if self.closed:
             return None
         self.closed = True
-        failure: RecordError | None = self.close()
-        return failure
+        try:
+            self._recorder.close()
+        except RecordError as error:
+            return error
+        return None
 
 
 class RecordersActor:
-    """Methods of the recorders by the key of their trial; `write` in the order of the calls."""
+    """One recorder a trial, by the key of the trial. Methods in the group `write` are carried out in the order of the calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: str) -> None:
         self._recorders: dict[str, TrialRecorder] = {}
+        self._source = Path(source)
         self._sweep: SweepRecord
         self._closing: list[threading.Thread] = []
         self._failures: list[RecordError] = []
-        self._stop: tuple[bool, int | None] | None = None
+        self._stopping: list[int | None] = []
+        """The signal for which every trial is asked to stop, if it is."""
 
     # --- the sweep's own run --------------------------------------------------------------------------------
 
@@ -121,9 +170,11 @@ class RecordersActor:
         return self._sweep.update(trials)
 
     @ray.method(concurrency_group="sweep")
-    def end_sweep(self, trials: Sequence[Mapping[str, Any]], status: str, verdict: str) -> RecordError | None:
+    def end_sweep(
+        self, trials: Sequence[Mapping[str, Any]], status: Status, verdict: str
+    ) -> RecordError | None:
         """The sweep is over."""
-        return self._sweep.end(trials, status, verdict)  # type: ignore[arg-type]
+        return self._sweep.end(trials, status, verdict)
 
     # --- its trials' -----------------------------------------------------------------------------------------
 
@@ -140,33 +191,47 @@ class RecordersActor:
         """An attempt of a trial begins. One that goes on keeps its recorder; another run under the same key ends the one before."""
         recorder = self._recorders.get(key)
         if recorder is not None and (
-            recorder.closed or recorder.name != name or recorder.known_run_id() not in {None, run_id}
+            recorder.closed or recorder.name != name or recorder.run_id_now not in {None, run_id}
         ):
             self._end(recorder, "another run has taken its place in the population", "KILLED")
             recorder = None
         if recorder is None:
-            recorder = self._recorders[key] = TrialRecorder(spec, name, run_id, may_reuse=may_reuse)
+            recorder = TrialRecorder(spec, name, run_id, self._source, may_reuse=may_reuse)
+            self._recorders[key] = recorder
         recorder.begin(attempt)
-        if self._stop is not None:  # it was asked to before this one began
-            recorder.stop(*self._stop)
+        for signal_number in self._stopping:  # it was asked to before this one began
+            recorder.stop(signal_number)
 
     @ray.method(concurrency_group="write")
-    def write(self, key: str, method: str, *arguments: Any) -> Any:
-        return getattr(self._recorders[key], method)(*arguments)
+    def tell(self, key: str, attempt: int, events: Sequence[Event]) -> Asked:
+        """Take events of a trial's attempt; what is asked of its workers."""
+        return self._recorders[key].tell(attempt, events)
+
+    @ray.method(concurrency_group="write")
+    def document(self, key: str, name: str, text: str) -> None:
+        """Keep a text with a trial."""
+        self._recorders[key].record(Document(name, text))
+
+    @ray.method(concurrency_group="write")
+    def adopt(self, key: str) -> tuple[str, list[EvaluationRow], str]:
+        """Record the finished run that stands for a trial as the trial's own."""
+        return self._recorders[key].adopt()
 
     @ray.method(concurrency_group="ask")
-    def ask(self, key: str, method: str, *arguments: Any) -> Any:
-        return getattr(self._recorders[key], method)(*arguments)
+    def run_id(self, key: str) -> str:
+        """Wait until a trial's run exists; its id."""
+        return self._recorders[key].run_id()
 
-    @ray.method(concurrency_group="news")
-    def news(self, key: str, method: str, *arguments: Any) -> Any:
-        return getattr(self._recorders[key], method)(*arguments)
+    @ray.method(concurrency_group="ask")
+    def known_or_reused(self, key: str) -> str | None:
+        """Wait until a trial's run exists; its id, or None where a finished one stands for it."""
+        return self._recorders[key].known_or_reused()
 
     @ray.method(concurrency_group="write")
-    def end_trial(self, key: str, message: str, details: str, status: str) -> None:
+    def end_trial(self, key: str, message: str, details: str, status: EndStatus) -> None:
         """A trial has ended early: `message` says why."""
         if key in self._recorders:
-            self._end(self._recorders[key], message, details, status)
+            self._end(self._recorders[key], message, status, details)
 
     @ray.method(concurrency_group="write")
     def close_trial(self, key: str) -> None:
@@ -174,69 +239,43 @@ class RecordersActor:
         self._close(self._recorders[key])
 
     @ray.method(concurrency_group="news")
-    def heard(self) -> dict[int, Heard]:
-        """What is heard of each trial that trains, by its number."""
-        return {int(key): r.heard() for key, r in list(self._recorders.items()) if not r.closed}
+    def views(self) -> dict[int, RunView]:
+        """What is seen of each trial that trains, by its number."""
+        return {int(key): r.view for key, r in list(self._recorders.items()) if not r.closed}
 
     @ray.method(concurrency_group="news")
     def stop_all(self, signal_number: int | None) -> None:
         """Ask every trial to end after its next step, with a checkpoint."""
-        self._stop = (False, signal_number)
+        self._stopping = [signal_number]
         for recorder in list(self._recorders.values()):
-            recorder.stop(*self._stop)
+            recorder.stop(signal_number)
 
     @ray.method(concurrency_group="write")
     def close(self, message: str) -> list[RecordError]:
         """End what is left, for `message`, and wait until all is written. What could not be."""
         for recorder in self._recorders.values():
             if not recorder.closed:
-                self._end(recorder, message, "", "KILLED")
+                self._end(recorder, message, "KILLED")
         for thread in self._closing:
             thread.join()
         return self._failures
 
-    def _end(self, recorder: TrialRecorder, message: str, details: str = "", status: str = "KILLED") -> None:
+    def _end(self, recorder: TrialRecorder, message: str, status: EndStatus, details: str = "") -> None:
         if not recorder.closed and recorder.found is None:
-            recorder.ended(message, details, status)
+            recorder.end(message, details, status)
             self._close(recorder)
 
     def _close(self, recorder: TrialRecorder) -> None:
         """In a thread: drawing and uploading take a second or two, and the other trials write on."""
 
         def close() -> None:
-            failure = recorder.end()
+            failure = recorder.close()
             if failure is not None:
                 self._failures.append(failure)
 
         thread = threading.Thread(target=close, name="lockstep-close")
         thread.start()
         self._closing.append(thread)
-
-
-_GROUPS = {"known_run_id": "news", "news": "news", "stop": "news", "wishes": "news"} | dict.fromkeys(
-    ("run_folder", "run_id", "names", "known_or_reused"), "ask"
-)
-
-
-class Channel:
-    """One trial's recorder, spoken to as if it were an actor of its own."""
-
-    def __init__(self, actor: Any, key: str) -> None:
-        self._actor, self._key = actor, key
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Channel, (self._actor, self._key)
-
-    def __getattr__(self, method: str) -> _Method:
-        return _Method(getattr(self._actor, _GROUPS.get(method, "write")), self._key, method)
-
-
-class _Method:
-    def __init__(self, call: Any, key: str, method: str) -> None:
-        self._call, self._key, self._method = call, key, method
-
-    def remote(self, *arguments: Any) -> Any:
-        return self._call.remote(self._key, self._method, *arguments)
 
 
 @contextmanager
@@ -249,7 +288,7 @@ def recorders_here(concurrency: int) -> Iterator[Any]:
     actor = (
         ray.remote(num_cpus=0, concurrency_groups=groups)(RecordersActor)
         .options(scheduling_strategy=here)
-        .remote()
+        .remote(str(Path.cwd()))
     )
     try:
         yield actor

@@ -30,15 +30,15 @@ from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import ClusterError, LockstepError, StorageError
 from lockstep.job.loading import load_job
-from lockstep.record.ledger import EvaluationRow, History
+from lockstep.record.events import EvaluationRow
+from lockstep.record.ledger import History
 from lockstep.record.run_store import Recorded
 from lockstep.record.stores import find_history, find_run
 from lockstep.spec.fields import PLACEMENT, Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.peers import device, first_cause, joined, start_peers
-from lockstep.sweeps.recorders import Channel
-from lockstep.sweeps.trial_record import LeftError, ReusedError, TrialRecord
-from lockstep.training.failure import told
+from lockstep.sweeps.trial_run import TrialRun
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
 
@@ -151,8 +151,7 @@ class Training:
         self.results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.run_id = ""
         self._sweep_id, self._recorders, self._peers, self._end = sweep_id, recorders, peers, end
-        self._channel = Channel(recorders, str(number))
-        self._record = TrialRecord(self._channel, folder, {"parent": sweep_id, "trial": number}, self.give)
+        self._rank_zero = TrialRun(recorders, str(number), {"parent": sweep_id, "trial": number}, self.give)
         self._last: dict[str, Any] = {}
         self._others: list[Any] = []
         self._thread = threading.Thread(target=self._run, name="lockstep-trial", daemon=True)
@@ -162,7 +161,7 @@ class Training:
 
     def next_result(self) -> dict[str, Any]:
         """The next evaluation, or how the trial ended."""
-        self._record.go_on()
+        self._rank_zero.want()
         result = self.results.get()
         if "lost" in result:
             raise WorkersLostError(result["lost"])  # Tune starts the trial again
@@ -173,12 +172,12 @@ class Training:
         """The checkpoint of the last result, once it is written."""
         step = int(self._last["step"])
         if step not in steps_of(self.spec.checkpoint.storage, self.run_id):
-            self._record.wait_for_checkpoint(step)
+            self._rank_zero.wait_for_checkpoint(step)
         return {"trial": self.number, "run": self.run_id, "step": step, "fork": self.fork}
 
     def leave(self) -> bool:
         """End the thread where it waits; what has become of the trial is recorded by whoever decided it. Whether the peers have ended it too."""
-        self._record.leave()
+        self._rank_zero.leave()
         self._thread.join(3 * PATIENCE_S)
         if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
             os._exit(1)
@@ -190,10 +189,6 @@ class Training:
     def _run(self) -> None:
         try:
             self._train()
-        except LeftError:
-            pass
-        except ReusedError:
-            self._reuse()
         except Exception as error:  # noqa: BLE001 - whatever ended the trial is told
             self._broke(error)
 
@@ -215,13 +210,20 @@ class Training:
                 return
         origin = Origin() if run_id is None else claim(spec.checkpoint.storage, run_id, None)
         ray.get(self._recorders.open.remote(key, name, spec, run_id, origin.attempt, self._may_reuse))
-        self._record.begin(origin.attempt)
-        self._channel.joined.remote(origin.attempt, listening(0))
+        sender = self._rank_zero.begin(origin.attempt)
+        sender.tell(listening(0))
         if run_id is not None:
             self.run_id = run_id
         else:
-            self._record.on_run_id = lambda found: self._name(storage, name, found)
-        summary = self._fit(origin)
+            self._rank_zero.on_run_id = lambda found: self._name(storage, name, found)
+        try:
+            summary = self._fit(origin)
+        finally:
+            sender.close()
+        if summary is None:
+            if self._rank_zero.reused:
+                self._reuse()
+            return  # else Tune ends it
         self._recorders.close_trial.remote(key)
         stopped = summary["stopped"]
         self._over("stopped" if stopped else "finished", "", summary["weights_digest"])
@@ -233,9 +235,8 @@ class Training:
 
     def _reuse(self) -> None:
         """A finished run has this trial's identity, and so its every bit."""
-        found = ray.get(self._channel.reused.remote())
-        rows, digest = ray.get(self._channel.adopt.remote())
-        self.run_id = ray.get(self._channel.run_id.remote())
+        found, rows, digest = ray.get(self._recorders.adopt.remote(str(self.number)))
+        self.run_id = ray.get(self._recorders.run_id.remote(str(self.number)))
         for row in rows:
             self.give(row)
         self._recorders.close_trial.remote(str(self.number))
@@ -261,21 +262,23 @@ class Training:
         digest = found.summary.get("weights_digest")
         self._over(end.get("status", "finished"), end.get("reason", ""), digest)
 
-    def _fit(self, origin: Origin) -> dict[str, Any]:
+    def _fit(self, origin: Origin) -> dict[str, Any] | None:
         spec, size = self.spec, len(self._peers) + 1
         job = load_job(spec.job.use, spec.job.params)
         if size == 1:
-            return fit(spec, job, Group.join(device()), self._record, origin)
+            return fit(spec, job, Group.join(device()), self._rank_zero.tell, self._rank_zero, origin)
         store = TCPStore(ray.util.get_node_ip_address(), 0, size, is_master=True, wait_for_workers=False)
         others = self._others = [
-            peer.train.remote(spec, origin, store.host, store.port, rank, size, self._channel)
+            peer.train.remote(
+                spec, origin, store.host, store.port, rank, size, self._recorders, str(self.number)
+            )
             for rank, peer in enumerate(self._peers, start=1)
         ]
         over = threading.Event()
         threading.Thread(target=self._watch, args=(others, over), name="lockstep-peers", daemon=True).start()
         try:
             with joined(store, 0, size):
-                summary = fit(spec, job, Group.join(device()), self._record, origin)
+                summary = fit(spec, job, Group.join(device()), self._rank_zero.tell, self._rank_zero, origin)
         except Exception as error:
             raise first_cause(others, error) from error
         finally:
@@ -299,13 +302,13 @@ class Training:
                 return
 
     def _broke(self, error: Exception) -> None:
-        known = error if isinstance(error, LockstepError) else told(error, "rank 0")
+        known = error if isinstance(error, LockstepError) else as_lockstep_error(error, "rank 0")
         if isinstance(known, ClusterError):
             self.results.put({"lost": str(known)})
             return
         self._recorders.end_trial.remote(str(self.number), str(known), traceback.format_exc(), "FAILED")
         with suppress(ray.exceptions.RayError):  # where the store could not be opened there is no run
-            self.run_id = self.run_id or ray.get(self._channel.run_id.remote())
+            self.run_id = self.run_id or ray.get(self._recorders.run_id.remote(str(self.number)))
         self._over("failed", str(known))
 
     def give(self, row: EvaluationRow) -> None:
@@ -316,7 +319,7 @@ class Training:
         return {"step": row.step, **row.metrics, "run_id": self.run_id}
 
     def _over(self, status: str, reason: str, digest: str | None = None) -> None:
-        last = self._record.pending
+        last = self._rank_zero.pending
         end = {
             "done": True,
             "status": status,

@@ -87,6 +87,34 @@ class StepBuffers:
         self._kept = {}
 
 
+class KeptBuffers:
+    """The model's buffers at one moment, values and objects: they can be put back, whatever was written."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = [name for name, _ in model.named_buffers()]
+        self._buffers = list(model.buffers())
+        self._owners = owners(model)
+        self._before = [buffer.detach().clone() for buffer in self._buffers]
+
+    def now(self) -> dict[str, Tensor]:
+        """What stands in their places, by name; one that was taken away is missing."""
+        held = zip(self._names, self._owners, strict=True)
+        return {name: value for name, (place, key) in held if (value := place[key]) is not None}
+
+    def written(self) -> frozenset[int]:
+        """Indices of those that do not hold what they did."""
+        now = [place[name] for place, name in self._owners]
+        pairs = enumerate(zip(now, self._before, strict=True))
+        return frozenset(i for i, (value, before) in pairs if value is None or not torch.equal(value, before))
+
+    def restore(self) -> None:
+        """Put back every buffer and its value."""
+        with torch.no_grad():
+            for (place, key), buffer, value in zip(self._owners, self._buffers, self._before, strict=True):
+                place[key] = buffer
+                buffer.copy_(value)
+
+
 def owners(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
     """Where the model holds each of its buffers: a module's buffers by name, and the name; in the order of `buffers()`."""
     found: dict[int, tuple[dict[str, Tensor | None], str]] = {}

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.manifest import Facts
-from lockstep.checkpoint.pruning import clear_leftovers
-from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest
+from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest, load_step
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, Origin, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
@@ -24,37 +22,17 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
 from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64
-from lockstep.record.ledger import CheckpointRow, History
+from lockstep.record.events import Alive, CheckpointRow, Tell, Warned
+from lockstep.record.ledger import History
 from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.group import Group
+from lockstep.training.requests import Requests
 from lockstep.training.schedule import rate_factor
 from lockstep.training.state import TrainState
 
 GRACE_S = 30.0
 """How long an attempt that broke waits for the save in flight."""
-
-
-class CheckpointRecord(Protocol):
-    """What the record is asked and told of checkpoints. `checkpoint` and `warn` may be called from other threads."""
-
-    def run_id(self) -> str:
-        """Wait until the run exists; its id."""
-
-    def loaded(self) -> None:
-        """The checkpoint that this attempt starts from is read, if there is one."""
-
-    def saving(self) -> bool:
-        """Whether someone asks for a checkpoint after the next step, once for each time that it is asked. Never waits."""
-
-    def checkpoint(self, row: CheckpointRow) -> None:
-        """A save is done, or was given up."""
-
-    def alive(self) -> None:
-        """Nothing hangs, though no step is done: an evaluation or a save goes on. May be called often."""
-
-    def warn(self, text: str) -> None:
-        """Something that a person should know of, and that ends nothing."""
 
 
 # --- taking up ----------------------------------------------------------------------------------------------
@@ -100,12 +78,11 @@ def _load(
     folder = RunFolder.open(open_storage(storage), run_id)
     found: Loaded | None = None
     if group.rank == 0:
-        found = load_newest(folder, warn) if step is None else load(Checkpoint.of(folder, step))
-        step = None if found is None else found.manifest.step
-    step = group.gather(step)[0]
-    if step is None or group.rank == 0:
+        found = load_newest(folder, warn) if step is None else load_step(folder, step)
+    at = group.gather(None if found is None else (found.manifest.step, found.checkpoint.name))[0]
+    if at is None or group.rank == 0:
         return found
-    return load(Checkpoint.of(folder, step))
+    return load(Checkpoint.of(folder, *at))
 
 
 def check_identity(start: Start, fields: dict[str, Any]) -> None:
@@ -192,12 +169,13 @@ class Checkpoints:
         state: TrainState,
         facts: dict[str, Any],
         history: History,
-        record: CheckpointRecord,
+        tell: Tell,
+        requests: Requests,
         origin: Origin | None,
         start: Start | None = None,
     ) -> None:
         self.spec, self.plan, self.group, self.state, self.facts = spec, plan, group, state, facts
-        self.history, self.record, self.origin = history, record, origin
+        self.history, self.tell, self.requests, self.origin = history, tell, requests, origin
         self.newest: str | None = None
         """Where the newest checkpoint is; known on rank 0."""
         own = start is not None and not start.fork
@@ -213,7 +191,7 @@ class Checkpoints:
         every = self.spec.checkpoint.every
         if self.origin is None or self.group.rank > 0:
             return False
-        if self.record.saving():
+        if self.requests.save():
             return True
         return (
             every is not None
@@ -223,12 +201,8 @@ class Checkpoints:
 
     def due(self, position: Position, *, agreed: bool) -> bool:
         """Whether the state is saved after this step."""
-        every, done = self.spec.checkpoint.every, position.step + 1
-        if self.origin is None or agreed or every is None:
-            return agreed and self.origin is not None
-        if every.steps is not None:
-            return done % every.steps == 0
-        return position.ends_epoch and every.epochs is not None and (position.epoch + 1) % every.epochs == 0
+        every = self.spec.checkpoint.every
+        return self.origin is not None and (agreed or (every is not None and every.due(position)))
 
     def save(self) -> None:
         """Copy the state as it is and have it written. All ranks call it at the same step.
@@ -280,9 +254,10 @@ class Checkpoints:
     def _open(self, origin: Origin) -> AsyncSaver | None:
         """The run's folder, with this attempt's right to publish in it. Where a rank cannot have it, the next save asks again."""
         attempt, error = self._joined(lambda: self._claimed(origin)) if self.group.rank == 0 else (None, None)
-        run_id, error = self.group.gather((attempt and attempt.run.run_id, error))[0]
-        if self.group.rank > 0 and error is None:
-            attempt, error = self._joined(lambda: self._folder(run_id).attempt(origin.attempt))
+        own = attempt and (attempt.run.run_id, attempt.number)
+        joined, error = self.group.gather((own, error))[0]
+        if self.group.rank > 0 and joined is not None:
+            attempt, error = self._joined(lambda: self._folder(joined[0]).attempt(joined[1]))
         error = next((failed for failed in self.group.gather(error) if failed), None)
         if attempt is None or error is not None:
             self._saved_step = -1
@@ -302,7 +277,7 @@ class Checkpoints:
             ),
             on_saved=self._saved,
             on_failure=self._failed,
-            alive=self.record.alive,
+            alive=lambda: self.tell(Alive()),
         )
 
     def _joined(self, action: Callable[[], Attempt]) -> tuple[Attempt | None, str | None]:
@@ -321,13 +296,10 @@ class Checkpoints:
         """Rank 0's: a new run's folder is claimed now, that of one that goes on was claimed before its state was read."""
         if self._own is None and origin.run_id is None:
             storage = open_storage(self.spec.checkpoint.storage)
-            self._own = RunFolder.create(storage, self.record.run_id())
+            self._own = RunFolder.create(storage, self.requests.run_id())
         if origin.run_id is None and self._own is not None:
             return self._own.claim(origin.attempt)
-        attempt = self._folder(origin.run_id or "").attempt(origin.attempt)
-        with suppress(StorageError):  # what a crash has left takes up room, and nothing else
-            clear_leftovers(attempt)
-        return attempt
+        return self._folder(origin.run_id or "").attempt(origin.attempt)
 
     def _end_if_stale(self, saver: AsyncSaver) -> None:
         if saver.failure is not None and isinstance(saver.failure.error, StaleAttemptError):
@@ -338,7 +310,7 @@ class Checkpoints:
         if saved.checkpoint is None:
             return  # rank 0 publishes, and tells
         self.newest = saved.checkpoint.shown
-        self.record.checkpoint(
+        self.tell(
             CheckpointRow(
                 saved.step,
                 self.newest,
@@ -351,15 +323,15 @@ class Checkpoints:
             )
         )
         if saved.warning is not None:
-            self.record.warn(saved.warning)
+            self.tell(Warned(saved.warning))
 
     def _failed(self, failed: Failed) -> None:
         """Told by the thread that writes."""
         if self.group.rank > 0:
             return
-        self.record.checkpoint(
-            CheckpointRow(failed.step, None, str(failed.error), 0, *failed.pause, 0.0, time.time())
-        )
-        self.record.warn(
-            f"the checkpoint of step {failed.step} could not be saved: {failed.error}; training goes on"
+        self.tell(CheckpointRow(failed.step, None, str(failed.error), 0, *failed.pause, 0.0, time.time()))
+        self.tell(
+            Warned(
+                f"the checkpoint of step {failed.step} could not be saved: {failed.error}; training goes on"
+            )
         )

@@ -28,6 +28,15 @@ def weights_digest(state: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
+def tensor_digests(state: Mapping[str, Any]) -> dict[str, str]:
+    """`weights_digest` of each tensor of a `state_dict` by itself, in its order."""
+    return {
+        name: weights_digest({name: value})
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
 def tree_digest(tree: Any) -> str:
     """sha256 over a tree of tensors and plain values, as a checkpoint would hold it."""
     packed = pack(tree)

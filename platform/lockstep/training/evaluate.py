@@ -12,14 +12,21 @@ from torch.utils.data import Dataset
 
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import DeterminismError, JobError, LockstepError
 from lockstep.job.interface import Job, Mean
 from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
-from lockstep.training.failure import told
+from lockstep.training.buffers import KeptBuffers
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
+from lockstep.training.means import means_of
+from lockstep.training.parameters import ParameterWatch
 from lockstep.training.precision import Precision
+from lockstep.training.rehearsal.promise import memory_of, named
+
+Row = dict[str, tuple[float, float]]
+"""Total and weight of each metric of one micro-batch, by name."""
 
 
 @contextmanager
@@ -63,6 +70,8 @@ class Evaluation:
             raise JobError("eval_data: holds no sample; return None for a run without evaluation")
         self.batches = MicroBatches(data, job.collate, seed=seed, purpose="eval data")
         self.micro_batch = micro_batch
+        self.restore_buffers: Callable[[], None] = lambda: None
+        """Puts back what evaluation wrote to buffers; it is called after each micro-batch, as in training."""
         self.own = evaluation_ranges(self.samples, micro_batch, group.size)[group.rank]
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -80,17 +89,53 @@ class Evaluation:
             for name, (total, weight) in totals.items()
         }
 
-    def rehearse(self, model: nn.Module) -> list[str]:
-        """The names of the metrics, from the first micro-batch: what is wrong with it is told before training."""
-        first = next(
-            Loader(self.batches, [MicroBatch(EVALUATION, 0, list(range(self._end(0))))], self.group.device)
-        )
-        with evaluating(model):
-            return [f"eval/{name}" for name in self._means(model, 0, first)]
+    def rehearse(self, model: nn.Module, *, repeat: bool = False) -> list[str]:
+        """The names of the metrics, from the first micro-batch: what is wrong with it is told before training.
 
-    def _own_totals(
-        self, model: nn.Module, alive: Callable[[], None]
-    ) -> list[dict[str, tuple[float, float]]]:
+        With `repeat` it is computed again, the last one between, and must come out the same. Buffers are put back.
+        """
+        before, self.restore_buffers = self.restore_buffers, KeptBuffers(model).restore
+        held = memory_of(self.job, model) if repeat else None
+        try:
+            with evaluating(model):
+                once = self._computed(model, 0)
+                if repeat:
+                    self._check_repeats(model)
+        finally:
+            self.restore_buffers = before
+            if held is not None:
+                held.restore()
+        return [f"eval/{name}" for name in once]
+
+    def _check_repeats(self, model: nn.Module) -> None:
+        again = self._computed(model, 0)
+        between = memory_of(self.job, model)
+        last = -(-self.samples // self.micro_batch) - 1
+        if last:
+            self._computed(model, last)
+        third = self._computed(model, 0)
+        differing = [name for name, value in again.items() if repr(third.get(name)) != repr(value)]
+        if not differing:
+            return
+        left = memory_of(self.job, model).changed_since(between)
+        metric = f"eval/{differing[0]}"
+        if left:
+            raise JobError(
+                f"evaluation: {named(left)} is kept from one micro-batch to the next, and {metric} depends on it; workers share out the "
+                "micro-batches, so each would have another value: return each micro-batch's own total and weight (lockstep.Mean)"
+            )
+        raise DeterminismError(
+            f"evaluation: {metric} of the first micro-batch, computed again under one seed, has other bits; an operator is not "
+            "deterministic, or the job draws from a generator of its own, or keeps something out of sight"
+        )
+
+    def _computed(self, model: nn.Module, i: int) -> Row:
+        """Totals and weights of one micro-batch."""
+        key = MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i))))
+        batch = next(Loader(self.batches, [key], self.group.device))
+        return _numbers(self._means(model, i, batch))
+
+    def _own_totals(self, model: nn.Module, alive: Callable[[], None]) -> list[Row]:
         keys = [MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own]
         loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.own)))
         try:
@@ -100,15 +145,15 @@ class Evaluation:
                 alive()
         finally:
             loader.close()
-        return [
-            {name: (float(mean.total), float(mean.weight)) for name, mean in row.items()} for row in means
-        ]
+        return [_numbers(row) for row in means]
 
     def _end(self, i: int) -> int:
         return min((i + 1) * self.micro_batch, self.samples)
 
     def _means(self, model: nn.Module, i: int, batch: Any) -> dict[str, Mean]:
         """Still on the device: nothing waits for it before the last micro-batch is under way."""
+        where = f"evaluation micro-batch {i}, rank {self.group.rank}"
+        parameters = ParameterWatch(model)
         seed_all(self.seed, "eval", i, cuda=self.group.device if self.group.device.type == "cuda" else None)
         try:
             with self.precision.autocast():
@@ -116,6 +161,13 @@ class Evaluation:
                 further = self.job.metrics(model, batch)
         except LockstepError:
             raise
-        except Exception as error:
-            raise told(error, f"evaluation micro-batch {i}, rank {self.group.rank}") from error
-        return {"loss": Mean(loss.total, loss.weight), **loss.parts, **further}
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, where) from error
+        finally:
+            self.restore_buffers()
+        parameters.check(where)
+        return means_of(loss, further)
+
+
+def _numbers(row: dict[str, Mean]) -> Row:
+    return {name: (float(mean.total), float(mean.weight)) for name, mean in row.items()}

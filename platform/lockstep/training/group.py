@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lockstep.spec.fields import Spec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others in one collective before it gives up."""
@@ -38,6 +41,19 @@ class Group:
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
         return cls(dist.get_rank(), dist.get_world_size(), device, channel)
 
+    @contextmanager
+    def out_of_sight(self) -> Iterator[None]:
+        """Keep the default process group from the job's code: `torch.distributed.is_initialized()` is False meanwhile.
+
+        A metric that gathers over the default group, as torchmetrics' do, would give other values on another number of
+        workers, or wait for ever where ranks call it unequally often. Lockstep itself talks on the channel.
+        """
+        default, dist.group.WORLD = dist.group.WORLD, None
+        try:
+            yield
+        finally:
+            dist.group.WORLD = default
+
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank. For small objects outside the step."""
         if self.size == 1:
@@ -50,6 +66,15 @@ class Group:
         """Overwrite `tensor` on every rank with that of rank 0."""
         if self.size > 1:
             dist.broadcast(tensor, src=0, group=self.channel)
+
+
+def local_device(spec: Spec) -> torch.device:
+    """The device of this process: the GPU of its local rank, unless the spec wants none or there is none."""
+    if not torch.cuda.is_available() or spec.workers.gpus_each == 0:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager

@@ -2,105 +2,105 @@
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.data.loader import Loader
 from lockstep.errors import DriftError
 from lockstep.job.interface import Job
 from lockstep.plan import Position
-from lockstep.record.ledger import EvaluationRow, History, StepRow
+from lockstep.record.events import (
+    Alive,
+    EvaluationRow,
+    Finished,
+    PeakMemory,
+    Restored,
+    Started,
+    StepRow,
+    Straggling,
+    Tell,
+)
 from lockstep.spec.fields import Spec
-from lockstep.training.checkpoints import CheckpointRecord
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
+from lockstep.training.digest import tensor_digests, weights_digest
 from lockstep.training.group import Group
 from lockstep.training.pace import Pace
+from lockstep.training.requests import Requests
 from lockstep.training.setup import Run, prepare
 from lockstep.training.state import tensors
 from lockstep.training.step import StepResult
-
-
-class RunRecord(CheckpointRecord, Protocol):
-    """Where a run's rows go. Rank 0's leads to the recorder, the other ranks' nowhere; no call but `run_id` waits for a store."""
-
-    def started(self, facts: Mapping[str, Any]) -> None:
-        """The run is prepared: its identity and what it runs on."""
-
-    def restored(self, history: History) -> None:
-        """The rows up to the checkpoint that this attempt starts from; the record may have them, or more."""
-
-    def step(self, row: StepRow) -> None:
-        """One step is done."""
-
-    def evaluation(self, row: EvaluationRow) -> None:
-        """One evaluation is done."""
-
-    def straggling(self, text: str) -> None:
-        """A rank keeps the others waiting, in so many steps."""
-
-    def finished(self, summary: Mapping[str, Any], weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """The run is over: its figures, and the weights to keep by name (`final`, `best`)."""
-
-    def stopping(self) -> bool:
-        """Whether someone asks the run to end after the next step. Never waits."""
+from lockstep.training.weights import save_weights
 
 
 def fit(
-    spec: Spec, job: Job, group: Group, record: RunRecord, origin: Origin | None = None
-) -> dict[str, Any]:
+    spec: Spec, job: Job, group: Group, tell: Tell, requests: Requests, origin: Origin | None = None
+) -> dict[str, Any] | None:
     """Train one run to its end as one worker of `group`. Returns its summary, the same on every rank.
 
-    `origin` tells which attempt of which run this is; without one nothing is saved and nothing taken up.
-    Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
+    `tell` takes the run's events, and `requests` is what others ask of it. None where `requests.go_on` says that nobody wants
+    more of the run: nothing is told of such an end. `origin` tells which attempt of which run this is; without one nothing is
+    saved and nothing taken up. Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
     """
-    with determinism(spec.determinism, spec.threads):
-        run = prepare(spec, job, group, record, origin)
-        record.started(run.facts)
-        record.restored(run.history)
+    with determinism(spec.determinism, spec.threads), group.out_of_sight():
+        run = prepare(spec, job, group, tell, origin)
+        tell(Started(run.facts))
+        tell(Restored(tuple(run.history.steps), tuple(run.history.evaluations)))  # the lists grow
         clock, pace = Clock(origin), Pace(group)
         stopped = False
 
-        with run.checkpoints(record, origin) as checkpoints, closing(run.loader()) as batches:
-            over = catch_up(run, record)
+        with run.checkpoints(tell, requests, origin) as checkpoints, closing(run.loader()) as batches:
+            over = catch_up(run, tell)
+            if not goes_on(run, requests):
+                return None
             for position in run.ahead(over):
-                result = run.step(position, batches, stop=record.stopping(), save=checkpoints.wanted())
-                note_step(run, record, clock.row(run, position, result, batches))
-                for straggler in pace.add(position.step + 1, result.pace):
-                    record.straggling(straggler)
-                stopped = result.stop and position.step + 1 < run.plan.total_steps
+                result = run.step(position, batches, stop=requests.stop(), save=checkpoints.wanted())
+                note_step(run, tell, clock.row(run, position, result, batches))
+                for straggler in pace.add(position.number, result.pace):
+                    tell(Straggling(straggler))
+                stopped = result.stop and position.number < run.plan.total_steps
                 if stopped:
                     break
 
-                over = evaluation_is_due(run, position) and evaluate(run, position, record)
+                evaluated = evaluation_is_due(run, position)
+                over = evaluated and evaluate(run, position, tell)
                 if checkpoints.due(position, agreed=result.save):
                     checkpoints.save()
                 clock.leave_out()
                 if over:
                     break
+                if evaluated and position.number < run.plan.total_steps and not goes_on(run, requests):
+                    return None
             checkpoints.finish()
 
         summary = summarise(run, clock, stopped=stopped, checkpoint=checkpoints.newest)
-        record.finished(summary, kept_weights(run))
+        tell(PeakMemory(group.gather(peak_memory(group.device))))
+        tell(Finished(summary, keep_weights(run, requests, origin)))
         return summary
 
 
-def catch_up(run: Run, record: RunRecord) -> bool:
+def goes_on(run: Run, requests: Requests) -> bool:
+    """Wait at the gate. All ranks leave together: one that left alone would break the others' next collective."""
+    own = requests.go_on() if run.group.rank == 0 else True
+    return bool(run.group.gather(own)[0])
+
+
+def catch_up(run: Run, tell: Tell) -> bool:
     """Make the evaluation that an attempt stopped before. Whether the run is over where it is taken up."""
     counters, rule = run.state.counters, run.spec.early_stop
     if counters.step > counters.evaluated:
         last = run.plan.position(counters.step - 1)
         if evaluation_is_due(run, last):
-            return evaluate(run, last, record)
+            return evaluate(run, last, tell)
     return rule is not None and run.state.best.enough(rule)
 
 
-def note_step(run: Run, record: RunRecord, row: StepRow) -> None:
+def note_step(run: Run, tell: Tell, row: StepRow) -> None:
     """Put a step into the ledger."""
     run.state.metrics |= {
         "train/loss": row.loss,
@@ -108,40 +108,45 @@ def note_step(run: Run, record: RunRecord, row: StepRow) -> None:
     }
     if run.group.rank == 0:
         run.history.steps.append(row)
-    record.step(row)
+    tell(row)
 
 
 def evaluation_is_due(run: Run, position: Position) -> bool:
     """Whether this step ends with an evaluation; the last step of the run always does."""
     if run.evaluate is None:
         return False
-    every, done = run.spec.evaluate.every, position.step + 1
-    if done == run.plan.total_steps:
-        return True
-    if every.steps is not None:
-        return done % every.steps == 0
-    return position.ends_epoch and every.epochs is not None and (position.epoch + 1) % every.epochs == 0
+    return position.number == run.plan.total_steps or run.spec.evaluate.every.due(position)
 
 
-def evaluate(run: Run, position: Position, record: RunRecord) -> bool:
+def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     """Evaluate the model as it stands. Whether the run should end here."""
     assert run.evaluate is not None
-    began, step = time.perf_counter(), position.step + 1
-    metrics = run.evaluate(run.state.model, record.alive)
+    began, step = time.perf_counter(), position.number
+    metrics = run.evaluate(run.state.model, lambda: tell(Alive()))
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
     run.state.counters.evaluated = step
     run.state.metrics |= metrics
     if run.group.rank == 0:
         run.history.evaluations.append(row)
-    record.evaluation(row)
+    tell(row)
     rule = run.spec.early_stop
     return rule is not None and run.state.best.judge(rule, metrics[rule.metric], step, run.state.model)
 
 
-def kept_weights(run: Run) -> Mapping[str, Mapping[str, Tensor]]:
-    """The weights of the last step, and the best ones where early stopping kept them."""
+def keep_weights(run: Run, requests: Requests, origin: Origin | None) -> list[Path]:
+    """Rank 0's: write the weights of the last step, and the best ones where early stopping kept them, into the run's folder."""
+    if run.group.rank > 0 or origin is None:
+        return []
     best = run.state.best.weights
-    return {"final": tensors(run.state.model)} | ({"best": best} if best is not None else {})
+    weights = {"final": tensors(run.state.model)} | ({"best": best} if best is not None else {})
+    return save_weights(run.spec.folder / requests.run_id(), weights)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory in bytes that this rank has held: what torch has allocated on a GPU, else the process's resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) -> dict[str, Any]:
@@ -151,8 +156,10 @@ def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) 
     digests = run.group.gather(digest)
     if len(set(digests)) > 1:
         strays = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        every = run.group.gather(tensor_digests(state.model.state_dict()))
+        first = next(name for name in every[0] if any(other.get(name) != every[0][name] for other in every))
         raise DriftError(
-            f"after step {state.counters.step} ranks {strays} hold other weights than rank 0; this run is void"
+            f"after step {state.counters.step} ranks {strays} hold other weights than rank 0, first in {first!r}; this run is void"
         )
     best = state.best.weights
     return {
@@ -194,7 +201,7 @@ class Clock:
             self._steps, self._samples = self._steps + 1, self._samples + position.samples
             self._steady_s, self._steady_wait_s = self._steady_s + step_s, self._steady_wait_s + wait_s
         return StepRow(
-            step=position.step + 1,
+            step=position.number,
             epoch=position.epoch,
             samples=run.state.counters.samples,
             loss=result.loss,

@@ -5,6 +5,7 @@ Every rank builds the same from the same seeds; what they must agree on is compa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,24 +13,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.data.fingerprint import check_repeats, fingerprint
+from lockstep.data.fingerprint import fingerprint
+from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
-from lockstep.data.sampler import MicroBatch, MicroBatchSampler
-from lockstep.errors import DriftError, JobError, LockstepError, SpecError, nearest
+from lockstep.data.sampler import MicroBatchSampler
+from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.job.identity import identity_digest, identity_fields
 from lockstep.job.interface import Job
 from lockstep.job.loading import dataset_size
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
+from lockstep.record.events import StageEnded, Tell, Warned
 from lockstep.record.ledger import History
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
 from lockstep.training.checkpoints import (
-    CheckpointRecord,
     Checkpoints,
     Start,
     check_identity,
@@ -40,13 +41,16 @@ from lockstep.training.checkpoints import (
 from lockstep.training.determinism import numerics_probe
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
+from lockstep.training.job_data import check_rules, open_data
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.precision import Precision
-from lockstep.training.rehearsal import check_model, rehearse
+from lockstep.training.rehearsal.micro_batch import check_model
+from lockstep.training.rehearsal.promise import StepRehearsal
+from lockstep.training.requests import Requests
 from lockstep.training.state import TrainState
-from lockstep.training.step import LossModule, Stepper
+from lockstep.training.step import Stepper
 from lockstep.training.weights import load_weights
 
 
@@ -82,7 +86,7 @@ class Run:
         """The steps that are still to be taken: none where the run is `over`."""
         return iter(()) if over else self.plan.positions(self.state.counters.step)
 
-    def checkpoints(self, record: CheckpointRecord, origin: Origin | None) -> Checkpoints:
+    def checkpoints(self, tell: Tell, requests: Requests, origin: Origin | None) -> Checkpoints:
         """What saves the state of this run."""
         return Checkpoints(
             self.spec,
@@ -91,7 +95,8 @@ class Run:
             self.state,
             self.facts,
             self.history,
-            record,
+            tell,
+            requests,
             origin,
             self.start,
         )
@@ -101,25 +106,24 @@ def prepare(
     spec: Spec,
     job: Job,
     group: Group,
-    record: CheckpointRecord,
+    tell: Tell,
     origin: Origin | None = None,
 ) -> Run:
     """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state."""
-    start = find_start(spec, group, origin, record.warn)
-    record.loaded()
-    train_data, eval_data = _data(job, spec.seed)
+
+    def warn(text: str) -> None:
+        tell(Warned(text))
+
+    start = find_start(spec, group, origin, warn)
+    tell(StageEnded("checkpoint", time.time()))
+    train_data, eval_data = open_data(job, spec.seed)
+    check_rules(spec, eval_data)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
     precision = Precision(spec.precision, group.device)
     state = TrainState(job, model, make_optimizer(job, model, spec.optimizer), precision)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
-    rehearsal = rehearse(
-        LossModule(job, model),
-        _first(plan, batches, spec, group),
-        precision,
-        seed=spec.seed,
-        device=group.device,
-    )
+    rehearsal, extent = StepRehearsal(job, spec, plan, state, batches, group.device, warn)()
     evaluate = None
     if eval_data is not None:
         evaluate = Evaluation(
@@ -131,14 +135,11 @@ def prepare(
             seed=spec.seed,
             processes=spec.data.loader_processes,
         )
-        _check_metric(spec, evaluate.rehearse(model))
-    elif spec.early_stop is not None or spec.checkpoint.keep_best is not None:
-        name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
-        raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
+        _check_metric(spec, evaluate.rehearse(model, repeat=extent != "off"))
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
-    if group.rank == 0:
-        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, record.warn)
+    if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before
+        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
     history = History()
     if start is not None:
@@ -146,6 +147,9 @@ def prepare(
         history = restore(start, spec, plan, state)
         check_same_state(group, state)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
+    if evaluate is not None:
+        evaluate.restore_buffers = step.buffers.restore
+    tell(StageEnded("preparation", time.time()))
     return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
 
 
@@ -174,24 +178,12 @@ def make_plan(spec: Spec, samples: int) -> Plan:
         raise SpecError(f"batch.global: {error}{advice}") from error
 
 
-def _data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    try:
-        seed_all(seed, "train data")
-        train_data = job.train_data()
-        seed_all(seed, "eval data")
-        return train_data, job.eval_data()
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise told(error, "while its data were opened") from error
-
-
 def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
     seed_all(spec.seed, "model")
     try:
         model = job.model()
-    except Exception as error:
-        raise told(error, "while its model was made") from error
+    except (Exception, SystemExit) as error:  # a job may end the process
+        raise as_lockstep_error(error, "while its model was made") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
     check_model(model, plan)
@@ -200,19 +192,6 @@ def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
     return model.to(device).train()
-
-
-def _first(plan: Plan, batches: MicroBatches, spec: Spec, group: Group) -> Any:
-    """Micro-batch 0 of the first step, on the device. Under strict it is fetched twice, and must be the same."""
-    data = spec.data
-    every = MicroBatchSampler(
-        batches.samples, plan, range(1), seed=spec.seed, shuffle=data.shuffle, window=data.window
-    )
-    first: MicroBatch = next(iter(every))
-    once = next(Loader(batches, [first], group.device))
-    if spec.determinism == "strict":
-        check_repeats(once, next(Loader(batches, [first], group.device)))
-    return once
 
 
 def _facts(
@@ -259,19 +238,17 @@ def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[st
     }
 
 
-def _leaked_rows(train_data: Any, eval_data: Any, warn: Callable[[str], None]) -> int | None:
-    """Evaluation rows that are training rows too, which is warned of; None where they are not compared."""
-    if not (hasattr(train_data, "decoders") and hasattr(eval_data, "decoders")):
-        return None  # no tables, for whose sake pyarrow would be imported
-    from lockstep.data.leakage import known_leakage
-
-    found = known_leakage(train_data, eval_data)
+def _leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str], None]) -> int | None:
+    """Evaluation samples that are training samples too, which is warned of; None where they are not compared."""
+    if eval_data is None:
+        return None
+    found = find_leakage(train_data, eval_data, seed)
     if found is None:
         return None
     if found.rows:
         warn(
-            f"data: {found.rows} of {len(eval_data)} evaluation rows are training rows too, the first is row {found.eval_row} "
-            f"(training row {found.train_row}); they flatter every metric: leave them out of one of the two"
+            f"data: {found.told(len(eval_data))}; they flatter every metric: leave them out of one of the two "
+            "(train_data and eval_data are opened under one seed, so equal draws in both are equal samples)"
         )
     return found.rows
 

@@ -25,11 +25,12 @@ from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Exchange, Totals
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.pace import Stopwatch
+from lockstep.training.parameters import ParameterWatch
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
-from lockstep.training.schedule import rate_factor, set_rates
+from lockstep.training.schedule import Rates, rate_factor
 from lockstep.training.state import TrainState, power_of_two
 
 
@@ -110,6 +111,8 @@ class Stepper:
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
+        self.watched = ParameterWatch(state.model)
+        self.rates = Rates(state.optimizer, state.base_rates)
         self.module = LossModule(job, state.model)
         self.reduction: Reduction | None = None
         self.wrapped: nn.Module = self.module
@@ -157,6 +160,7 @@ class Stepper:
         own = clip(self.own, position.micro_batches)
         tree = TreeSum(position.micro_batches)
         self._forget_gradients()
+        self.watched.note()
         for m in own[:-1]:
             with self._no_sync():
                 self._backward(position, m, batches, down, last=False)
@@ -191,8 +195,9 @@ class Stepper:
             torch.autograd.backward(self.state.precision.scaled(loss.total * down))
         except LockstepError:
             raise
-        except Exception as error:
-            raise told(error, self._where(position, m)) from error
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, self._where(position, m)) from error
+        self.watched.check(self._where(position, m))
         self.buffers.restore()
 
     def _forward(self, position: Position, m: int, batch: Any) -> Loss:
@@ -202,8 +207,8 @@ class Stepper:
                 loss: Loss = self.wrapped(batch)
         except LockstepError:
             raise
-        except Exception as error:
-            raise told(error, self._where(position, m)) from error
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, self._where(position, m)) from error
         return loss
 
     def _backward_nothing(self) -> None:
@@ -266,7 +271,7 @@ class Stepper:
                 f"lower optimizer.lr (now {self.state.base_rates[0]:g}), or look for a square root or a logarithm at zero in the model"
             )
         rate = rate_factor(spec.schedule, state.counters.updates, self.plan.total_steps)
-        lr = set_rates(state.optimizer, state.base_rates, rate)
+        self.rates.set(rate)
         skipped = not state.precision.update(state.optimizer)
         state.advance(position, skipped=skipped, weight=totals.weight)
         parts = {
@@ -277,7 +282,7 @@ class Stepper:
             loss=totals.loss / totals.weight,
             weight=totals.weight,
             parts=parts,
-            lr=lr,
+            lr=self.rates.used(),
             grad_norm=grad_norm,
             clipped_norm=clipped,
             scale=scale,

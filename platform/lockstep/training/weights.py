@@ -9,6 +9,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.local_storage import flush, make_folder
 from lockstep.errors import SpecError, StorageError
 
 
@@ -22,9 +23,11 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     # Tied weights share memory, which safetensors refuses: each name gets tensors of its own.
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         safetensors.torch.save_file(own, aside)
+        flush(aside)
         aside.replace(path)
+        flush(path.parent)
     except (OSError, safetensors.SafetensorError) as error:
         raise StorageError(
             f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"

@@ -26,7 +26,7 @@ def test_the_ranks_and_the_cause_are_named() -> None:
         Failed({0: RuntimeError("OutOfMemoryError: Task was killed due to the node running low on memory")}),
         4,
     )
-    assert told.startswith("rank 0 of 4 was ended for want of memory on its node; lower batch.micro")
+    assert told.startswith("rank 0 of 4 was killed: its node ran out of memory; lower batch.micro")
     assert ended_by(ValueError("first\nsecond"), 3) == "the attempt on 3 workers ended: ValueError: first"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.attempts.placement import Placement, anywhere_but
 from lockstep.attempts.scaling import Scaling
 from lockstep.attempts.standby import Standbys
-from lockstep.attempts.watchdog import Member
+from lockstep.record.events import Joined
 
 
 def standing_by(**nodes: int) -> Standbys:
@@ -21,8 +21,8 @@ def placed(workers: int, *fit: str) -> Placement:
     return Placement(workers, {"CPU": 1.0}, frozenset(fit), frozenset())
 
 
-def member(node: str, imported_at: float) -> Member:
-    return Member(0, node, 1, Path("none"), imported_at, "")
+def member(node: str, imported_at: float) -> Joined:
+    return Joined(0, node, 1, Path("none"), imported_at, "")
 
 
 def test_workers_go_to_any_node_but_these() -> None:

@@ -71,7 +71,7 @@ class InPlace(LocalStorage):
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
         target = self.root / path
-        self._make(target.parent)
+        local_storage.make_folder(target.parent)
         return local_storage._write(target, pieces)
 
 

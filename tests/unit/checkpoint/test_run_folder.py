@@ -227,7 +227,7 @@ def test_a_stale_rank_does_not_disturb_the_step_that_is_written_anew(run: RunFol
     checkpoint = commit(current, 5, [new], FACTS)
     assert load(checkpoint).manifest.attempt == 2
     names = {item.name for item in run.storage.list(checkpoint.folder)}
-    assert names == {MANIFEST, *(entry.name for entry in new.files)}
+    assert names == {current.manifest, *(entry.name for entry in new.files)}
 
 
 def test_names_are_read_as_they_were_made() -> None:

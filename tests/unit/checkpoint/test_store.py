@@ -89,7 +89,7 @@ def test_a_bad_one_is_passed_over_with_its_file_and_what_is_wrong(attempt: Attem
 
     storage.delete(run.path(step_folder(4), "ledger.a0001.r0000.bin"))
     replaced(3, "ledger.a0001.r0000.bin", bytes(768))
-    replaced(2, MANIFEST, b'{"format": "lockstep-checkpoint", "version": %d}' % (VERSION + 1))
+    replaced(2, attempt.manifest, b'{"format": "lockstep-checkpoint", "version": %d}' % (VERSION + 1))
     for find in (newest_good, load_newest):
         told: list[str] = []
         found = find(run, told.append)
@@ -98,7 +98,7 @@ def test_a_bad_one_is_passed_over_with_its_file_and_what_is_wrong(attempt: Attem
         assert [line.partition(f"checkpoint {run.shown}/")[2] for line in told] == [
             "step-000000004: ledger.a0001.r0000.bin: it is missing; this checkpoint is passed over",
             "step-000000003: ledger.a0001.r0000.bin: its hash is not the one in its manifest; this checkpoint is passed over",
-            f"step-000000002: manifest.json: it has format version {VERSION + 1}, and this Lockstep reads versions up to "
+            f"step-000000002: {attempt.manifest}: it has format version {VERSION + 1}, and this Lockstep reads versions up to "
             f"{VERSION}; update lockstep-train to use it; this checkpoint is passed over",
         ]
 
@@ -152,7 +152,7 @@ def test_ranks_share_the_bytes_out(attempt: Attempt) -> None:
     checkpoint = commit(attempt, 7, parts, FACTS)
     assert equal(load(checkpoint).sections, sections)
     listed = {entry.name for entry in checkpoint.manifest().files}
-    assert {item.name for item in attempt.run.storage.list(checkpoint.folder)} == {MANIFEST} | listed
+    assert {item.name for item in attempt.run.storage.list(checkpoint.folder)} == {attempt.manifest} | listed
 
 
 def test_a_rank_that_fails_ends_the_waiting(attempt: Attempt) -> None:

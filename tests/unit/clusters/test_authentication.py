@@ -34,13 +34,13 @@ def test_loopback_may_be_open(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "no.such.host.invalid"])
 def test_anything_else_needs_the_token(host: str) -> None:
-    with pytest.raises(SpecError, match="Ray runs any code that it is sent"):
+    with pytest.raises(SpecError, match="Ray runs any code that it receives"):
         refuse_open(host, token=False)
     refuse_open(host, token=True)
 
 
 def test_a_cluster_that_would_be_open_is_not_started(home: Path) -> None:
-    with pytest.raises(SpecError, match="leave out --no-token"):
+    with pytest.raises(SpecError, match="drop --no-token"):
         local_cluster.up(1, 1, host="0.0.0.0", port=0, token=False)
     assert not (home / "state").exists()
 

@@ -107,6 +107,6 @@ def test_an_address_is_a_url_or_one_that_is_known(tmp_path: Path, monkeypatch: p
 def test_nobody_at_the_address_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(ClusterError, match="does not answer as Ray's job API does") as caught:
+    with pytest.raises(ClusterError, match="does not answer like Ray's job API") as caught:
         connect("http://127.0.0.1:9")
     assert "\n" not in str(caught.value)

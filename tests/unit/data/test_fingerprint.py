@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import re
+import threading
+import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ from lockstep.checks.dry_run import as_text, dry_run
 from lockstep.data import Column, Table
 from lockstep.data import fingerprint as fingerprint_module
 from lockstep.data.fingerprint import check_repeats, fingerprint, leaves
-from lockstep.data.leakage import leaked_rows
+from lockstep.data.leakage import find_leakage, leaked_rows
 from lockstep.errors import JobError
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import load_spec
@@ -213,9 +218,9 @@ def test_rows_in_both_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     train = rows(tmp_path / "train", range(2000))
     clean = rows(tmp_path / "clean", range(2000, 3000))
     leaky = rows(tmp_path / "leaky", [*range(2500, 2600), 1234, *range(2600, 2700), 77])
-    assert leaked_rows(train, clean) == (0, None, None)
-    assert leaked_rows(train, leaky) == (2, 100, 1234)
-    assert leaked_rows(train, train) == (2000, 0, 0)
+    assert leaked_rows(train, clean)[:3] == (0, None, None)
+    assert leaked_rows(train, leaky)[:3] == (2, 100, 1234)
+    assert leaked_rows(train, train)[:3] == (2000, 0, 0)
 
 
 def test_rows_that_differ_in_one_bit_are_no_duplicates(tmp_path: Path) -> None:
@@ -240,12 +245,67 @@ def test_a_dry_run_tells_of_rows_in_both(tmp_path: Path) -> None:
     report = dry_run(load_spec(document))
     assert report["plan"]["leakage"] == {"rows": 2, "eval_row": 40, "train_row": 123}
     assert (
-        "leakage           2 evaluation rows are training rows too: the first is row 40, training row 123"
+        "leakage           2 of 42 evaluation samples are training samples too: the first is evaluation sample 40, training sample 123"
         in as_text(report)
     )
 
 
-def test_the_plan_of_other_data_says_nothing_of_leakage() -> None:
+def test_the_plan_of_a_job_without_evaluation_says_nothing_of_leakage() -> None:
     report = dry_run(load_spec({"job": {"use": "tests.distributed.small_jobs:Plain"}}))
     assert report["plan"]["leakage"] is None
     assert "leakage" not in as_text(report)
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """Samples of a mapping and an object, some of which are varied at random; each fetch takes `seconds`."""
+
+    def __init__(self, numbers: Any, *, varied: bool = False, seconds: float = 0.0) -> None:
+        self.numbers, self.varied, self.seconds = list(numbers), varied, seconds
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        noise = torch.rand(3) + random.random() if self.varied else torch.zeros(3)
+        return {"x": noise + self.numbers[index], "name": types.SimpleNamespace(n=self.numbers[index])}
+
+
+def test_samples_in_both_are_found_in_any_dataset() -> None:
+    clean, leaky = Pairs(range(100, 130)), Pairs([*range(100, 115), 42, *range(115, 120), 7])
+    for train in (Pairs(range(100)), TensorSamples(range(100))):
+        wrap = type(train)
+        assert find_leakage(train, wrap(clean.numbers), 1, 60) == (0, None, None, None, None)
+        assert find_leakage(train, wrap(leaky.numbers), 1, 60) == (2, 15, 42, None, None)
+
+
+class TensorSamples(TensorDataset):
+    def __init__(self, numbers: Any) -> None:
+        super().__init__(torch.tensor(list(numbers)), torch.zeros(len(numbers)))
+
+
+def test_samples_that_are_varied_at_random_are_found_as_well() -> None:
+    """Both are fetched under one seed, so one sample is varied alike in both."""
+    found = find_leakage(Pairs(range(50), varied=True), Pairs([60, 3], varied=True), 1, 60)
+    assert found is not None
+    assert found[:3] == (1, 1, 3)
+
+
+def test_a_large_dataset_is_looked_through_for_a_while_and_the_line_says_so() -> None:
+    """A split that leaks everywhere is found at once, whatever the size."""
+    whole = Pairs(range(10**6), seconds=0.001)
+    began = time.perf_counter()
+    found = find_leakage(whole, Pairs(range(10**6), seconds=0.001), 1, within_s=0.5)
+    assert time.perf_counter() - began < 5
+    assert found is not None
+    assert found.eval_looked_at is not None and found.train_looked_at is not None and not found.whole
+    assert 0 < found.rows <= found.eval_looked_at  # one order is drawn for both
+    assert re.fullmatch(
+        r"at least \d+ of \d+ looked at, of 1000000 evaluation samples are training samples too: .*",
+        found.told(10**6),
+    )
+
+
+def test_samples_that_cannot_be_looked_into_are_not_compared() -> None:
+    locked = [threading.Lock()] * 3
+    assert find_leakage(locked, locked, 1) is None

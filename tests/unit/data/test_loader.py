@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data import _utils as torch_loader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import lockstep
 from lockstep.data import loader as loader_module
-from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors
+from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors, moved
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError
 
@@ -134,14 +135,20 @@ def one_line(error: LockstepError) -> str:
 def test_a_sample_that_fails_is_named(processes: int) -> None:
     with pytest.raises(JobError) as info:
         fetched(Samples(torn), processes=processes)
-    assert one_line(info.value) == "data: sample 7 failed (step 2, micro-batch 1): ValueError: torn file"
+    assert (
+        one_line(info.value)
+        == "data: sample 7 failed (step 2, micro-batch 1, tests/unit/data/test_loader.py:121 in torn): ValueError: torn file"
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_samples_that_fail_together_are_named(processes: int) -> None:
     with pytest.raises(JobError) as info:
         fetched(Whole(torn), processes=processes)
-    assert one_line(info.value) == "data: samples 6, 7 failed (step 2, micro-batch 1): ValueError: torn file"
+    assert (
+        one_line(info.value)
+        == "data: samples 6, 7 failed (step 2, micro-batch 1, tests/unit/data/test_loader.py:121 in torn): ValueError: torn file"
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -335,6 +342,30 @@ def test_map_tensors_keeps_every_container() -> None:
         assert type(changed) is type(value)
         assert repr(changed) == repr(wanted)
     assert lists == {"a": one}, "what is given is left as it is"
+
+
+class Itself:
+    """A batch that moves itself, as those of graph libraries do."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(2)
+
+    def to(self, device: torch.device) -> Itself:
+        other = Itself()
+        other.x = self.x.to(device)
+        return other
+
+
+def test_an_object_with_a_method_to_is_moved() -> None:
+    """Wherever it lies in the batch; a class and a plain object are left alone."""
+    meta = torch.device("meta")
+    value = {"graphs": [Itself()], "kind": Itself, "name": "a", "x": torch.ones(1)}
+    there = map_tensors(value, lambda tensor: tensor.to(meta), lambda other: moved(other, meta))
+    assert there["graphs"][0].x.device == there["x"].device == meta
+    assert (there["kind"], there["name"]) == (Itself, "a")
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    whole = map_tensors(packed, lambda tensor: tensor.to(meta), lambda other: moved(other, meta))
+    assert (whole.data.device, whole.batch_sizes.device) == (meta, CPU)
 
 
 def test_waiting_is_measured() -> None:

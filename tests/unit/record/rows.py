@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.record.ledger import EvaluationRow, StepRow
+from lockstep.record.events import EvaluationRow, StepRow
 
 
 def step_row(step: int, **changes: Any) -> StepRow:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.job.loading import load_job
+from lockstep.record.events import Finished
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import step_row
@@ -28,8 +29,8 @@ def ended_with(spec: Spec, weights: dict[str, Any]) -> Recorder:
     file = recorder.run_folder() / "weights" / "final.safetensors"
     file.parent.mkdir()
     save_file(weights, file)
-    recorder.steps([step_row(1), step_row(2)])
-    recorder.finished({"step": 2}, [file])
+    recorder.tell(step_row(1), step_row(2))
+    recorder.tell(Finished({"step": 2}, [file]))
     recorder.close()
     return recorder
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.record.events import Finished
 from lockstep.record.recorder import Recorder
 from lockstep.record.stores import reader
 from lockstep.spec.fields import Spec
@@ -21,8 +22,8 @@ Specs = Callable[..., Spec]
 def recorded(spec: Spec, steps: int) -> Path:
     recorder = Recorder(spec)
     recorder.start()
-    recorder.steps([step_row(i) for i in range(1, steps + 1)])
-    recorder.finished({"step": steps})
+    recorder.tell(*[step_row(i) for i in range(1, steps + 1)])
+    recorder.tell(Finished({"step": steps}))
     recorder.close()
     return recorder.run_folder()
 

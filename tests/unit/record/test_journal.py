@@ -15,6 +15,7 @@ import pytest
 
 from lockstep.errors import RecordError
 from lockstep.record.comparison import evaluation_difference, step_difference
+from lockstep.record.events import Started
 from lockstep.record.journal import NAME, Journal, newest_step, read_steps
 from tests.unit.record.rows import evaluation_row, step_row
 
@@ -30,9 +31,9 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path) -> None:
         1, loss=ODD_NAN, lr=-0.0, grad_norm=math.inf, clipped_norm=5e-324, parts={"a@b": -math.inf}
     )
     journal = Journal(tmp_path)
-    journal.add_steps([row, step_row(2)])
-    journal.add_evaluation(evaluation_row(2, loss=ODD_NAN))
-    journal.add_event("started", {"plan": {"m": 8}})
+    journal.add([row, step_row(2)])
+    journal.add([evaluation_row(2, loss=ODD_NAN)])
+    journal.add([Started({"plan": {"m": 8}})])
     journal.close()
     again = Journal(tmp_path)
     assert again.last_step == 2
@@ -41,16 +42,16 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert first.parts == row.parts
     assert second == step_row(2)
     assert bits(again.evaluations()[0].metrics["eval/loss"]) == bits(ODD_NAN)
-    assert [(kind, value) for kind, value, _ in again.events] == [("started", {"plan": {"m": 8}})]
+    assert again.events == [Started({"plan": {"m": 8}})]
     again.close()
 
 
 def test_every_step_can_be_found_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.add_steps([step_row(i) for i in range(5, 3000)])
+    journal.add([step_row(i) for i in range(5, 3000)])
     journal.close()
     again = Journal(tmp_path)
-    again.add_steps([step_row(3000)])
+    again.add([step_row(3000)])
     for number in (5, 6, 1777, 2999, 3000):
         assert again.step(number) == step_row(number)
     assert newest_step(tmp_path) == step_row(3000)
@@ -63,22 +64,22 @@ def test_every_step_can_be_found_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [0, 1, 40, -1])
 def test_a_torn_last_line_is_cut_off_and_written_over(tmp_path: Path, kept: int) -> None:
     journal = Journal(tmp_path)
-    journal.add_steps([step_row(1)])
+    journal.add([step_row(1)])
     whole = journal.size
-    journal.add_steps([step_row(2)])
+    journal.add([step_row(2)])
     end = journal.size + kept if kept < 0 else whole + kept
     journal.close()
     os.truncate(tmp_path / NAME, end)
     again = Journal(tmp_path)
     assert (again.last_step, again.size) == (1, whole)
-    again.add_steps([step_row(2, loss=9.0)])
+    again.add([step_row(2, loss=9.0)])
     assert [row.loss for row in again.steps()] == [step_row(1).loss, 9.0]
     again.close()
 
 
 def test_damage_before_the_end_is_told(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.add_steps([step_row(1), step_row(2)])
+    journal.add([step_row(1), step_row(2)])
     journal.close()
     data = bytearray((tmp_path / NAME).read_bytes())
     data[3] ^= 0xFF
@@ -112,14 +113,14 @@ from lockstep.record.journal import Journal
 from tests.unit.record.rows import step_row
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal(Path({str(tmp_path)!r}))
-journal.add_steps([step_row(1)])
+journal.add([step_row(1)])
 resource.setrlimit(resource.RLIMIT_FSIZE, (journal.size + 100, resource.RLIM_INFINITY))
 try:
-    journal.add_steps([step_row(2)])
+    journal.add([step_row(2)])
 except RecordError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-journal.add_steps([step_row(2)])
+journal.add([step_row(2)])
 journal.close()
 """
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY

@@ -18,7 +18,7 @@ from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.runs import pin_aliased, saved_steps
 from lockstep.checkpoint.saver import AsyncSaver, Saved
 from lockstep.checkpoint.storages import open_storage
-from lockstep.record.ledger import CheckpointRow
+from lockstep.record.events import CheckpointRow, Finished
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.checkpoint.states import state
@@ -47,11 +47,9 @@ class Twenty:
 
     def _saved(self, saved: Saved) -> None:
         assert saved.checkpoint is not None and saved.warning is None
-        self.recorder.checkpoint(
-            CheckpointRow(
+        self.recorder.tell(CheckpointRow(
                 saved.step, saved.checkpoint.shown, None, saved.nbytes, *saved.pause, saved.written_s, time.time(), saved.deleted
-            )
-        )  # fmt: skip
+            ))  # fmt: skip
 
     def save(self, step: int) -> None:
         """Save, and wait until it is written."""
@@ -60,7 +58,7 @@ class Twenty:
 
     def close(self) -> None:
         self.saver.close()
-        self.recorder.finished({"step": 20})
+        self.recorder.tell(Finished({"step": 20}))
         self.recorder.close()
 
 

@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import StorageError
+from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.files import replacing
 from lockstep.record.ledger import (
     DETERMINISTIC,
     TIMING,
-    EvaluationRow,
-    StepRow,
     read_evaluations,
     read_parquet,
     write_evaluations,

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lockstep.record.liveness import SILENT_S, process_tags, vanished
+from lockstep.record.heartbeat import SILENT_S, process_tags, vanished
 
 NOW = time.time()
 
@@ -20,7 +20,7 @@ def test_this_very_process_lives_however_long_it_was_silent() -> None:
 
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_killed_process_of_this_machine_is_known_at_once(reaped: bool) -> None:
-    script = "import time; from lockstep.record.liveness import process_tags; print(process_tags(time.time())['lockstep.process'], flush=True); time.sleep(60)"
+    script = "import time; from lockstep.record.heartbeat import process_tags; print(process_tags(time.time())['lockstep.process'], flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     tags = {**process_tags(NOW), "lockstep.process": process.stdout.readline().strip()}

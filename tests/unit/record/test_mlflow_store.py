@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
+from lockstep.record.events import Failed, Finished, Started
 from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.points import Point
@@ -45,16 +46,18 @@ def opened(uri: str, run_id: str | None = None) -> tuple[MlflowStore, str]:
 def finished_run(spec: Spec, steps: int) -> Recorder:
     recorder = Recorder(spec)
     recorder.start()
-    recorder.started(
-        {"identity": "abc", "workers": 2, "git": {"commit": "c0ffee", "dirty": True, "diff": "+1"}}
+    recorder.tell(
+        Started({"identity": "abc", "workers": 2, "git": {"commit": "c0ffee", "dirty": True, "diff": "+1"}})
     )
     for step in range(1, steps + 1):
-        recorder.steps([step_row(step)])
-    recorder.evaluation(evaluation_row(steps, loss=0.25))
+        recorder.tell(step_row(step))
+    recorder.tell(evaluation_row(steps, loss=0.25))
     weights = recorder.run_folder() / "weights" / "final.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(b"weights")
-    recorder.finished({"step": steps, "weights_digest": "f00", "metrics": {"eval/loss": 0.25}}, [weights])
+    recorder.tell(
+        Finished({"step": steps, "weights_digest": "f00", "metrics": {"eval/loss": 0.25}}, [weights])
+    )
     recorder.close()
     return recorder
 
@@ -113,8 +116,8 @@ def test_the_data_of_a_run_are_its_inputs(database: str, spec: Specs) -> None:
     recorder = Recorder(spec(database))
     recorder.start()
     for _ in range(2):  # two attempts
-        recorder.started({"identity": "abc", "fields": fields})
-    recorder.finished({"step": 0})
+        recorder.tell(Started({"identity": "abc", "fields": fields}))
+    recorder.tell(Finished({"step": 0}))
     recorder.close()
     inputs = client(database).get_run(recorder.run_id()).inputs.dataset_inputs
     found = {tag.value: one.dataset for one in inputs for tag in one.tags if tag.key == "mlflow.data.context"}
@@ -157,9 +160,9 @@ def test_artifacts_lie_beside_the_database_wherever_the_run_was_started(
 def test_a_resumed_run_records_only_what_is_new(database: str, spec: Specs) -> None:
     first = Recorder(spec(database))
     first.start()
-    first.steps([step_row(i) for i in range(1, 21)])
-    first.evaluation(evaluation_row(10))
-    first.failed("stopped by SIGTERM", status="KILLED")
+    first.tell(*[step_row(i) for i in range(1, 21)])
+    first.tell(evaluation_row(10))
+    first.tell(Failed("stopped by SIGTERM", status="KILLED"))
     first.close()
     run_id = first.run_id()
     assert client(database).get_run(run_id).info.status == "KILLED"
@@ -168,10 +171,10 @@ def test_a_resumed_run_records_only_what_is_new(database: str, spec: Specs) -> N
     second.start()
     assert second.run_id() == run_id
     assert client(database).get_run(run_id).info.status == "RUNNING"
-    second.steps([step_row(i, wall_clock=2e9 + i) for i in range(11, 31)])
-    second.evaluation(evaluation_row(10)._replace(wall_clock=2e9))
-    second.evaluation(evaluation_row(30))
-    second.finished({"step": 30})
+    second.tell(*[step_row(i, wall_clock=2e9 + i) for i in range(11, 31)])
+    second.tell(evaluation_row(10)._replace(wall_clock=2e9))
+    second.tell(evaluation_row(30))
+    second.tell(Finished({"step": 30}))
     second.close()
     assert [step for step, _, _ in history(database, run_id, "train/loss")] == list(range(1, 31))
     assert [step for step, _, _ in history(database, run_id, "perf/samples_per_s")] == list(range(1, 31))
@@ -185,7 +188,7 @@ def test_a_resumed_run_records_only_what_is_new(database: str, spec: Specs) -> N
 def test_a_failed_run_says_so(database: str, spec: Specs) -> None:
     recorder = Recorder(spec(database))
     recorder.start()
-    recorder.failed("job.use: broke", "Traceback (most recent call last): …")
+    recorder.tell(Failed("job.use: broke", "Traceback (most recent call last): …"))
     recorder.close()
     run = client(database).get_run(recorder.run_id())
     assert run.info.status == "FAILED"

@@ -13,8 +13,9 @@ import pytest
 
 from lockstep import train
 from lockstep.errors import RecordError
+from lockstep.record.events import Finished, StepRow
 from lockstep.record.journal import NAME, read_steps
-from lockstep.record.ledger import DETERMINISTIC, StepRow, read_parquet
+from lockstep.record.ledger import DETERMINISTIC, read_parquet
 from lockstep.record.points import Point, step_points
 from lockstep.record.recorder import Recorder
 from lockstep.record.sync import sync
@@ -233,8 +234,8 @@ def test_a_server_that_stays_away_costs_the_run_nothing_but_its_record(
     recorder.start()
     folder = recorder.run_folder()
     server.kill()
-    recorder.steps([step_row(i) for i in range(1, 301)])
-    recorder.finished({"step": 300, "stopped": False})
+    recorder.tell(*[step_row(i) for i in range(1, 301)])
+    recorder.tell(Finished({"step": 300, "stopped": False}))
     with pytest.raises(RecordError, match=rf"`lockstep record sync {folder.name}` sends it"):
         recorder.close(timeout_s=1.0)
     rows = read_parquet(folder / "ledger.parquet")

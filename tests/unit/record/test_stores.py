@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
+from lockstep.record.events import Finished, Started
 from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.recorder import Recorder
@@ -35,12 +36,12 @@ def run_once(spec: Spec, steps: int = 30) -> str:
     """A run of a few odd steps, whole and checked: every point once, and the artifacts there."""
     recorder = Recorder(spec)
     recorder.start()
-    recorder.started({"identity": "abc", "workers": 1})
+    recorder.tell(Started({"identity": "abc", "workers": 1}))
     rows = [step_row(i) for i in range(1, steps + 1)]
     rows[3] = step_row(4, grad_norm=math.inf)
-    recorder.steps(rows)
-    recorder.evaluation(evaluation_row(steps))
-    recorder.finished({"step": steps, "metrics": {"eval/loss": 0.5}})
+    recorder.tell(*rows)
+    recorder.tell(evaluation_row(steps))
+    recorder.tell(Finished({"step": steps, "metrics": {"eval/loss": 0.5}}))
     recorder.close()
     run_id = recorder.run_id()
     assert spec.record.uri is not None
@@ -80,7 +81,7 @@ def test_a_server(tmp_path: Path, spec: Specs) -> None:
     with Server(tmp_path) as server:
         run_id = run_once(spec(server.uri))
         assert reader(server.uri, Path()).run(run_id).url.startswith(f"{server.uri}/#/experiments/")
-        with pytest.raises(RecordError, match="not found"):
+        with pytest.raises(RecordError, match="no record of it"):
             reader(server.uri, Path()).run("0" * 32)
         with pytest.raises(RecordError, match=r"experiment: there is no 'digit'; known here: .*digits"):
             reader(server.uri, Path()).runs("digit", 1)

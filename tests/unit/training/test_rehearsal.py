@@ -13,7 +13,7 @@ from lockstep.errors import JobError, NumericsError
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.precision import Precision
-from lockstep.training.rehearsal import Rehearsal, rehearse
+from lockstep.training.rehearsal.micro_batch import Rehearsal, rehearse
 from lockstep.training.step import LossModule
 
 CPU = torch.device("cpu")

@@ -12,17 +12,17 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
-from lockstep.record.liveness import vanished
+from lockstep.record.heartbeat import vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models
-from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, recorded
+from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
 
 
 def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
     """The run of this id in an MLflow store. RecordError where there is none, or the store does not answer."""
-    _check_there(uri, run_id)
+    _check_there(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
-        run = client.get_run(run_id)
+        run = _run(client, uri, run_id)
         names = {item.path for item in client.list_artifacts(run_id)}
         with tempfile.TemporaryDirectory() as folder:
             spec, summary = (
@@ -35,18 +35,30 @@ def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
     return recorded(run_id, run.info.status, spec, summary, url, repr(without_password(uri)))
 
 
-def _check_there(uri: str, run_id: str) -> None:
+def _run(client: Any, uri: str, run_id: str) -> Any:
+    """MLflow's run of this id. NoSuchRunError where the store has none."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code not in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
+            raise
+        raise no_such_run(run_id, repr(without_password(uri)), "give another id") from error
+
+
+def _check_there(uri: str, what: str) -> None:
     """RecordError where the store would be a new file, which MLflow makes of any name."""
     database = urlsplit(uri).path[1:] if uri.startswith("sqlite:") else ""
     if database and not Path(database).exists():
         raise RecordError(
-            f"run {run_id}: there is no record at {without_password(uri)!r}; name its store with --uri"
+            f"{what}: there is no record at {without_password(uri)!r}; name its store with --uri"
         )
 
 
 def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path) -> list[str]:
     """Download those of the named files that the run has into `folder`; their names."""
-    _check_there(uri, run_id)
+    _check_there(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
         there = {item.path for item in client.list_artifacts(run_id)}
         found = [name for name in names if name in there]
@@ -101,6 +113,7 @@ class MlflowReader:
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
+        _check_there(uri, "record.uri")
         with connecting(uri) as (self._client, _):
             self._experiments = {e.experiment_id: e.name for e in self._client.search_experiments()}
 
@@ -117,7 +130,7 @@ class MlflowReader:
 
     def run(self, run_id: str) -> RunInfo:
         with translated(self._uri):
-            return self._info(self._client.get_run(run_id))
+            return self._info(_run(self._client, self._uri, run_id))
 
     def artifacts(self, run_id: str) -> list[str]:
         with translated(self._uri):

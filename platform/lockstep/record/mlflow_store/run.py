@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.record.data_sets import DataSet
-from lockstep.record.liveness import process_tags
+from lockstep.record.heartbeat import process_tags
 from lockstep.record.mlflow_store.client import connecting, is_database, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, fill_final
 from lockstep.record.points import Point, store_key

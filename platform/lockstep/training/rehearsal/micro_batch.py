@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +13,12 @@ from lockstep.errors import JobError, LockstepError, NumericsError
 from lockstep.job.interface import Loss, Mean
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
+from lockstep.training.buffers import KeptBuffers
 from lockstep.training.determinism import filled_memory
-from lockstep.training.failure import told
+from lockstep.training.failure import as_lockstep_error
+from lockstep.training.parameters import ParameterWatch, written_parameter
 from lockstep.training.precision import Precision
+from lockstep.training.rehearsal.memory import tensor_digest
 from lockstep.training.step import LossModule, missing_gradient
 
 
@@ -50,6 +51,24 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One micro-batch, forward and backward: its loss, and by name what it gave and what it wrote.
+
+    `results` are texts that two equal values share: of the loss, its weight, its parts, each gradient and each buffer.
+    """
+
+    loss: Loss
+    results: dict[str, str]
+    gradients: dict[str, Tensor]
+    written: frozenset[int]
+
+    def first_difference(self, other: Computed) -> str | None:
+        """What differs first between two computations of one micro-batch."""
+        names = {**self.results, **other.results}
+        return next((name for name in names if self.results.get(name) != other.results.get(name)), None)
+
+
 def rehearse(
     module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device
 ) -> Rehearsal:
@@ -58,34 +77,70 @@ def rehearse(
     Raises the JobError, NumericsError or DeterminismError that the first step would meet, before it does.
     Newly allocated memory is filled with NaN meanwhile, so that a job that reads what it never wrote is found.
     """
-    where = "first micro-batch, before training"
-    seed_all(seed, "rehearsal", cuda=device if device.type == "cuda" else None)
-    with _untouched(module.model) as before, filled_memory(True):
+    with filled_memory(True):
+        computed = compute(module, batch, precision, seed=seed, device=device)
+    return Rehearsal(tuple(computed.loss.parts), float(computed.loss.total.detach()), computed.written)
+
+
+def compute(
+    module: LossModule, batch: Any, precision: Precision, *, seed: int, device: torch.device, m: int = 0
+) -> Computed:
+    """Run one micro-batch forward and backward on the bare model, then put buffers and gradients back.
+
+    Raises JobError where the job wrote a parameter by itself.
+    """
+    model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
+    seed_all(seed, "rehearsal", *([m] if m else []), cuda=device if device.type == "cuda" else None)
+    buffers, parameters = KeptBuffers(model), ParameterWatch(model)
+    values = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
+    try:
         try:
             with precision.autocast():
                 loss = module(batch)
-            _check_loss(loss, precision)
+            _check_loss(loss, precision, first=m == 0)
+            parameters.check(where)
             loss.total.backward()
         except LockstepError:
             raise
-        except Exception as error:
-            raise told(error, where) from error
-        missing = [name for name, p in module.model.named_parameters() if p.requires_grad and p.grad is None]
-        if missing:
-            raise missing_gradient(missing, where)
-        sparse = [
-            name for name, p in module.model.named_parameters() if p.grad is not None and p.grad.is_sparse
-        ]
-        if sparse:
-            raise JobError(
-                f"parameter {sparse[0]!r} has a sparse gradient, which has no fixed sum; use sparse=False"
-            )
-        pairs = enumerate(zip(module.model.buffers(), before, strict=True))
-        written = frozenset(i for i, (buffer, value) in pairs if not torch.equal(buffer, value))
-    return Rehearsal(tuple(loss.parts), float(loss.total.detach()), written)
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, where) from error
+        parameters.check(where)
+        for name, parameter in model.named_parameters():
+            if tensor_digest(parameter) != values[name]:
+                raise written_parameter(name, where)
+        gradients = _gradients(model, where)
+        written = buffers.written()
+        return Computed(loss, _results(loss, gradients, buffers), gradients, written)
+    finally:
+        buffers.restore()
+        model.zero_grad(set_to_none=True)
 
 
-def _check_loss(loss: object, precision: Precision) -> None:
+def _gradients(model: nn.Module, where: str) -> dict[str, Tensor]:
+    asking = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, p in asking.items() if p.grad is None]
+    if missing:
+        raise missing_gradient(missing, where)
+    gradients = {name: p.grad for name, p in asking.items() if p.grad is not None}
+    sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
+    if sparse:
+        raise JobError(
+            f"parameter {sparse[0]!r} has a sparse gradient, which has no fixed sum; use sparse=False"
+        )
+    return gradients
+
+
+def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> dict[str, str]:
+    means = {"the loss": Mean(loss.total.detach(), loss.weight)}
+    means |= {f"the part {name!r} of the loss": part for name, part in loss.parts.items()}
+    return {
+        **{what: f"{float(mean.total).hex()} {float(mean.weight).hex()}" for what, mean in means.items()},
+        **{f"the gradient of {name!r}": tensor_digest(gradient) for name, gradient in gradients.items()},
+        **{f"the buffer {name!r}": tensor_digest(now) for name, now in buffers.now().items()},
+    }
+
+
+def _check_loss(loss: object, precision: Precision, *, first: bool) -> None:
     if not isinstance(loss, Loss):
         raise JobError(f"job.loss: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
     total = loss.total
@@ -101,7 +156,7 @@ def _check_loss(loss: object, precision: Precision) -> None:
             "job.loss: total has no gradient; it must come from the model, without detach() or no_grad()"
         )
     value, weight = float(total.detach()), float(loss.weight)
-    if not math.isfinite(value) and precision.name != "fp16":
+    if first and not math.isfinite(value) and precision.name != "fp16":
         raise NumericsError(
             f"job.loss: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "
             "a division by zero or a logarithm of zero"
@@ -113,16 +168,3 @@ def _check_loss(loss: object, precision: Precision) -> None:
             raise JobError(
                 f"job.loss: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
             )
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Put buffers and gradients back as they were; gives the buffers as they were."""
-    before = [buffer.detach().clone() for buffer in model.buffers()]
-    try:
-        yield before
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(model.buffers(), before, strict=True):
-                buffer.copy_(value)
-        model.zero_grad(set_to_none=True)

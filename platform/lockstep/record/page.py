@@ -1,6 +1,6 @@
-"""What a run's page says: parameters, tags, the note, documents, figures, the ledger, as calls for the store.
+"""A run's page: parameters, tags, the note, documents, figures and the ledger, as a fold over the run's events.
 
-Every document is written to the run's folder first and sent from there.
+What an event changes becomes calls for the store. Every document is written to the run's folder first and sent from there.
 """
 
 from __future__ import annotations
@@ -11,15 +11,29 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from lockstep.errors import RecordError, first_line
 from lockstep.job.source import job_sources
 from lockstep.record import documents, figures, ledger
 from lockstep.record.data_sets import data_sets
+from lockstep.record.events import (
+    AttemptsSummarised,
+    CheckpointRow,
+    Delivered,
+    Document,
+    EvaluationRow,
+    Failed,
+    Finished,
+    Opened,
+    PeakMemory,
+    Recorded,
+    Sampled,
+    Started,
+    StepRow,
+)
 from lockstep.record.files import append_bounded, write_text
 from lockstep.record.journal import Journal
-from lockstep.record.ledger import CheckpointRow
 from lockstep.record.run_store import RunStore, Status
 from lockstep.record.uploads import Uploads
 from lockstep.spec.fields import Spec
@@ -27,12 +41,15 @@ from lockstep.spec.fields import Spec
 LOGS = "logs"
 """The folder of what workers have printed."""
 
+_DOCUMENTS = ("plan", "git", "environment")
+"""Facts that are mappings with a form of their own."""
+
 _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
 """Facts of the environment that are worth searching runs by; all of them are in environment.json."""
 
 
-class Account:
-    """One run's account. `send` makes a call of the store in its turn."""
+class Page:
+    """One run's page. `send` makes a call of the store in its turn."""
 
     def __init__(
         self, spec: Spec, folder: Path, journal: Journal, store: RunStore, send: Callable[..., None]
@@ -48,10 +65,35 @@ class Account:
         self._stragglers: list[str] = []
         self.working = False
         self._uploads = Uploads(store, self._not_copied)
+        for event in journal.events:  # of a recorder before this one
+            if isinstance(event, Started):
+                self._facts = _single_facts(event.facts)
+
+    def take(self, event: Recorded) -> None:
+        """Bring the page up to an event that the journal has."""
+        match event:
+            case Started():
+                self._started(event.facts)
+            case CheckpointRow():
+                self._checkpoint(event)
+            case AttemptsSummarised():
+                self._attempts(event.attempts)
+            case PeakMemory():
+                self._tag({"peak_memory_mb": [round(size / 1e6) for size in event.bytes_by_rank]})
+            case Document():
+                self._document(event.name, event.text)
+            case Finished():
+                self._finished(event)
+            case Failed():
+                self._failed(event)
+            case StepRow() | EvaluationRow() | Sampled() | Opened() | Delivered():
+                pass  # rows and samples become points; the ledger is written when the run ends
+            case _:
+                assert_never(event)
 
     def keep_spec(self) -> None:
         """The one document without which a run cannot be resumed."""
-        self.document("spec.yaml", documents.as_yaml(documents.spec_document(self._spec)))
+        self._document("spec.yaml", documents.as_yaml(documents.spec_document(self._spec)))
 
     def describe(self, *, resumed: bool) -> None:
         """What else is known of a run before it does anything: its parameters and its job's source."""
@@ -63,13 +105,13 @@ class Account:
             self._tag({"error": ""})  # that of the attempt before
         for name, path in sorted(job_sources(self._spec.job.use).items()):
             below = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
-            self.document(f"source/{below}", path.read_text(encoding="utf-8", errors="replace"))
+            self._document(f"source/{below}", path.read_text(encoding="utf-8", errors="replace"))
 
-    def started(self, facts: Mapping[str, Any]) -> None:
+    def _started(self, facts: Mapping[str, Any]) -> None:
         """The facts of an attempt."""
         self.log(f"training begins on {facts.get('workers', '?')} workers")
-        rest = dict(facts)
-        plan, git, environment = (rest.pop(name, None) or {} for name in ("plan", "git", "environment"))
+        plan, git, environment = (facts.get(name) or {} for name in _DOCUMENTS)
+        rest = {name: value for name, value in facts.items() if name not in _DOCUMENTS}
         self._send(self._store.log_params, documents.flat({"plan": plan}))
         if facts.get("fields"):
             self._send(self._store.log_data, data_sets(self._spec, facts["fields"]))
@@ -77,27 +119,27 @@ class Account:
         self._tag(
             {f"environment.{name}": environment[name] for name in _ENVIRONMENT_TAGS if name in environment}
         )
-        self._facts = documents.single_values(rest)
+        self._facts = _single_facts(facts)
         self._tag(self._facts)
         if git.get("diff"):
-            self.document("git.diff", git["diff"])
+            self._document("git.diff", git["diff"])
         for name, value in {"environment": environment, **rest}.items():
             if value and name not in self._facts:
-                self.document(f"{name}.json", documents.as_json(value))
+                self._document(f"{name}.json", documents.as_json(value))
 
-    def attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+    def _attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
         """What is known of each attempt so far; those of an earlier driver stay as it left them."""
         told = {attempt["attempt"]: attempt for attempt in [*self._earlier_attempts(), *attempts]}
         self._stragglers = [line for attempt in told.values() for line in attempt.get("stragglers", ())]
         self._tag({"attempts": len(told), "stragglers": "; ".join(self._stragglers[-3:])})
-        self.document("attempts.json", documents.as_json([told[number] for number in sorted(told)]))
+        self._document("attempts.json", documents.as_json([told[number] for number in sorted(told)]))
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
         path = self._folder / "attempts.json"
         found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
         return found
 
-    def checkpoint(self, row: CheckpointRow) -> None:
+    def _checkpoint(self, row: CheckpointRow) -> None:
         """A checkpoint was saved, or given up."""
         if row.uri is None:
             self._tag({"checkpoint_error": f"step {row.step}: {row.error}"})
@@ -116,15 +158,6 @@ class Account:
             else:
                 self._send(self._store.delete_checkpoint, step)
 
-    def replay_checkpoints(self, rows: Sequence[CheckpointRow]) -> None:
-        """The checkpoints of a run whose process has gone, as far as they are left."""
-        deleted = {step for row in rows for step in row.deleted}
-        for row in rows:
-            if row.step not in deleted:
-                self.checkpoint(row._replace(deleted=()))
-        for step in sorted(deleted):
-            self._send(self._store.delete_checkpoint, step)
-
     def close(self, deadline: float) -> None:
         """Let what is sent beside the outbox come to its end."""
         self._uploads.close(deadline)
@@ -138,12 +171,17 @@ class Account:
         self._tag({"violation": violation})
         self.log(f"determinism violation: {violation}")
 
-    def finished(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        """The end that a run came to by itself, or by a signal that it heeded."""
+    def _finished(self, end: Finished) -> None:
+        """The end that a run came to by itself, or by a signal that it heeded. A run whose ledger lacks steps is not finished."""
+        missing = self._journal.missing_steps()
+        if missing:
+            self._failed(Failed(_not_whole(missing)))
+            return
+        summary, files = end.summary, end.files
         self._ledger()
         for path in files:
             self._keep(path)
-        self.document("summary.json", documents.as_json(summary))
+        self._document("summary.json", documents.as_json(summary))
         values = documents.single_values(
             {name: summary[name] for name in summary if name not in {"run_id", "status"}}
         )
@@ -158,17 +196,17 @@ class Account:
         ]
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
 
-    def failed(self, message: str, details: str, status: Status) -> None:
+    def _failed(self, end: Failed) -> None:
         """Any other end."""
-        self._tag({"error": message})
+        self._tag({"error": end.message})
         reached = (
             f"after step {self._journal.last_step}" if self._journal.last_step else "before the first step"
         )
         try:
-            self.document("error.txt", f"{message}\n\n{details}".rstrip() + "\n")
+            self._document("error.txt", f"{end.message}\n\n{end.details}".rstrip() + "\n")
             self._ledger()
         finally:  # a run whose folder cannot be written has failed as well
-            self._end(status, f"**{status}** {reached}: {message}", self._facts)
+            self._end(end.status, f"**{end.status}** {reached}: {end.message}", self._facts)
 
     def log(self, text: str) -> None:
         """Add a line to log.txt, with its time."""
@@ -236,7 +274,7 @@ class Account:
         inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
         self._send(self._store.log_file, path, "" if inside == Path() else inside.as_posix())
 
-    def document(self, name: str, text: str) -> None:
+    def _document(self, name: str, text: str) -> None:
         """Keep a text in the run's folder and with the run."""
         write_text(self._folder / name, text)
         self._keep(self._folder / name)
@@ -247,6 +285,11 @@ class Account:
             self._send(self._store.set_tags, tags)
 
 
+def _single_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that are one value: tags of the run, and rows of its note."""
+    return documents.single_values({name: facts[name] for name in facts if name not in _DOCUMENTS})
+
+
 def _manifest(folder: Path) -> dict[str, str]:
     """The digest of a checkpoint's manifest, which has those of its files; nothing where this machine does not see it."""
     manifest = folder / "manifest.json"
@@ -254,3 +297,11 @@ def _manifest(folder: Path) -> dict[str, str]:
         return {"lockstep.manifest": f"sha256:{hashlib.sha256(manifest.read_bytes()).hexdigest()}"}
     except OSError:
         return {}
+
+
+def _not_whole(missing: range) -> str:
+    steps = f"step {missing.start}" if len(missing) == 1 else f"steps {missing.start} to {missing.stop - 1}"
+    return (
+        f"the record is not whole: its ledger lacks {steps}, which could not be written; resume the run, and they are "
+        "taken from its newest checkpoint"
+    )

@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import RecordError
-from lockstep.record import documents, sweep_figures
+from lockstep.record import documents
 from lockstep.record.files import write_text
-from lockstep.record.liveness import process_tags
+from lockstep.record.heartbeat import process_tags
 from lockstep.record.points import Point
 from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError
 from lockstep.record.stores import find_run, reader, store_for
 from lockstep.spec.sweep import SweepSpec
+from lockstep.sweeps import figures
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""
@@ -73,7 +74,7 @@ class SweepRecord:
 
         def say() -> None:
             self._say(trials)
-            for path in sweep_figures.draw(self._sweep, trials, self.folder):
+            for path in figures.draw(self._sweep, trials, self.folder):
                 self._store.log_file(path, path.parent.name)
             best = best_of(trials, self._sweep.mode)
             shown = (
@@ -81,10 +82,10 @@ class SweepRecord:
                 if best is None
                 else [f"{self._sweep.metric} {best['metric']:.6g}", f"trial {best['trial']}"]
             )
-            figures = [f"figures/{path.name}" for path in sorted((self.folder / "figures").glob("*.png"))]
+            drawn = [f"figures/{path.name}" for path in sorted((self.folder / "figures").glob("*.png"))]
             details = {} if best is None else {**best["fields"], "best run": best["run_id"]}
             text = documents.note(
-                " · ".join([f"**{status}** {verdict}", *shown]), details, figures, self.run_id
+                " · ".join([f"**{status}** {verdict}", *shown]), details, drawn, self.run_id
             )
             self._store.set_tags({"lockstep.note": text})
             self._store.set_status(status)

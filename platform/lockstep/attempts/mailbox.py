@@ -1,0 +1,166 @@
+"""The mailbox of a run: a small actor between the workers of its attempts, its driver and its recorder.
+
+Workers leave events in it and are answered with what is asked of them; the driver looks at it. The recorder fetches the
+events when it can, and the mailbox keeps each until the recorder says that it is in the journal: a recorder that is lost or
+hangs costs no event and ends no attempt. Nothing here waits or touches a disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from lockstep.driver.run_view import RunView
+from lockstep.errors import RecordError
+from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded
+
+EVENTS_PER_FETCH = 10_000
+"""The most events that the recorder is given at once."""
+
+LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""What a call raises where an actor's process is gone."""
+
+
+class Asked(NamedTuple):
+    """What the driver asks of the workers of the attempt at hand."""
+
+    stop: bool = False
+    saves: int = 0
+    """How many checkpoints it has asked for in this attempt."""
+
+
+class RecorderState(NamedTuple):
+    """What the recorder says of itself."""
+
+    run_id: str | None = None
+    """None as long as the run does not exist in its store."""
+    url: str = ""
+    folder: str = ""
+    failure: RecordError | None = None
+    violation: str = ""
+    pid: int | None = None
+    """Of the recorder's process, on the driver's node."""
+    fetches: int = 0
+    """Grows as long as the recorder lives and works."""
+
+
+class News(NamedTuple):
+    """What the driver asks for while a run goes on."""
+
+    view: RunView
+    recorder: RecorderState
+
+
+class Fetched(NamedTuple):
+    """Events for the recorder, the number of the last one, and whether nothing comes after them."""
+
+    events: list[Event]
+    last: int
+    closed: bool
+
+
+class Mailbox:
+    """The actor's methods are carried out in the order in which they were called."""
+
+    def __init__(self) -> None:
+        self._view = RunView(attempt=0)
+        self._asked = Asked()
+        self._kept: deque[tuple[int, Event]] = deque()
+        """Events that are not in the journal yet, each with its number."""
+        self._told = 0
+        self._recorder = RecorderState()
+        self._closed = False
+
+    # --- for workers ------------------------------------------------------------------------------------------
+
+    def tell(self, attempt: int, events: Sequence[Event]) -> Asked:
+        """Take events of an attempt. Those of an attempt that was given up are recorded, and not seen."""
+        for event in events:
+            if attempt == self._view.attempt:
+                self._view.take(event)
+            # How the attempt ended is the run's end only if the driver says so.
+            if not isinstance(event, Finished | Broke | Joined | StageEnded):
+                self._keep(event)
+        return self._asked
+
+    def run_id(self) -> str | RecordError | None:
+        """The run's id; what went wrong where it will have none, and None as long as it may come."""
+        return self._recorder.run_id or self._recorder.failure
+
+    # --- for the driver ---------------------------------------------------------------------------------------
+
+    def begin(self, attempt: int) -> None:
+        """Another attempt begins."""
+        self._view, self._asked = self._view.next(attempt), Asked()
+
+    def news(self) -> News:
+        """How the attempt at hand stands. Never waits."""
+        return News(self._view, self._recorder)
+
+    def ask_stop(self) -> None:
+        """Ask the workers to end the attempt after their next step."""
+        self._asked = self._asked._replace(stop=True)
+
+    def ask_save(self) -> None:
+        """Ask the workers for a checkpoint after their next step; the attempt goes on."""
+        self._asked = self._asked._replace(saves=self._asked.saves + 1)
+
+    def record(self, events: Sequence[Event]) -> None:
+        """Have the driver's own events recorded."""
+        for event in events:
+            self._keep(event)
+
+    def close(self) -> None:
+        """Nothing more will be told."""
+        self._closed = True
+
+    # --- for the recorder -------------------------------------------------------------------------------------
+
+    def fetch(self, done: int, sent: int, state: RecorderState) -> Fetched:
+        """Events from number `sent` + 1 on; those up to number `done` are in the journal, and forgotten."""
+        self._recorder = state._replace(fetches=self._recorder.fetches + 1)
+        # The run's end is kept until its recorder is done with it: another one would have to write it once more.
+        while self._kept and self._kept[0][0] <= done and not isinstance(self._kept[0][1], Finished | Failed):
+            self._kept.popleft()
+        events: list[Event] = []
+        last = sent
+        for number, event in self._kept:
+            if number > sent and len(events) < EVENTS_PER_FETCH:
+                events.append(event)
+                last = number
+        left = bool(self._kept) and self._kept[-1][0] > last
+        return Fetched(events, last, self._closed and not left)
+
+    def _keep(self, event: Event) -> None:
+        self._told += 1
+        self._kept.append((self._told, event))
+
+
+def start_mailbox(environment: dict[str, str]) -> Any:
+    """A mailbox on this node; it takes no CPU from the workers."""
+    return on_this_node(Mailbox, environment).remote()
+
+
+def on_this_node(kind: type, environment: dict[str, str], **settings: Any) -> Any:
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    options: dict[str, Any] = {"scheduling_strategy": here}
+    if environment:
+        options["runtime_env"] = {"env_vars": environment}
+    return ray.remote(num_cpus=0, **settings)(kind).options(**options)
+
+
+def wait_for_run_id(mailbox: Any) -> str:
+    """Wait until the run exists; its id. RecordError where the store could not be opened."""
+    while True:
+        found: str | RecordError | None = ray.get(mailbox.run_id.remote())
+        if isinstance(found, RecordError):
+            raise found
+        if found is not None:
+            return found
+        time.sleep(0.05)

@@ -1,0 +1,161 @@
+"""The driver's side of a run's record: its mailbox, the recorder that empties it, and another one where that is lost or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from lockstep.attempts.mailbox import LOST, News, RecorderState, start_mailbox
+from lockstep.attempts.recorder_actor import start_recorder
+from lockstep.attempts.worker_group import why_lost
+from lockstep.errors import ClusterError, RecordError
+from lockstep.record.events import Event, Joined
+from lockstep.spec.fields import Spec
+
+SILENT_S = 60.0
+"""How long a recorder may leave the mailbox alone before it is replaced; it looks five times a second."""
+
+STARTING_S = 300.0
+"""How long its process may take to start."""
+
+LOOK_S = 0.2
+"""How often the end of the recording is looked for."""
+
+MOST_RECORDERS = 20
+"""So many recorders of one run are not lost by accident."""
+
+
+class Recording:
+    """The record of one run, as its driver has it. `say` is told when a recorder is replaced."""
+
+    def __init__(
+        self, spec: Spec, environment: Mapping[str, str], run_id: str | None, say: Callable[[str], None]
+    ) -> None:
+        self.run_id = run_id
+        self._spec, self._environment, self._say = spec, dict(environment), say
+        self._recorders = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.mailbox: Any = start_mailbox(self._environment)
+        self._start_recorder()
+
+    def _start_recorder(self) -> None:
+        self._recorders += 1
+        self.recorder: Any = start_recorder(self._spec, self._environment, self.run_id, self.mailbox)
+        self._work = self.recorder.record.remote()
+        self._state, self._fetched_at = RecorderState(), time.monotonic()
+
+    # --- while the run goes on --------------------------------------------------------------------------------
+
+    def begin(self, attempt: int) -> Any:
+        """Another attempt begins; the answer comes when the mailbox knows."""
+        return self.mailbox.begin.remote(attempt)
+
+    def news(self) -> News:
+        """How the run stands. A recorder that is gone or hangs is replaced, which costs the attempt nothing."""
+        news: News = ray.get(self.mailbox.news.remote())
+        self._note(news.recorder)
+        if ray.wait([self._work], timeout=0)[0]:
+            self._replace_lost()
+        elif self._is_hung:
+            self._replace_hung()
+        return news
+
+    @property
+    def _is_hung(self) -> bool:
+        return time.monotonic() - self._fetched_at > (SILENT_S if self._state.fetches else STARTING_S)
+
+    def _note(self, state: RecorderState) -> None:
+        if state.fetches != self._state.fetches:
+            self._fetched_at = time.monotonic()
+        self._state = state
+        self.run_id = state.run_id or self.run_id
+
+    def members(self) -> list[Joined]:
+        """The workers of the attempt at hand, by rank."""
+        view = self.news().view
+        return [view.members[rank] for rank in sorted(view.members)]
+
+    def tell(self, *events: Event) -> None:
+        """Have events of the driver's own recorded."""
+        self.mailbox.record.remote(events)
+
+    def ask_stop(self) -> None:
+        """Ask the workers to end the attempt after their next step."""
+        self.mailbox.ask_stop.remote()
+
+    def ask_save(self) -> None:
+        """Ask the workers for a checkpoint after their next step."""
+        self.mailbox.ask_save.remote()
+
+    def reopen(self, error: Exception) -> ClusterError:
+        """The mailbox itself is lost, and with it what the recorder had not fetched: the attempt cannot go on. How that is told."""
+        lost = ClusterError(f"the run's mailbox was lost: {why_lost(str(error))}")
+        if self.run_id is None:
+            raise lost from error
+        self._kill_recorder()
+        self._open()
+        return lost
+
+    # --- its end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> RecordError | None:
+        """Nothing more will be told: wait until all of it is written. What could not be."""
+        self.mailbox.close.remote()
+        while True:
+            done, _ = ray.wait([self._work], timeout=LOOK_S)
+            news: News = ray.get(self.mailbox.news.remote())
+            self._note(news.recorder)
+            if done:
+                try:
+                    failure: RecordError | None = ray.get(self._work)
+                    return failure
+                except LOST:
+                    self._replace_lost()
+            elif self._is_hung:
+                self._replace_hung()
+
+    @property
+    def state(self) -> RecorderState:
+        """What the recorder last said of itself."""
+        return self._state
+
+    # --- another recorder -------------------------------------------------------------------------------------
+
+    def _replace_lost(self) -> None:
+        try:
+            ray.get(self._work)
+            why = "it ended by itself"
+        except LOST as error:
+            why = why_lost(str(error))
+        self._replace(f"the recorder was lost ({why})")
+
+    def _replace_hung(self) -> None:
+        self._kill_recorder()
+        self._replace(f"the recorder did nothing for {SILENT_S:.0f} s")
+
+    def _replace(self, reason: str) -> None:
+        if (
+            self.run_id is None
+        ):  # a run whose creation was not confirmed may exist: a second one would make two
+            raise ClusterError(f"{reason} before the run existed in its store")
+        if self._recorders >= MOST_RECORDERS:
+            raise ClusterError(
+                f"{reason}, as {self._recorders - 1} before it were; look at the driver's node"
+            )
+        self._say(f"{reason}: another one goes on with the run's journal")
+        self._start_recorder()
+
+    def _kill_recorder(self) -> None:
+        """By its process: one that is stopped would not hear Ray. Its lock on the journal ends with it."""
+        if self._state.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._state.pid, signal.SIGKILL)
+        ray.kill(self.recorder)

@@ -1,0 +1,302 @@
+"""Who holds a run: one command at a time works on it, and a second one asks before it touches anything.
+
+A command that takes a run creates `<run_id>/holds/0003.json`, one number above the newest, exclusively: of several
+that find the run free, one goes on. While it lives it writes a counter into its own file, each second or two. Whoever
+comes second judges by that: on the same machine by the process itself, elsewhere by whether the counter moves while it
+looks, on its own clock; no two clocks are compared. A holder that ends says so in its file, which stays as the last
+one, so that its number is not given again.
+
+A takeover creates the next number while the holder lives. The holder sees it at its next beat, ends its run after the
+step at hand with a checkpoint, and lets go; one that does not answer is stopped by the fence (see `run_folder`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
+from lockstep.checkpoint.plain_json import as_text, parsed
+from lockstep.checkpoint.storage import Storage
+from lockstep.errors import SpecError, StorageError
+from lockstep.process import place, started
+
+BEAT_S = 1.0
+"""How often a holder's counter moves."""
+WATCH_S = 4.0
+"""How long a counter that does not move is watched before its holder is taken for dead."""
+GRACE_S = 60.0
+"""How long a holder that lives is given to end after its step, when another command takes its run over."""
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that holds a run, as its file tells it."""
+
+    number: int
+    token: str
+    host: str
+    place: str
+    pid: int
+    started: str
+    attempt: int = 0
+    step: int = 0
+    beats: int = 0
+    released: bool = False
+
+    @classmethod
+    def here(cls, number: int) -> Holder:
+        """The process that asks."""
+        pid = os.getpid()
+        return cls(number, uuid.uuid4().hex, socket.gethostname(), place(), pid, started(pid))
+
+    @property
+    def shown(self) -> str:
+        """The process as a person is told it."""
+        return f"process {self.pid} on host {self.host}"
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is known to be over, without watching it: it said so, or its process has ended on this machine."""
+        if self.released:
+            return True
+        if not self.place or self.place != place():
+            return False
+        if self.pid == os.getpid() and self.started == started(self.pid):
+            return self.token not in _tokens
+        return started(self.pid) != self.started
+
+    @property
+    def near(self) -> bool:
+        """Whether its process lives on this machine."""
+        return bool(self.place) and self.place == place() and not self.gone
+
+
+class Hold:
+    """What the process that holds a run tells about itself, in a thread of its own; `what` names the run to a person."""
+
+    def __init__(self, storage: Storage, folder: str, what: str, holder: Holder) -> None:
+        self.storage, self.folder, self.what, self.holder = storage, folder, what, holder
+        self.taker: Holder | None = None
+        """Who has taken the run over."""
+        self._when_taken: Callable[[], None] = lambda: None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, name="lockstep-hold", daemon=True)
+        self._thread.start()
+
+    def reached(self, step: int, attempt: int) -> None:
+        """Tell how far the run is."""
+        self.holder = replace(self.holder, step=step, attempt=attempt)
+
+    def when_taken(self, action: Callable[[], None]) -> None:
+        """Call `action` as soon as another command has taken the run over, from the thread that beats."""
+        self._when_taken = action
+        if self.taker is not None:
+            action()
+
+    def ensure(self) -> None:
+        """StaleAttemptError where another command has taken the run over."""
+        self._look()
+        if self.taker is not None:
+            raise StaleAttemptError(self.told())
+
+    def told(self) -> str:
+        """Who has taken the run over."""
+        taker = self.taker.shown if self.taker is not None else "another command"
+        return f"{self.what} was taken over by {taker} (--takeover) after step {self.holder.step}; this command has ended, that one goes on"
+
+    def release(self) -> None:
+        """Let go: whoever comes next need not wait."""
+        self._over.set()
+        self._thread.join()
+        _tokens.discard(self.holder.token)
+        with suppress(StorageError):  # it then looks at the process, or watches the counter for some seconds
+            self._write(replace(self.holder, beats=self.holder.beats + 1, released=True))
+
+    def _beat_on(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with suppress(StorageError):  # the next beat makes up for it; were all lost, the fence would tell
+                self.holder = replace(self.holder, beats=self.holder.beats + 1)
+                self._write(self.holder)
+                self._look()
+
+    def _look(self) -> None:
+        newest = _newest(self.storage, self.folder)
+        if self.taker is None and newest is not None and newest[0] > self.holder.number:
+            self.taker = _holder(newest[1]) or replace(self.holder, number=newest[0], host="?", pid=0)
+            self._when_taken()
+
+    def _write(self, holder: Holder) -> None:
+        self.storage.put(_path(self.folder, holder.number), as_text(asdict(holder)))
+
+
+_held: dict[tuple[str, str], Hold] = {}
+"""What this process holds, by storage and folder."""
+_tokens: set[str] = set()
+"""Of the holds of this process, from before their files are there."""
+
+
+@contextmanager
+def holding(
+    storage: Storage,
+    folder: str,
+    what: str,
+    *,
+    takeover: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[Hold]:
+    """Hold `folder`, a run's or a sweep's in `storage`, while the block runs.
+
+    SpecError where another process holds it, within WATCH_S; with `takeover` that one is asked to end, and
+    not waited for any longer than GRACE_S. StaleAttemptError where the run that ran in the block was fenced off, with who did it.
+    """
+    hold = _take(storage, folder, what, takeover=takeover, say=say)
+    key = storage.shown, folder
+    _held[key] = hold
+    try:
+        yield hold
+    except StaleAttemptError as error:
+        with suppress(StorageError):
+            hold._look()
+        if hold.taker is None or str(error) == hold.told():
+            raise
+        raise StaleAttemptError(hold.told()) from error
+    finally:
+        del _held[key]
+        hold.release()
+
+
+def ensure_held(storage: Storage, folder: str) -> None:
+    """StaleAttemptError where this process held `folder`, and another has taken it over."""
+    hold = _held.get((storage.shown, folder))
+    if hold is not None:
+        hold.ensure()
+
+
+def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Callable[[str], None]) -> Hold:
+    newest = _newest(storage, folder)
+    if newest is not None and not takeover and (heard := _heard(storage, folder, newest)) is not None:
+        raise _refused(what, *heard)
+    own = Holder.here(1 if newest is None else newest[0] + 1)
+    _tokens.add(own.token)
+    try:
+        _create(storage, folder, own, what)
+    except BaseException:
+        _tokens.discard(own.token)
+        raise
+    hold = Hold(storage, folder, what, own)
+    if newest is not None:
+        if takeover:
+            _await_end(storage, folder, *newest, what, say)
+        _forget(storage, folder, own.number)
+    return hold
+
+
+def _create(storage: Storage, folder: str, own: Holder, what: str) -> None:
+    """Take the next number. SpecError where another process has it, or a later one, since we looked."""
+    path = _path(folder, own.number)
+    try:
+        storage.create(path, as_text(asdict(own)))
+    except TakenError as error:
+        winner = _newest(storage, folder)
+        raise _refused(
+            what, None if winner is None else _holder(winner[1]), "which has just begun"
+        ) from error
+    newest = _newest(storage, folder)
+    if newest is not None and newest[0] > own.number:  # ours had been there before, and was forgotten
+        storage.delete(path)
+        raise _refused(what, _holder(newest[1]), "which has just begun")
+
+
+def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Holder | None, str] | None:
+    """The holder that lives, and when it was heard; None for one that does not."""
+    number, text = newest
+    holder = _holder(text)
+    if holder is not None and holder.gone:
+        return None
+    began = time.monotonic()
+    while time.monotonic() - began < WATCH_S:
+        time.sleep(_LOOK_S)
+        now = _read(storage, folder, number)
+        if now != text:
+            holder = _holder(now) or holder
+            return None if holder is not None and holder.gone else (holder, f"heard {_LOOK_S} s ago")
+        if holder is not None and holder.gone:
+            return None
+    if holder is not None and holder.near:  # stopped, or its disk is: no reason to take its run from it
+        return holder, f"which lives, but was not heard for {WATCH_S:.0f} s"
+    return None
+
+
+def _await_end(
+    storage: Storage, folder: str, number: int, text: bytes, what: str, say: Callable[[str], None]
+) -> None:
+    """Wait until the holder that was asked to end has, does not move any more, or has had its time."""
+    began = moved = time.monotonic()
+    told = False
+    while time.monotonic() - began < GRACE_S:
+        holder = _holder(text)
+        if holder is None or holder.gone or time.monotonic() - moved > WATCH_S:
+            return
+        if not told:
+            told = True
+            say(f"{what} is taken over from {holder.shown}, which ends after its next step")
+        time.sleep(_LOOK_S)
+        now = _read(storage, folder, number)
+        if now != text:
+            text, moved = now, time.monotonic()
+
+
+def _refused(what: str, holder: Holder | None, heard: str) -> SpecError:
+    who = "another process" if holder is None else holder.shown
+    step = "" if holder is None else f" at step {holder.step}"
+    return SpecError(
+        f"{what} is held by {who}{step}, {heard}; let that one go on, or take over from it with --takeover"
+    )
+
+
+def _forget(storage: Storage, folder: str, number: int) -> None:
+    """Delete the files of those that held it before. One that still lives may write its own again: an older number counts for nothing."""
+    for older in _numbers(storage, folder):
+        if older < number:
+            with suppress(LostFileError):
+                storage.delete(_path(folder, older))
+
+
+def _newest(storage: Storage, folder: str) -> tuple[int, bytes] | None:
+    numbers = _numbers(storage, folder)
+    return (max(numbers), _read(storage, folder, max(numbers))) if numbers else None
+
+
+def _numbers(storage: Storage, folder: str) -> list[int]:
+    names = (layout.hold_of(item.name) for item in storage.list(f"{folder}/{layout.HOLDS}"))
+    return [number for number in names if number is not None]
+
+
+def _read(storage: Storage, folder: str, number: int) -> bytes:
+    try:
+        return storage.read(_path(folder, number))
+    except LostFileError:  # who came after it has deleted it
+        return b""
+
+
+def _path(folder: str, number: int) -> str:
+    return f"{folder}/{layout.HOLDS}/{layout.hold_name(number)}"
+
+
+def _holder(text: bytes) -> Holder | None:
+    """What a file tells; None for one that cannot be understood, after a loss of power say."""
+    try:
+        found: Mapping[str, Any] = parsed(text)
+        return Holder(**found)
+    except (TypeError, ValueError):
+        return None

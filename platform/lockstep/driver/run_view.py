@@ -1,0 +1,96 @@
+"""What is seen of a run while it goes on, as a fold over its events: for the progress line, the watchdog and the supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ClusterError, LockstepError
+from lockstep.record.events import (
+    Alive,
+    Broke,
+    EvaluationRow,
+    Event,
+    Finished,
+    Joined,
+    Restored,
+    StageEnded,
+    Started,
+    StepRow,
+    Straggling,
+    Warned,
+)
+
+
+@dataclass(slots=True)
+class RunView:
+    """One attempt as it is seen so far. Holds the newest of everything, never a history."""
+
+    attempt: int = 1
+    step: StepRow | None = None
+    evaluation: EvaluationRow | None = None
+    total_steps: int | None = None
+    warnings: list[str] = field(default_factory=list)
+    stragglers: list[str] = field(default_factory=list)
+    """Ranks that keep the others waiting, a line each."""
+    signs_of_life: int = 0
+    """Grows with everything that is told from the first step on; 0 before, when anything may take as long as it likes."""
+    members: dict[int, Joined] = field(default_factory=dict)
+    """The workers by rank."""
+    stage_ends: dict[str, float] = field(default_factory=dict)
+    """When the attempt came to the end of each stage, in Unix seconds; the first time counts."""
+    summary: Mapping[str, Any] | None = None
+    files: Sequence[Path] = ()
+    error: LockstepError | None = None
+    """The first error that a worker told, before any that is the loss of a peer: that is its consequence."""
+    details: str = ""
+
+    def next(self, attempt: int) -> RunView:
+        """The view of another attempt of the same run: what ended this one is no longer the run's end."""
+        return RunView(attempt, self.step, self.evaluation, self.total_steps, self.warnings)
+
+    def take(self, event: Event) -> None:
+        """Take in what the attempt tells."""
+        match event:
+            case StepRow():
+                self._take_step(event)
+            case EvaluationRow():
+                self.evaluation = event
+                self._lives()
+            case Alive():
+                self._lives()
+            case Restored():
+                self.step = event.steps[-1] if event.steps else self.step
+                self.evaluation = event.evaluations[-1] if event.evaluations else self.evaluation
+            case Started():
+                self.total_steps = event.facts.get("plan", {}).get("total_steps", self.total_steps)
+            case Warned():
+                self.warnings.append(event.text)
+            case Straggling():
+                self.stragglers.append(event.text)
+            case Joined():
+                self.members[event.rank] = event
+            case StageEnded():
+                self.stage_ends.setdefault(event.stage, event.at)
+            case Finished():
+                self.summary, self.files = event.summary, event.files
+            case Broke():
+                self._take_error(event)
+            case _:
+                pass  # of interest to the record alone
+
+    def _take_step(self, row: StepRow) -> None:
+        self.step = row
+        if row.attempt == self.attempt:
+            self.signs_of_life += 1
+            self.stage_ends.setdefault("first_step", row.wall_clock)
+
+    def _lives(self) -> None:
+        self.signs_of_life += bool(self.signs_of_life)
+
+    def _take_error(self, broke: Broke) -> None:
+        consequence = isinstance(self.error, ClusterError) and not isinstance(broke.error, ClusterError)
+        if self.error is None or consequence:
+            self.error, self.details = broke.error, broke.details

@@ -1,0 +1,144 @@
+"""What a job's class says about itself before it is used: methods that are missing, and methods that nothing calls.
+
+Users of other trainers bring the names that they know. A method of such a name would do nothing here, without a word.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from lockstep.errors import JobImportError
+from lockstep.job.interface import Job
+
+NEEDED = ("model", "train_data", "loss")
+
+_LOSS = "write loss(model, batch), which returns lockstep.Loss(total, weight) for one micro-batch"
+_METRICS = (
+    "write metrics(model, batch), which returns lockstep.Mean values by name for one micro-batch of eval_data"
+)
+_MODEL = "the model is the nn.Module that model() returns; loss(model, batch) calls it"
+_OPTIMIZER = "set optimizer and schedule in the spec, or write optimizer(model)"
+_SCHEDULE = "set schedule in the spec"
+_TRAIN = "write train_data(), which returns a map-style dataset; batch.global and data.* in the spec say how it is read"
+_EVAL = "write eval_data(), which returns a map-style dataset"
+_LOOP = "Lockstep holds the loop: write loss(model, batch)"
+_NO_HOOK = "Lockstep calls no hooks: write what it should do into model, loss or metrics"
+
+MEANT = {
+    **dict.fromkeys(("training_step", "train_step", "compute_loss", "loss_fn", "get_loss", "criterion"), _LOSS),
+    **dict.fromkeys(("validation_step", "val_step", "eval_step", "evaluation_step", "test_step"), _METRICS),
+    **dict.fromkeys(("metric", "compute_metrics", "get_metrics", "eval_metrics", "evaluate", "validate"), _METRICS),
+    **dict.fromkeys(("forward", "__call__", "build_model", "get_model", "configure_model", "create_model",
+        "make_model", "model_init"), _MODEL),
+    **dict.fromkeys(("configure_optimizers", "configure_optimizer", "create_optimizer", "optimizers", "get_optimizer",
+        "optimizer_step"), _OPTIMIZER),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "create_scheduler", "get_scheduler", "lr_scheduler_step", "schedule"), _SCHEDULE),
+    **dict.fromkeys(("collate_fn", "data_collator", "collate_batch"), "write collate(samples), which makes a micro-batch"),
+    **dict.fromkeys(("train_dataloader", "dataloader", "dataloaders", "get_train_dataloader", "train_loader", "dataset",
+        "train_dataset", "training_data", "get_dataset", "setup", "prepare_data"), _TRAIN),
+    **dict.fromkeys(("val_dataloader", "eval_dataloader", "test_dataloader", "val_loader", "get_eval_dataloader", "val_data",
+        "valid_data", "validation_data", "test_data", "eval_dataset", "val_dataset"), _EVAL),
+    **dict.fromkeys(("train", "fit", "train_epoch", "training_loop", "backward"), _LOOP),
+    **dict.fromkeys(("on_train_start", "on_train_end", "on_epoch_end", "on_epoch_start", "on_train_epoch_start",
+        "on_train_epoch_end", "on_validation_epoch_end", "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step",
+        "training_epoch_end", "validation_epoch_end"), _NO_HOOK),
+}  # fmt: skip
+"""Methods of other trainers, and what is meant by them here."""
+
+_CALLS = {
+    "model": (), "train_data": (), "eval_data": (), "loss": ("model", "batch"), "metrics": ("model", "batch"),
+    "collate": ("samples",), "optimizer": ("model",), "state_dict": (), "load_state_dict": ("state",), "example_input": (),
+    "activation_checkpoints": ("model",), "conditional_parameters": ("model",), "__init__": ("params",),
+}  # fmt: skip
+"""How each method of a job is called."""
+
+
+def check_methods(job_class: type[Job], use: str) -> None:
+    """Refuse a class that lacks what every job has, or has what nothing would call. Raises JobImportError."""
+    own = _own_methods(job_class)
+    _check_unused(job_class, use, own)
+    missing = [name for name in NEEDED if getattr(job_class, name) is getattr(Job, name)]
+    if missing:
+        raise JobImportError(
+            f"job.use: {use!r} has no {missing[0]}(); a job has model(), train_data() and loss(model, batch)"
+        )
+    for name, names in _CALLS.items():
+        if name in own:
+            _check_call(job_class, use, name, names)
+
+
+def _own_methods(job_class: type[Job]) -> dict[str, Any]:
+    """The functions of the job's class and of its bases that are the user's, by name."""
+    found: dict[str, Any] = {}
+    for base in reversed(job_class.__mro__[: job_class.__mro__.index(Job)]):
+        if not base.__module__.startswith(("lockstep.", "torch.")):
+            found |= {name: value for name, value in vars(base).items() if _function(value) is not None}
+    return found
+
+
+def _check_unused(job_class: type[Job], use: str, own: dict[str, Any]) -> None:
+    known = [name for name in _CALLS if not name.startswith("_")]
+    used: set[str] | None = None
+    for name in own:
+        meant = MEANT.get(name) or _misspelt(name, known, own)
+        if meant is None or name in vars(Job):
+            continue
+        used = set(_names_used(job_class)) if used is None else used
+        if name not in used:
+            raise JobImportError(f"job.use: nothing calls {name}() of {use!r}; {meant}, or take it out")
+
+
+def _misspelt(name: str, known: list[str], own: dict[str, Any]) -> str | None:
+    """`did you mean` for a name that is nearly one of a job's methods, where the job has not written that one."""
+    if name.startswith("_"):
+        return None
+    close = difflib.get_close_matches(name, [each for each in known if each not in own], n=1, cutoff=0.85)
+    return f"did you mean {close[0]}()? Rename it" if close else None
+
+
+def _check_call(job_class: type[Job], use: str, name: str, names: tuple[str, ...]) -> None:
+    """A method must be callable as Lockstep calls it."""
+    method = inspect.getattr_static(job_class, name)
+    bound = () if isinstance(method, staticmethod) else ("self",)
+    function = _function(method)
+    try:
+        inspect.signature(function).bind(*bound, *names)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise JobImportError(
+            f"job.use: {name}() of {use!r} cannot be called as {name}({', '.join(names)}): {error}"
+        ) from error
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The function in a method of any kind; None for what is no method."""
+    inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    return inner if isinstance(inner, FunctionType) else None
+
+
+def _names_used(job_class: type[Job]) -> Iterator[str]:
+    """Every name that the code of the job's classes and of their modules mentions."""
+    for base in job_class.__mro__[: job_class.__mro__.index(Job)]:
+        for home in (base, sys.modules.get(base.__module__)):
+            for value in vars(home).values() if home is not None else ():
+                for function in _functions_of(value):
+                    if function.__module__ == base.__module__:
+                        yield from _names_in(function.__code__)
+
+
+def _functions_of(value: Any) -> Iterator[FunctionType]:
+    if isinstance(value, property):
+        yield from (f for f in (value.fget, value.fset) if isinstance(f, FunctionType))
+    elif (function := _function(value)) is not None:
+        yield function
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,247 @@
+"""Events: everything that a run can tell, as one union of frozen values.
+
+Whoever trains, drives or watches a run tells events and never waits. The journal is the log of those that are `Recorded`;
+the ledger, the run's page, the points that go to MLflow, the progress line and the watchdog are folds over events. A new fact is one
+event here and one case in the fold that shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lockstep.errors import LockstepError
+
+EndStatus = Literal["FAILED", "KILLED"]
+
+
+# --- recorded: in the journal, in this order ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A recorder has begun to write. `process` are the tags by which others find it; `at` is Unix time in seconds."""
+
+    at: float
+    process: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An attempt is prepared. Told again by each attempt.
+
+    Of `facts`, `plan` (a mapping) becomes parameters, `environment` environment.json and some tags, `git` (see
+    `environment.git_state`) tags and git.diff. Of the others a single value becomes the tag `lockstep.<name>` and
+    anything else `<name>.json`.
+    """
+
+    facts: Mapping[str, Any]
+
+
+class StepRow(NamedTuple):
+    """One optimizer step that was done. Given to the recorder, a row and its `parts` do not change any more.
+
+    `loss` and `parts` are means over the global batch, `weight` what the loss was divided by; `grad_norm` is the norm
+    before clipping and `clipped_norm` after; `step_s` is the whole step, the wait for data included.
+    """
+
+    step: int
+    """Number of the step in the run, counted from 1."""
+    epoch: int
+    """Epoch it belongs to, counted from 0."""
+    samples: int
+    """Training samples consumed by the run so far, this step's included."""
+    loss: float
+    weight: float
+    parts: Mapping[str, float]
+    lr: float
+    grad_norm: float
+    clipped_norm: float
+    scale: float
+    skipped: bool
+    data_wait_s: float
+    step_s: float
+    wall_clock: float
+    """Unix time in seconds at which the step was done; its metrics carry it, however late they are written."""
+    attempt: int
+
+
+class EvaluationRow(NamedTuple):
+    """One evaluation, after step number `step`; `metrics` are named `eval/…` already."""
+
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    seconds: float
+    wall_clock: float
+
+
+class CheckpointRow(NamedTuple):
+    """One save, as the record is told of it: published at `uri`, or given up for `error`. Times in seconds."""
+
+    step: int
+    uri: str | None
+    error: str | None
+    nbytes: int
+    waited_s: float
+    """What training waited for the save before."""
+    copied_s: float
+    """What training waited for the copy."""
+    written_s: float
+    wall_clock: float
+    """Unix time in seconds at which it was over."""
+    deleted: tuple[int, ...] = ()
+    """Steps whose checkpoints were deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a node was busy with at `at` (Unix seconds), by the names under which MLflow knows it."""
+
+    node: str
+    at: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptsSummarised:
+    """What is known of each attempt so far; told again whenever that changes."""
+
+    attempts: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The most memory that each rank has held so far, in bytes, by rank: of its device where that is a GPU, else of its process."""
+
+    bytes_by_rank: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text to keep under the name of a file."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The run came to its end, or was stopped by a signal that it heeded (`stopped` in its summary).
+
+    `files` lie in the run's folder. Single values of the summary become tags `lockstep.<name>`, all of it is summary.json.
+    """
+
+    summary: Mapping[str, Any]
+    files: Sequence[Path] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The run ended early: `message` is the one line, `details` the traceback."""
+
+    message: str
+    details: str = ""
+    status: EndStatus = "FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """All that was told before has reached the store."""
+
+
+# --- passing: for whoever watches now -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The rows up to the checkpoint that an attempt starts from. The record may have them already, or more."""
+
+    steps: Sequence[StepRow]
+    evaluations: Sequence[EvaluationRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Nothing hangs, though no step is done: an evaluation, a save or a wait goes on. Told often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggling:
+    """A rank keeps the others waiting."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something that a person should know of, and that ends nothing."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """What a worker has printed since the last of these: it goes to `logs/<name>.txt`."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker has begun: where its process is found. Times are Unix seconds."""
+
+    rank: int
+    node: str
+    pid: int
+    stacks_file: Path
+    """Where the process writes its stacks on SIGUSR1."""
+    imported_at: float
+    """When the process had imported all that a worker needs; infinity for one that was not started ahead."""
+    runtime_env: str
+    """Ray's name for the environment of the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageEnded:
+    """An attempt came to the end of one of its stages (`attempts.stages.STAGES`) at `at` (Unix seconds)."""
+
+    stage: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """A worker ended with an error, told as one line, and its traceback."""
+
+    error: LockstepError
+    details: str
+
+
+Row = StepRow | EvaluationRow
+Recorded = (
+    Opened
+    | Started
+    | StepRow
+    | EvaluationRow
+    | CheckpointRow
+    | Sampled
+    | AttemptsSummarised
+    | PeakMemory
+    | Document
+    | Finished
+    | Failed
+    | Delivered
+)
+Passing = Restored | Alive | Straggling | Warned | Printed | Joined | StageEnded | Broke
+Event = Recorded | Passing
+
+Tell = Callable[[Event], None]
+"""Takes an event and never waits."""
+
+
+def tell_nobody(event: Event) -> None:
+    """For ranks other than 0, and for runs that are not recorded."""

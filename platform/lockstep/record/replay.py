@@ -1,0 +1,33 @@
+"""What a journal says once more of a run whose process has gone. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.record.events import CheckpointRow, Failed, Finished, Recorded, Started
+
+GONE = "the process that recorded the run has gone without a word"
+
+
+def last_words(events: Sequence[Recorded]) -> list[Recorded]:
+    """The events as a store is to be told them again: checkpoints as far as they are left, and the run's end last.
+
+    An end before the last start is that of an earlier attempt. A run without an end has failed.
+    """
+    saved = [event for event in events if isinstance(event, CheckpointRow)]
+    deleted = {step for row in saved for step in row.deleted}
+    left = [row for row in saved if row.step not in deleted]
+    end: Finished | Failed = Failed(GONE)
+    said: list[Recorded] = []
+    for event in events:
+        if isinstance(event, Finished | Failed):
+            end = event
+        elif isinstance(event, CheckpointRow):
+            if event in left:
+                gone = tuple(sorted(deleted)) if event is left[-1] else ()
+                said.append(event._replace(deleted=gone))
+        else:
+            if isinstance(event, Started):
+                end = Failed(GONE)
+            said.append(event)
+    return [*said, end]

@@ -1,0 +1,116 @@
+"""What rank 0 of a trial tells and is asked: Tune holds `fit` at the gate after an evaluation, and learns from it there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from lockstep.attempts.sender import ALIVE_S, Sender
+from lockstep.errors import StorageError
+from lockstep.record.events import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
+
+SAVE_S = 600.0
+"""How long a save may take that a population waits for."""
+
+
+class TrialRun:
+    """Takes a trial's events to its recorder, and holds `fit` between an evaluation and the next step until Tune wants more.
+
+    `facts` are added to those of each start; `give` is called with each evaluation for Tune.
+    """
+
+    def __init__(
+        self, recorders: Any, key: str, facts: Mapping[str, Any], give: Callable[[EvaluationRow], None]
+    ) -> None:
+        self.pending: EvaluationRow | None = None
+        """An evaluation that Tune has not been given yet."""
+        self.reused = False
+        """Whether a finished run has this trial's identity, and so stands for it."""
+        self.on_run_id: Callable[[str], None] | None = None
+        self._recorders, self._key = recorders, key
+        self._facts, self._give = dict(facts), give
+        self._sender: Sender
+        self._wanted = threading.Event()
+        self._left = False
+        self._save_errors: dict[int, str | None] = {}
+        self._saved = threading.Condition()
+
+    # --- Tune's side -------------------------------------------------------------------------------------------
+
+    def begin(self, attempt: int) -> Sender:
+        """An attempt begins; the way of its events to the recorder."""
+        self._sender = Sender(lambda events: self._recorders.tell.remote(self._key, attempt, events))
+        return self._sender
+
+    def want(self) -> None:
+        """Tune wants the next result."""
+        self._wanted.set()
+
+    def leave(self) -> None:
+        """Tune wants no more of this trial."""
+        self._left = True
+        self._wanted.set()
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Until the checkpoint of a step is published. StorageError where it was given up, or nobody saves it."""
+        with self._saved:
+            self._saved.wait_for(lambda: step in self._save_errors, SAVE_S)
+        error = self._save_errors.get(step, f"nothing was heard of it for {SAVE_S:.0f} s")
+        if error is not None:
+            raise StorageError(f"the checkpoint of step {step} could not be saved: {error}")
+
+    # --- fit's -------------------------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        """Take an event of rank 0."""
+        if self._left:
+            return  # what becomes of the trial is recorded by whoever decided it
+        match event:
+            case Started():
+                event = Started({**event.facts, **self._facts})
+            case Restored():
+                for row in event.evaluations:
+                    self._give(row)
+            case EvaluationRow():
+                self.pending = event
+            case CheckpointRow():
+                with self._saved:
+                    self._save_errors[event.step] = event.error
+                    self._saved.notify_all()
+            case _:
+                pass
+        self._sender.tell(event)
+
+    def stop(self) -> bool:
+        return self._left or self._sender.stop()
+
+    def save(self) -> bool:
+        return self._sender.save()
+
+    def run_id(self) -> str:
+        run_id: str = ray.get(self._recorders.run_id.remote(self._key))
+        return run_id
+
+    def go_on(self) -> bool:
+        """The gate: a new run waits for its name, an evaluation for Tune's verdict. False for a run that has both, or that Tune ends."""
+        if self.on_run_id is not None and not self._learn():
+            return False
+        if self.pending is not None:
+            self._wanted.clear()
+            row, self.pending = self.pending, None
+            self._give(row)
+            while not self._left and not self._wanted.wait(ALIVE_S):
+                self._sender.tell(Alive())  # held, and not hung
+        return not self._left
+
+    def _learn(self) -> bool:
+        """Take in the id of a new run. False where a finished one stands for it."""
+        name, self.on_run_id = self.on_run_id, None
+        run_id: str | None = ray.get(self._recorders.known_or_reused.remote(self._key))
+        self.reused = run_id is None
+        if run_id is not None and name is not None:
+            name(run_id)
+        return run_id is not None

@@ -1,0 +1,70 @@
+"""The job's data, opened: both datasets under one seed, and checked for what training can read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch.utils.data
+from torch.utils.data import Dataset
+
+from lockstep.errors import JobError, LockstepError, SpecError
+from lockstep.job.interface import Job
+from lockstep.randomness import seed_all
+from lockstep.spec.fields import Spec
+from lockstep.training.failure import as_lockstep_error
+
+
+def open_data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """`train_data` and `eval_data` of a job, the generators seeded alike before each.
+
+    So a split that both draw, by `random_split` say, is one split. Raises JobError for what the job raises or returns.
+    """
+    try:
+        seed_all(seed, "train data")
+        train_data = job.train_data()
+        seed_all(seed, "train data")
+        eval_data = job.eval_data()
+    except LockstepError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise as_lockstep_error(error, "while its data were opened") from error
+    _check(train_data, "train_data")
+    if eval_data is not None:
+        _check(eval_data, "eval_data")
+    return train_data, eval_data
+
+
+def check_rules(spec: Spec, eval_data: object) -> None:
+    """SpecError for a rule that goes by a metric of the evaluation where there is none."""
+    if eval_data is None and (spec.early_stop is not None or spec.checkpoint.keep_best is not None):
+        name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
+        raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
+
+
+def _check(data: object, name: str) -> None:
+    """Refuse what is no map-style dataset."""
+    kind = type(data).__name__
+    if isinstance(data, torch.utils.data.DataLoader):
+        raise JobError(f"job.{name}: returned a DataLoader; return its dataset, Lockstep makes the batches")
+    if isinstance(data, torch.utils.data.IterableDataset):
+        raise JobError(
+            f"job.{name}: {kind} is an IterableDataset, whose samples have no index; wanted a map-style dataset "
+            "(__len__ and __getitem__)"
+        )
+    if (
+        isinstance(data, tuple)
+        and data
+        and all(isinstance(part, torch.Tensor | np.ndarray | Dataset) for part in data)
+    ):
+        raise JobError(
+            f"job.{name}: returned a tuple of {len(data)} {type(data[0]).__name__}s, wanted one dataset; "
+            "put tensors side by side with torch.utils.data.TensorDataset(...)"
+        )
+    if isinstance(data, dict | str) or (
+        not hasattr(type(data), "__getitem__") and not hasattr(type(data), "__getitems__")
+    ):
+        raise JobError(
+            f"job.{name}: returned {kind}, wanted a map-style dataset (__len__ and __getitem__), such as a "
+            "torch.utils.data.Dataset or a list of samples"
+        )

@@ -1,0 +1,48 @@
+"""Parameters change in the update and nowhere else; what else writes to them is refused by name.
+
+A parameter that a forward writes to is written once for each micro-batch that its worker runs: more often on one
+worker than on two.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lockstep.errors import JobError
+
+
+class ParameterWatch:
+    """Notices a write to any parameter of a model, frozen ones included, or another tensor in its place.
+
+    By torch's count of writes, at the price of comparing two numbers a parameter. A write through `.data` is not
+    counted; the rehearsal compares values.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held: list[tuple[str, Tensor, dict[str, Tensor | None], str]] = []
+        seen: set[int] = set()
+        for prefix, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    full = f"{prefix}.{name}" if prefix else name
+                    self._held.append((full, parameter, module._parameters, name))
+        self._versions: list[int] = []
+        self.note()
+
+    def note(self) -> None:
+        """Take the parameters as they are: what was written so far is right."""
+        self._versions = [parameter._version for _, parameter, _, _ in self._held]
+
+    def check(self, where: str) -> None:
+        """Raise JobError where one was written to since; `where` is the place in the run."""
+        for (full, parameter, place, name), version in zip(self._held, self._versions, strict=True):
+            if parameter._version != version or place.get(name) is not parameter:
+                raise written_parameter(full, where)
+
+
+def written_parameter(name: str, where: str) -> JobError:
+    return JobError(
+        f"parameter {name!r} was written to by the job itself ({where}), which a worker with more micro-batches does more often; "
+        "do it once a step in a hook of the job's optimizer (optimizer.register_step_post_hook), or register a buffer in its place"
+    )

@@ -1,0 +1,258 @@
+"""What Python objects hold: seen by value, and put back as it was.
+
+The rehearsal looks at a job, its model and its optimizer's hooks before and after it runs them: what a micro-batch
+leaves behind there is a memory, and a run with a memory depends on which worker ran what before.
+
+Not seen: iterators, open files, objects of C extensions, what a class of torch or of the standard library keeps to
+itself, the tail of a list of more than `LONGEST` elements, and a write past torch (`.data`, NumPy) into an array of more
+than `LARGEST` bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+LONGEST = 256
+"""Elements of one list or mapping that are looked into."""
+
+LARGEST = 1 << 22
+"""Bytes of an array that are hashed and copied; of a larger one, torch's count of writes must do."""
+
+MOST = 50_000
+"""Objects that are looked at; a job that holds more is seen in part."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CLOSED = (
+    frozenset(sys.stdlib_module_names)
+    | {"torch", "numpy", "ray", "mlflow", "pyarrow", "pydantic", "lockstep", "builtins"}
+)  # fmt: skip
+_OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace)
+
+
+class Memory:
+    """What `roots`, objects by the name that a message gives them, hold at this moment.
+
+    `values`: for each place, such as `job.metric.total`, what is there as a text that two equal values share.
+    `apart` are objects that are not looked into. Parameters and buffers in their modules are left out as well: they are
+    watched by other means.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any], *, apart: Iterable[Any] = (), largest: int = LARGEST
+    ) -> None:
+        self.values: dict[str, str] = {}
+        self._largest = largest
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor, int]] = []
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._generators: list[tuple[Any, Any]] = []
+        self._alive: list[Any] = list(apart)  # an id means something only while its object lives
+        seen = {id(one) for one in self._alive}
+        waiting = deque(roots.items())
+        while waiting and len(self._alive) < MOST:
+            path, value = waiting.popleft()
+            if isinstance(value, _PLAIN):
+                self.values[path] = f"{type(value).__name__} {value!r}"
+                continue
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            self._alive.append(value)
+            waiting.extend(self._look(path, value))
+
+    def changed_since(self, before: Memory) -> list[str]:
+        """The places that hold another value than they held then, in the order in which they are met."""
+        places = {**before.values, **self.values}
+        return [path for path in places if before.values.get(path) != self.values.get(path)]
+
+    def restore(self) -> None:
+        """Put back what was seen: every container its elements, every array its numbers, every generator its state."""
+        for container, content in self._containers:
+            _refill(container, content)
+        with torch.no_grad():
+            for tensor, value, version in self._tensors:
+                if tensor._version != version or not same_bits(tensor, value):
+                    tensor.detach().copy_(value)
+        for array, kept in self._arrays:
+            if array.flags.writeable:
+                array[...] = kept
+        for generator, state in self._generators:
+            _set_generator(generator, state)
+
+    # --- one object -----------------------------------------------------------------------------------------
+
+    def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Note one object; gives what it holds."""
+        if isinstance(value, Tensor):
+            self._see_tensor(path, value)
+        elif isinstance(value, np.ndarray):
+            self._see_array(path, value)
+        elif isinstance(value, torch.Generator | np.random.Generator | random.Random):
+            self._generators.append((value, _generator_state(value)))
+            self.values[path] = _digest(repr(_generator_state(value)).encode())
+        elif isinstance(value, dict):
+            yield from self._see_dict(path, value)
+        elif isinstance(value, list | tuple | deque | set | frozenset):
+            yield from self._see_sequence(path, value)
+        elif isinstance(value, types.ModuleType | type):
+            if _top(value) not in _CLOSED:
+                names = [name for name, held in vars(value).items() if name[:2] != "__" and _is_data(held)]
+                yield from self._see_names(path, value, names)
+        elif isinstance(value, types.FunctionType):
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                if cell != types.CellType():
+                    self._containers.append((cell, cell.cell_contents))
+                    yield f"{path}.{name}", cell.cell_contents
+        elif isinstance(value, types.MethodType):
+            yield path, value.__self__
+        elif isinstance(value, functools.partial):
+            yield from ((path, held) for held in (value.func, *value.args, *value.keywords.values()))
+        elif _is_open(value):
+            yield from self._see_object(path, value)
+
+    def _see_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self._containers.append((own, dict(own)))
+            for name, held in list(own.items()):
+                if isinstance(value, nn.Module) and name in {"_parameters", "_buffers"}:
+                    continue
+                if isinstance(value, nn.Module) and name == "_modules":
+                    yield from ((f"{path}.{child}", module) for child, module in held.items())
+                else:
+                    yield f"{path}.{name}", held
+        slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+        names = [name for name in slots if name not in {"__dict__", "__weakref__"} and hasattr(value, name)]
+        yield from self._see_names(path, value, names)
+
+    def _see_names(self, path: str, owner: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
+        for name in names:
+            held = getattr(owner, name)
+            self._containers.append((_Attribute(owner, name), held))
+            yield f"{path}.{name}", held
+
+    def _see_dict(self, path: str, value: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+        self._containers.append((value, dict(value)))
+        self.values[path] = f"mapping of {len(value)}"
+        for i, (key, held) in enumerate(list(value.items())[:LONGEST]):
+            yield f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[#{i}]", held
+
+    def _see_sequence(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, list | deque | set):
+            self._containers.append((value, list(value)))
+        self.values[path] = f"{type(value).__name__} of {len(value)}"
+        if isinstance(value, set | frozenset):
+            self.values[path] += (
+                f" {sorted(map(repr, value))[:LONGEST]}" if all(isinstance(v, _PLAIN) for v in value) else ""
+            )
+            return
+        for i, held in enumerate(value):
+            if i == LONGEST:
+                return
+            yield f"{path}[{i}]", held
+
+    def _see_tensor(self, path: str, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
+            return
+        small = tensor.numel() * tensor.element_size() <= self._largest
+        self.values[path] = (
+            tensor_digest(tensor) if small else f"{tuple(tensor.shape)} version {tensor._version}"
+        )
+        if small and tensor.is_leaf:  # any other was computed: the container that holds it is put back
+            self._tensors.append((tensor, tensor.detach().clone(), tensor._version))
+
+    def _see_array(self, path: str, array: np.ndarray[Any, Any]) -> None:
+        if array.dtype.hasobject or array.nbytes > self._largest:
+            return
+        self.values[path] = f"{array.dtype} {array.shape} {_digest(array.tobytes())}"
+        self._arrays.append((array, array.copy()))
+
+
+class _Attribute:
+    """An attribute of a class, of a module or in a slot."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a container the very elements that it had."""
+    if isinstance(container, _Attribute):
+        if getattr(container.owner, container.name, None) is not content:
+            setattr(container.owner, container.name, content)
+    elif isinstance(container, types.CellType):
+        container.cell_contents = content
+    elif isinstance(container, dict):
+        held = list(container.items())
+        if len(held) != len(content) or any(content.get(key, container) is not value for key, value in held):
+            container.clear()
+            container.update(content)
+    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+        container.clear()
+        container.update(content) if isinstance(container, set) else container.extend(content)
+
+
+def _is_open(value: Any) -> bool:
+    """Whether an object is the user's own, or one that lends itself to be looked into."""
+    if isinstance(value, Dataset | DataLoader):
+        return False  # it has caches, threads and files of its own; its samples are compared instead
+    return isinstance(value, _OPEN) or _top(type(value)) not in _CLOSED
+
+
+def _top(value: types.ModuleType | type) -> str:
+    """The package that a module or a class is from."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return name.partition(".")[0]
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a name of a module or of a class stands for data, and not for code."""
+    code = (types.ModuleType, types.FunctionType, types.MethodType, type, staticmethod, classmethod, property)
+    return not isinstance(value, code) and not (callable(value) and not isinstance(value, nn.Module))
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    return (
+        generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.getstate()
+    )
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.setstate(state)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Type, shape and a hash of the bytes of a strided tensor."""
+    return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(_bytes(tensor).numpy().data)}"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one type, one shape and the same bytes, under which NaN equals itself."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]

@@ -1,0 +1,307 @@
+"""The promise tried on the user's own job: a micro-batch gives the same bits whatever its worker computed before it.
+
+`off` computes the first micro-batch once: the run needs to know its parts and buffers. `quick` computes it again, and
+in halves. `full` computes the second one between, takes the first update after either, and compares: worker 0 of two
+never sees the second micro-batch, one worker alone sees it last.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.dataset import is_fingerprinted
+from lockstep.data.fingerprint import check_repeats
+from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.sampler import MicroBatch, MicroBatchSampler
+from lockstep.errors import DeterminismError, JobError, LockstepError
+from lockstep.job.interface import Job, Loss
+from lockstep.plan import Plan
+from lockstep.randomness import seed_all
+from lockstep.spec.fields import Spec
+from lockstep.training.buffers import KeptBuffers, statistics
+from lockstep.training.determinism import filled_memory
+from lockstep.training.digest import tree_digest
+from lockstep.training.failure import as_lockstep_error
+from lockstep.training.rehearsal.memory import Memory, tensor_digest
+from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
+from lockstep.training.rehearsal.sums import check_sum
+from lockstep.training.schedule import rate_factor, set_rates
+from lockstep.training.state import TrainState
+from lockstep.training.step import LossModule
+
+FULL_S, FULL_BYTES = 0.5, 1 << 28
+"""`auto` is full where the first micro-batch takes at most so long and the parameters take at most so much memory."""
+
+QUICK_BYTES = 1 << 32
+"""`auto` is off where the parameters take more: hashing them would take longer than a few seconds."""
+
+Extent = Literal["full", "quick", "off"]
+
+
+def memory_of(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+    """What a job, its module, its model and the hooks of its optimizer hold."""
+    kinds = [kind for kind in type(job).__mro__ if kind not in {Job, object}]
+    module = sys.modules.get(type(job).__module__)
+    hooks = [] if optimizer is None else [vars(optimizer).get(name) for name in _HOOKS]
+    roots = {
+        "model": model,
+        "job": job,
+        "optimizer hook": hooks,
+        **{kind.__name__: kind for kind in kinds},
+        **({type(job).__module__: module} if module is not None else {}),
+    }
+    groups = [] if optimizer is None else optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return Memory(roots, apart=[*parameters, *model.parameters(), optimizer])
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def named(places: Sequence[str]) -> str:
+    """The first of some places, and how many more there are."""
+    return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+
+
+@dataclass(slots=True)
+class StepRehearsal:
+    """The first step of a run, on the bare model. Whatever it changes after the first micro-batch is put back."""
+
+    job: Job
+    spec: Spec
+    plan: Plan
+    state: TrainState
+    batches: MicroBatches
+    device: torch.device
+    warn: Callable[[str], None]
+
+    def __call__(self) -> tuple[Rehearsal, Extent]:
+        """What the run needs to know of its first micro-batch, and how far the rehearsal went.
+
+        Raises JobError or DeterminismError where the job breaks the promise, and names what does.
+        """
+        keys = self._keys()
+        batch = self._fetched_twice(keys)
+        module = LossModule(self.job, self.state.model)
+        self._give_shapes(module, keys[0])
+        with filled_memory(True):
+            first = compute(module, batch, self.state.precision, seed=self.spec.seed, device=self.device)
+        found = Rehearsal(tuple(first.loss.parts), float(first.loss.total.detach()), first.written)
+        extent = self._extent()
+        if extent == "off":
+            return found, extent
+        # What the very first call makes, such as a cache, stays: every worker has made it by now, from one seed.
+        held = self._memory()
+        try:
+            return found, self._compare(module, keys, first, extent)
+        finally:
+            held.restore()
+
+    # --- what is fetched --------------------------------------------------------------------------------------
+
+    def _keys(self) -> list[MicroBatch]:
+        """Micro-batches 0 and 1 of the first step; only the first where it has one."""
+        data = self.spec.data
+        count = range(min(2, self.plan.position(0).micro_batches))
+        every = MicroBatchSampler(
+            self.batches.samples,
+            self.plan,
+            count,
+            seed=self.spec.seed,
+            shuffle=data.shuffle,
+            window=data.window,
+        )
+        return list(islice(every, len(count)))
+
+    def _fetch(self, key: MicroBatch) -> Any:
+        return next(Loader(self.batches, [key], self.device))
+
+    def _fetched_twice(self, keys: Sequence[MicroBatch]) -> Any:
+        """Micro-batch 0. Under strict it is fetched again after the next one, and must be the same."""
+        once = self._fetch(keys[0])
+        if self.spec.determinism == "strict":
+            if len(keys) > 1:
+                self._fetch(keys[1])
+            check_repeats(once, self._fetch(keys[0]), opaque=is_fingerprinted(self.batches.samples))
+        return once
+
+    def _give_shapes(self, module: LossModule, key: MicroBatch) -> None:
+        """Make the parameters that a lazy module leaves to its first forward, from one seed on every worker."""
+        model = self.state.model
+        if not any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
+            return
+        model.eval()
+        with torch.no_grad():
+            self._loss(module, self._fetch(key), 0)
+        model.train()
+
+    # --- how far ----------------------------------------------------------------------------------------------
+
+    def _extent(self) -> Extent:
+        """What the spec asks for; nothing is compared without strict, which alone promises the same bits."""
+        wanted, size = self.spec.rehearsal, _bytes(self.state.model)
+        if self.spec.determinism != "strict":
+            return "off"
+        if wanted == "auto":
+            return "full" if size <= FULL_BYTES else "quick" if size <= QUICK_BYTES else "off"
+        return wanted
+
+    # --- comparing --------------------------------------------------------------------------------------------
+
+    def _compute(self, module: LossModule, key: MicroBatch) -> Computed:
+        precision, m = self.state.precision, key.micro_batch
+        return compute(module, self._fetch(key), precision, seed=self.spec.seed, device=self.device, m=m)
+
+    def _compare(
+        self, module: LossModule, keys: Sequence[MicroBatch], first: Computed, extent: Extent
+    ) -> Extent:
+        began = time.perf_counter()
+        again = self._compute(module, keys[0])
+        if self.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
+            extent = "quick"
+        before = self._memory()
+        check_sum(self._fetch, partial(self._forward, module), keys[0], again.loss, self.warn)
+        if extent == "full":
+            self._compare_across(module, keys, again, before)
+        elif first.first_difference(again) is not None:
+            self._same(again, self._compute(module, keys[0]), before)
+        return extent
+
+    def _compare_across(
+        self, module: LossModule, keys: Sequence[MicroBatch], again: Computed, before: Memory
+    ) -> None:
+        """The first micro-batch after another one, and the update after either."""
+        second = self._compute(module, keys[1]) if len(keys) > 1 else None
+        if second is not None:
+            self._tell_buffers(again, second)
+        gradients = [again.gradients[name] for name in again.gradients]
+        if second is not None:
+            gradients = [a + b for a, b in zip(gradients, second.gradients.values(), strict=True)]
+        weight = sum(float(one.loss.weight) for one in (again, second) if one is not None)
+        alone = self._update(gradients, weight)
+        self._same(again, self._compute(module, keys[0]), before)
+        if second is None or alone is None:
+            return
+        shared = self._update(gradients, weight)
+        differing = [name for name, value in alone.items() if shared is None or shared[name] != value]
+        if differing:
+            raise JobError(
+                f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
+                "a hook reads what the loss left behind: keep nothing from the loss for the update"
+            )
+
+    def _same(self, before: Computed, after: Computed, held: Memory) -> None:
+        """Refuse a micro-batch that came out different, and tell of what it left behind."""
+        left = self._memory().changed_since(held)
+        difference = before.first_difference(after)
+        if difference is not None and left:
+            raise JobError(
+                f"{named(left)} is kept from one micro-batch to the next, and {difference} depends on it: workers that run other "
+                "micro-batches get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
+                "updates it, or change it once a step in a hook of the job's optimizer"
+            )
+        if difference is not None:
+            raise DeterminismError(
+                f"determinism strict: {difference}, computed again under one seed, has other bits; an operator is not "
+                "deterministic, or the job draws from a generator of its own, reads a clock, or keeps something out of sight: "
+                "draw from the default generators or from lockstep.rng()"
+            )
+        if left:
+            self.warn(
+                f"rehearsal: {named(left)} changes with every micro-batch, so it is not the same on every worker and no checkpoint "
+                "keeps it; no loss, gradient or update may ever depend on it"
+            )
+
+    def _memory(self) -> Memory:
+        return memory_of(self.job, self.state.model, self.state.optimizer)
+
+    def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
+        """The loss of a batch, forward only; buffers are put back. Seed 0 is that of the first micro-batch."""
+        buffers = KeptBuffers(self.state.model)
+        try:
+            return self._loss(module, batch, seed)
+        finally:
+            buffers.restore()
+
+    def _loss(self, module: LossModule, batch: Any, seed: int) -> Loss:
+        more, device = ("again", seed) if seed else (), self.device
+        seed_all(self.spec.seed, "rehearsal", *more, cuda=device if device.type == "cuda" else None)
+        try:
+            with self.state.precision.autocast():
+                loss: Loss = module(batch)
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise as_lockstep_error(error, "first micro-batch, before training") from error
+        return loss
+
+    def _tell_buffers(self, first: Computed, second: Computed) -> None:
+        """Warn of buffers that take something from the samples, of which the step keeps the first micro-batch's."""
+        model = self.state.model
+        usual = statistics(model)
+        names = [name for i, (name, _) in enumerate(model.named_buffers()) if i in first.written - usual]
+        places = [f"the buffer {name!r}" for name in names]
+        differing = [place for place in places if first.results.get(place) != second.results.get(place)]
+        if differing:
+            self.warn(
+                f"rehearsal: {named(differing)} of the model takes up what the samples are; of the {self.plan.micro_batches} micro-batches "
+                "of a step only the first one's is kept, on any number of workers: where it must see every sample, as the state "
+                "of truncated back-propagation through time, set batch.micro = batch.global"
+            )
+
+    # --- the update -------------------------------------------------------------------------------------------
+
+    def _update(self, gradients: Sequence[Tensor], weight: float) -> dict[str, str] | None:
+        """Digests of the parameters and buffers after the first update with such gradients; all is put back.
+
+        None where they are not finite: fp16 skips such a step, and any other fails in it.
+        """
+        state, spec = self.state, self.spec
+        if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return None
+        model, optimizer = state.model, state.optimizer
+        held, buffers = self._memory(), KeptBuffers(model)
+        inside = Memory({"optimizer": optimizer}, apart=model.parameters(), largest=FULL_BYTES)
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+        kept = tree_digest(dict(self.job.state_dict()))
+        try:
+            asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter, gradient in zip(asking, gradients, strict=True):
+                parameter.grad = gradient / weight
+            set_rates(optimizer, state.base_rates, rate_factor(spec.schedule, 0, self.plan.total_steps))
+            try:
+                optimizer.step()
+            except (Exception, SystemExit) as error:
+                raise as_lockstep_error(error, "first update, before training") from error
+            self._tell_unsaved(self._memory().changed_since(held), kept)
+            named_tensors = [*model.named_parameters(), *model.named_buffers()]
+            return {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
+        finally:
+            model.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), values, strict=True):
+                    parameter.copy_(value)
+            buffers.restore()
+            inside.restore()
+            held.restore()
+
+    def _tell_unsaved(self, changed: Sequence[str], kept: str) -> None:
+        """Warn of what an update changes beside the model and the optimizer's state, unless the job saves it."""
+        if changed and tree_digest(dict(self.job.state_dict())) == kept:
+            self.warn(
+                f"rehearsal: {named(changed)} changes with an update, and no checkpoint keeps it: a resumed run would start it anew; "
+                "give it in job.state_dict() and take it back in job.load_state_dict()"
+            )
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

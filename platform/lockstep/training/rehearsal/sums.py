@@ -1,0 +1,90 @@
+"""`Loss.total` is a sum: the total of a micro-batch and those of its halves tell a mean that was given in its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.data.sampler import MicroBatch
+from lockstep.errors import JobError
+from lockstep.job.interface import Loss
+
+SURE, LIKELY = 0.05, 0.25
+"""How far the total of the whole may be from the mean of the halves', as a share of it, to be a mean for sure, or likely.
+
+Dropout, batch norm and negatives within the batch move a total by some per cent; a sum is twice such a mean.
+"""
+
+SEEDS = 6
+"""So often the signature must show: a loss with noise of its own has it once by chance."""
+
+
+def check_sum(
+    fetch: Callable[[MicroBatch], Any],
+    forward: Callable[[Any, int], Loss],
+    key: MicroBatch,
+    whole: Loss,
+    warn: Callable[[str], None],
+) -> None:
+    """Refuse a total that is the mean over the samples though the weight counts them; warn where it may be one.
+
+    Its signature: the whole micro-batch's total is the weighted mean of its halves', while its weight is their sum. One
+    sample has no halves, and a job that cannot compute half a micro-batch is not tried. `forward` is given a batch and
+    the number of a seed; `whole` is the loss of seed 0.
+    """
+    size = len(key.ids)
+    if size < 2:
+        return
+    halves = [key._replace(ids=key.ids[: size // 2], due=()), key._replace(ids=key.ids[size // 2 :], due=())]
+
+    def numbers(part: MicroBatch, seed: int) -> tuple[float, float]:
+        return _numbers(forward(fetch(part), seed))
+
+    total, weight = _numbers(whole)
+    try:
+        totals = [numbers(half, 0) for half in halves]
+    except Exception:  # noqa: BLE001 - a job may need whole micro-batches, as batch norm needs two samples; then nothing is known
+        return
+    distance = distance_from_mean(total, weight, totals)
+    for seed in range(1, SEEDS):
+        if distance > LIKELY:
+            return
+        other = [numbers(half, seed) for half in halves]
+        distance = max(distance, distance_from_mean(*numbers(key, seed), other))
+    if distance > LIKELY:
+        return
+    text = (
+        f"job.loss: total is {total:.6g} for the first micro-batch of {size} samples, and {totals[0][0]:.6g} and {totals[1][0]:.6g} "
+        "for its halves"
+    )
+    if distance > SURE:
+        warn(
+            f"{text}, though the weight of the whole, {weight:g}, is theirs together; if it is a mean, the gradient is too "
+            "small by the weight: give the sum of the losses, as with reduction='sum'"
+        )
+        return
+    raise JobError(
+        f"{text}: a mean, wanted the sum, for it is divided by the weight ({weight:g}) later; "
+        "use reduction='sum', or multiply the mean by the weight"
+    )
+
+
+def distance_from_mean(total: float, weight: float, halves: Sequence[tuple[float, float]]) -> float:
+    """How far a total is from the weighted mean of its halves' totals, as a share of that; infinite where it cannot be one.
+
+    It cannot where the weights do not add up, or where the halves' totals differ in sign, and where they are far apart.
+    """
+    together = sum(half_weight for _, half_weight in halves)
+    if not together > 0 or not math.isclose(weight, together, rel_tol=1e-3):
+        return math.inf
+    if not all(half_weight > 0.25 * weight for _, half_weight in halves):
+        return math.inf  # weights so uneven tell a sum and a mean apart badly
+    mean = sum(half_total * half_weight for half_total, half_weight in halves) / together
+    if not math.isfinite(mean) or min(half * mean for half, _ in halves) <= 0:
+        return math.inf
+    return abs(total - mean) / abs(mean)
+
+
+def _numbers(loss: Loss) -> tuple[float, float]:
+    return float(loss.total.detach()), float(loss.weight)

@@ -1,0 +1,37 @@
+"""What may be asked of a run while it trains: the only way back from whoever hears its events."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Requests(Protocol):
+    """Asked on every rank. `stop` and `save` never wait; `run_id` and `go_on` are asked of rank 0 alone and may."""
+
+    def stop(self) -> bool:
+        """Whether someone asks the run to end after the next step."""
+
+    def save(self) -> bool:
+        """Whether someone asks for a checkpoint after the next step: once for each time that it is asked."""
+
+    def run_id(self) -> str:
+        """Wait until the run exists in its record; its id. RecordError where it never will."""
+
+    def go_on(self) -> bool:
+        """Before the first step and after each evaluation: wait until the run may go on. False where nobody wants more of it."""
+
+
+class NoRequests:
+    """Nobody asks anything: for ranks other than 0, and for runs that are neither recorded nor saved."""
+
+    def stop(self) -> bool:
+        return False
+
+    def save(self) -> bool:
+        return False
+
+    def run_id(self) -> str:
+        raise NotImplementedError("this run is not recorded, so it has no id")
+
+    def go_on(self) -> bool:
+        return True

@@ -1,0 +1,134 @@
+"""G1 for what users bring: a job of any kind has one value of every bit, or it is refused in one line. None breaks unseen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import LockstepError
+from tests.distributed import kinds
+from tests.distributed.kinds import HELD, REFUSED, BackPropagationThroughTime, Kind, document, train_every
+from tests.distributed.pool import Pool
+from tests.distributed.training import train
+
+ALL = [kind for kind in HELD if kind is not BackPropagationThroughTime]
+"""Jobs that several workers can share; the other one has a single micro-batch a step."""
+
+TOLD = {kinds.RateByHook, kinds.BuffersInEvaluation}
+"""Jobs that are warned of something and exact all the same."""
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[type[Kind], Any]:
+    """What each job comes to in one plain process."""
+    return {kind: train_every([document(kind)])[0] for kind in HELD}
+
+
+def test_there_are_jobs_of_many_kinds(alone: dict[type[Kind], Any]) -> None:
+    """Each learns something, and none is warned of without a reason."""
+    assert len(HELD) >= 40
+    for kind, (_, digests, rows, evaluations, warnings) in alone.items():
+        assert len(set(digests)) == len(rows) == 3, kind
+        assert evaluations, kind
+        assert not warnings or kind in {*TOLD, BackPropagationThroughTime}, (kind, warnings)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_every_kind_has_one_value(pool: Pool, alone: dict[type[Kind], Any], workers: int) -> None:
+    """Every other job on two workers, the rest on three; loader processes for a few."""
+    own = ALL[workers % 2 :: 2]
+    documents = [
+        document(kind, data={"drop_last": False, "loader_processes": int(i % 8 == 0)})
+        for i, kind in enumerate(own)
+    ]
+    for ranks in zip(own, *pool.run(workers, train_every, documents), strict=True):
+        kind, values = ranks[0], ranks[1:]
+        assert [value[:4] for value in values] == [alone[kind][:4]] * workers, kind
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_every_kind_has_one_value_on_any_number_of_workers(
+    pool: Pool, alone: dict[type[Kind], Any], workers: int, processes: int
+) -> None:
+    own = HELD if workers == 1 else ALL
+    documents = [document(kind, data={"drop_last": False, "loader_processes": processes}) for kind in own]
+    for ranks in zip(own, *pool.run(workers, train_every, documents), strict=True):
+        kind, values = ranks[0], ranks[1:]
+        assert [value[:4] for value in values] == [alone[kind][:4]] * workers, kind
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_breaks_the_promise_is_refused_by_name(kind: type[Kind]) -> None:
+    with pytest.raises(LockstepError) as info:
+        train(document(kind))
+    text = str(info.value)
+    assert "\n" not in text
+    assert [word for word in REFUSED[kind] if word not in text] == [], text
+
+
+UNSEEN = [
+    kinds.TeacherInParameters,
+    kinds.Queue,
+    kinds.HiddenInAnAttribute,
+    kinds.OwnGenerator,
+    kinds.UpdateFromTheLoss,
+]
+
+
+@pytest.mark.parametrize("extent", ["quick", "full"])
+@pytest.mark.parametrize("kind", UNSEEN, ids=lambda kind: kind.__name__)
+def test_how_far_the_rehearsal_goes(kind: type[Kind], extent: str) -> None:
+    """A quick one sees all of these but the update."""
+    if kind is kinds.UpdateFromTheLoss and extent == "quick":
+        train(document(kind, rehearsal=extent))
+        return
+    with pytest.raises(LockstepError):
+        train(document(kind, rehearsal=extent))
+
+
+def test_without_a_rehearsal_two_workers_get_other_bits(pool: Pool) -> None:
+    """The negative control: the jobs that are refused do break the promise, under one identity."""
+    documents = [document(kind, rehearsal="off") for kind in (kinds.Queue, kinds.HiddenInAnAttribute)]
+    one, two = train_every(documents), pool.run(2, train_every, documents)[0]
+    assert [run[0] for run in one] == [run[0] for run in two]
+    assert all(a[1] != b[1] for a, b in zip(one, two, strict=True))
+
+
+def test_a_parameter_that_is_written_later_is_found_in_the_step() -> None:
+    """The rehearsal cannot see what begins after it."""
+    with pytest.raises(
+        LockstepError, match=r"parameter '0.weight' was written to by the job itself \(step 2, micro-batch 0"
+    ):
+        train(document(LaterWriter, rehearsal="off"))
+
+
+class LaterWriter(Kind):
+    calls = 0
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> kinds.Loss:
+        self.calls += 1
+        if self.calls == 7:  # 1 and 2 are the rehearsals, 3 … 6 the first step
+            with torch.no_grad():
+                model[0].weight.mul_(2)  # type: ignore[index]
+        return super().loss(model, batch)
+
+
+def test_the_ledger_has_the_rate_that_was_used() -> None:
+    """A hook halves the rate before each update, and what is recorded is the half."""
+    trained = train(document(kinds.RateByHook))
+    assert [row.lr for row in trained.steps] == [0.25] * 3
+    assert [row.lr for row in train(document(kinds.Thermostat)).steps] == [0.1] * 3
+
+
+def test_state_of_truncated_back_propagation_is_told() -> None:
+    """Of several micro-batches' writes to a buffer only the first one's is kept: exact, and said."""
+    split = document(BackPropagationThroughTime, batch={"global": 12, "micro": 3})
+    assert any(
+        "the buffer 'hidden'" in text and "batch.micro = batch.global" in text
+        for text in train(split).warnings
+    )
+    assert train(document(BackPropagationThroughTime)).warnings == ()

@@ -1,0 +1,87 @@
+"""The mailbox keeps every event until the recorder has written it, whichever recorder that is."""
+
+from __future__ import annotations
+
+from lockstep.attempts.mailbox import Mailbox, RecorderState
+from lockstep.errors import ClusterError, RecordError
+from lockstep.record.events import Broke, Event, Failed, Finished, StageEnded, Warned
+from tests.unit.record.rows import step_row
+
+STATE = RecorderState(run_id="abc", pid=1)
+
+
+def mailbox_with(*events: Event) -> Mailbox:
+    mailbox = Mailbox()
+    mailbox.begin(1)
+    mailbox.tell(1, events)
+    return mailbox
+
+
+def test_an_event_is_given_to_one_recorder_once_and_kept_until_it_is_written() -> None:
+    mailbox = mailbox_with(step_row(1), step_row(2))
+    first = mailbox.fetch(0, 0, STATE)
+    assert (first.events, first.last) == ([step_row(1), step_row(2)], 2)
+    assert mailbox.fetch(1, 2, STATE).events == []
+    # Another recorder, which has been given nothing: what the one before has not written.
+    assert mailbox.fetch(0, 0, STATE).events == [step_row(2)]
+    mailbox.fetch(2, 2, STATE)
+    assert mailbox.fetch(0, 0, STATE).events == []
+
+
+def test_the_end_of_a_run_is_kept_for_another_recorder() -> None:
+    """It is in the journal before all of it is drawn and sent: whoever takes over has to do that."""
+    end = Finished({"step": 1})
+    mailbox = mailbox_with(step_row(1))
+    mailbox.record([end])
+    assert mailbox.fetch(0, 0, STATE).events == [step_row(1), end]
+    assert mailbox.fetch(2, 2, STATE).events == []
+    assert mailbox.fetch(0, 0, STATE).events == [end]
+
+
+def test_it_is_closed_for_whoever_has_all_of_it() -> None:
+    mailbox = mailbox_with(step_row(1))
+    mailbox.record([Failed("why")])
+    mailbox.close()
+    fetched = mailbox.fetch(0, 0, STATE)
+    assert fetched.closed
+    assert mailbox.fetch(0, 0, STATE).closed
+    assert mailbox_with(step_row(1)).fetch(0, 0, STATE).closed is False
+
+
+def test_how_an_attempt_ended_is_seen_and_not_recorded() -> None:
+    """The driver says whether it is the run's end: an attempt that moves ends too."""
+    broke = Broke(ClusterError("gone"), "trace")
+    mailbox = mailbox_with(Finished({"stopped": True}), broke, StageEnded("arrival", 1.0), Warned("w"))
+    view = mailbox.news().view
+    assert (view.summary, view.error, view.warnings) == ({"stopped": True}, broke.error, ["w"])
+    assert mailbox.fetch(0, 0, STATE).events == [Warned("w")]
+
+
+def test_what_an_attempt_that_was_given_up_tells_is_recorded_and_not_seen() -> None:
+    mailbox = mailbox_with()
+    mailbox.begin(2)
+    mailbox.tell(1, [step_row(5, attempt=1), Broke(ClusterError("late"), "")])
+    assert mailbox.news().view.step is None
+    assert mailbox.news().view.error is None
+    assert mailbox.fetch(0, 0, STATE).events == [step_row(5, attempt=1)]
+
+
+def test_workers_are_answered_with_what_is_asked_of_this_attempt() -> None:
+    mailbox = mailbox_with()
+    mailbox.ask_save()
+    mailbox.ask_save()
+    mailbox.ask_stop()
+    assert mailbox.tell(1, []) == (True, 2)
+    mailbox.begin(2)
+    assert mailbox.tell(2, []) == (False, 0)
+
+
+def test_a_worker_that_asks_for_the_run_learns_its_id_or_why_there_is_none() -> None:
+    mailbox = mailbox_with()
+    assert mailbox.run_id() is None
+    refused = RecordError("record.uri: refused")
+    mailbox.fetch(0, 0, RecorderState(failure=refused))
+    assert mailbox.run_id() is refused
+    mailbox.fetch(0, 0, STATE)
+    assert mailbox.run_id() == "abc"
+    assert mailbox.news().recorder.fetches == 2

@@ -1,0 +1,103 @@
+"""What objects hold is seen by value and put back; what is left behind has a name."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lockstep.training.rehearsal.memory import Memory
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Owner:
+    """An object of a user, with something of every kind."""
+
+    def __init__(self) -> None:
+        self.number = 1
+        self.names = ["a"]
+        self.nested = {"deep": [{"x": torch.zeros(2)}]}
+        self.queue = deque([1, 2])
+        self.array = np.zeros(3)
+        self.tensor = torch.zeros(2)
+        self.nan = torch.tensor([float("nan")])
+        self.generator = torch.Generator().manual_seed(0)
+        self.numpy = np.random.default_rng(0)
+        self.slotted = Slotted()
+        self.module = nn.Linear(2, 2)
+        self.function = counter()
+
+    def written_past_torch(self) -> None:
+        self.tensor.data.add_(1)
+
+
+def counter() -> Any:
+    seen = [0]
+
+    def count() -> None:
+        seen[0] += 1
+
+    return count
+
+
+WRITES: dict[str, Any] = {
+    "owner.number": lambda o: setattr(o, "number", 2),
+    "owner.more": lambda o: setattr(o, "more", None),
+    "owner.names": lambda o: o.names.append("b"),
+    "owner.nested['deep'][0]['x']": lambda o: o.nested["deep"][0]["x"].add_(1),
+    "owner.queue[0]": lambda o: o.queue.rotate(),
+    "owner.array": lambda o: o.array.__iadd__(1),
+    "owner.tensor": lambda o: o.written_past_torch(),
+    "owner.generator": lambda o: torch.rand(1, generator=o.generator),
+    "owner.numpy": lambda o: o.numpy.random(),
+    "owner.slotted.count": lambda o: setattr(o.slotted, "count", 5),
+    "owner.module.extra": lambda o: setattr(o.module, "extra", 3),
+    "owner.function.seen[0]": lambda o: o.function(),
+}
+
+
+@pytest.mark.parametrize("place", WRITES)
+def test_a_write_is_seen_by_name_and_taken_back(place: str) -> None:
+    owner = Owner()
+    before = Memory({"owner": owner})
+    assert Memory({"owner": owner}).changed_since(before) == []
+    WRITES[place](owner)
+    assert Memory({"owner": owner}).changed_since(before)[0] == place
+    before.restore()
+    assert Memory({"owner": owner}).changed_since(before) == []
+
+
+def test_an_equal_value_in_its_place_is_no_change() -> None:
+    """A job that leaves its newest batch behind holds the same after the same batch."""
+    owner = SimpleNamespace(last=torch.ones(2) * 1)
+    before = Memory({"owner": owner})
+    owner.last = torch.ones(2) * 1
+    assert Memory({"owner": owner}).changed_since(before) == []
+
+
+def test_what_is_out_of_sight() -> None:
+    """As its docstring says: an iterator, a dataset's inside, and a large array that is written past torch."""
+    owner = SimpleNamespace(
+        iterator=iter(range(9)), data=Data(), large=torch.zeros(1 << 21), counted=torch.zeros(1 << 21)
+    )
+    before = Memory({"owner": owner})
+    next(owner.iterator)
+    owner.data.calls += 1
+    owner.large.data.add_(1)
+    owner.counted.add_(1)
+    assert Memory({"owner": owner}).changed_since(before) == ["owner.counted"]
+
+
+class Data(torch.utils.data.Dataset[int]):
+    calls = 0
