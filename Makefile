@@ -13,7 +13,7 @@ TEST_PROCESSES ?= 3
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit exact chaos bench clean
+.PHONY: train test lint types imports unit exact chaos bench newest-ray clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -50,6 +50,18 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.restart
 	$(BIN)/python -m tests.benchmarks.sweeps
 
+NEWEST := .venv-newest-ray
+
+newest-ray:  ## a small run with the newest Ray that installs, through its private parts and without them
+	$(PYTHON) -m venv $(NEWEST)
+	grep -v '^ray==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt --editable ".[jobs]" "ray[default,train,tune]"
+	for public in 0 1; do \
+	  LOCKSTEP_PUBLIC_RAY=$$public $(NEWEST)/bin/lockstep train jobs/digits/train.yaml --address local length.epochs=1 \
+	    record.uri=off checkpoint.storage=$(NEWEST)/runs || exit 1; \
+	done
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -64,4 +76,4 @@ $(INSTALLED_TEST): $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info
+	rm -rf $(VENV) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info

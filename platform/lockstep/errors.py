@@ -9,9 +9,11 @@
     ├── NumericsError        a loss or a gradient is not finite
     ├── DriftError           ranks that must agree do not
     ├── StorageError         a file or folder of the run cannot be read or written
+    │   └── TransientStorageError   for a reason that may pass: it is tried again
     ├── RecordError          the tracking store cannot be reached or refuses
     │   └── NoSuchRunError   the store answers, and has no run of this id
     └── ClusterError         workers cannot be placed, or were lost
+        └── DeviceError      a GPU or its driver failed
 
 A message is one line: what, what was got, what is wanted, what to do; the spec's field comes first where
 there is one. Every error takes that one string, so all of them survive pickling between processes.
@@ -63,6 +65,10 @@ class StorageError(LockstepError):
     """A file or folder of the run cannot be read or written."""
 
 
+class TransientStorageError(StorageError):
+    """Storage failed for a reason that may pass: tried again with pauses. Example: a full disk, a stale file handle, a timeout."""
+
+
 class RecordError(LockstepError):
     """The tracking store cannot be reached or refuses what it is given."""
 
@@ -73,6 +79,10 @@ class NoSuchRunError(RecordError):
 
 class ClusterError(LockstepError):
     """Workers cannot be placed, or one was lost."""
+
+
+class DeviceError(ClusterError):
+    """A GPU or its driver failed. Example: an uncorrectable ECC error."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -119,3 +119,42 @@ class Forgetful(SlowDigits):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return Fading(model.parameters(), lr=0.05)
+
+
+class FailingDevice(SlowDigits):
+    """The GPU of one node has an uncorrectable error in every attempt: the node of the first rank 1, which a file remembers."""
+
+    class Params(SlowDigits.Params):
+        file: lockstep.Placement[str]
+
+    params: Params
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        import ray
+
+        file, node = Path(self.params.file), ray.get_runtime_context().get_node_id()
+        if dist.is_initialized() and dist.get_rank() == 1 and not file.exists():
+            file.write_text(node)
+        if file.exists() and file.read_text() == node:
+            raise RuntimeError(
+                "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be "
+                "asynchronously reported at some other API call"
+            )
+        return super().loss(model, batch)
+
+
+class FullDisk(SlowDigits):
+    """In its first attempt every node's disk is full: a real ENOSPC, once."""
+
+    class Params(SlowDigits.Params):
+        file: lockstep.Placement[str]
+
+    params: Params
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        file = Path(self.params.file)
+        if not file.exists():
+            file.touch()
+            with Path("/dev/full").open("wb", buffering=0) as full:
+                full.write(b"x")
+        return super().loss(model, batch)

@@ -124,9 +124,7 @@ def test_the_nodes_are_there_and_listen_on_loopback_alone(nodes: Nodes) -> None:
 
 def test_another_cluster_on_this_machine_is_not_in_the_way(nodes: Nodes) -> None:
     """A job's driver finds this cluster, not any that runs here; no agent wants Ray's one port, without which no job is taken."""
-    from ray._private.services import find_bootstrap_address
-
-    assert find_bootstrap_address(nodes.cluster.folder) == nodes.cluster.address
+    assert Path(nodes.cluster.folder, "ray_current_cluster").read_text() == nodes.cluster.address
     assert 52365 not in {place.port for _, place in listeners(nodes)}
 
 

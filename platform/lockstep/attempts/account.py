@@ -27,6 +27,8 @@ class Account:
     """`lost_s` by stage, in the order of `stages.STAGES`."""
     stragglers: list[str] = field(default_factory=list)
     """Ranks that kept the others waiting, with how much slower they were and in which steps."""
+    left_out: list[str] = field(default_factory=list)
+    """Nodes that get no worker from the end of this attempt on: their devices have failed twice."""
     standbys: int = 0
     """How many of its workers were processes that stood by."""
 

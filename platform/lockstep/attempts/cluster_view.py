@@ -7,11 +7,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
 
 from lockstep.attempts.placement import Placement, place, room_for
+from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources
 from lockstep.errors import SpecError
 from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
@@ -29,14 +32,24 @@ STEADY_S = 3.0
 """How long room has to be there before an attempt moves for it."""
 
 
-def find_place(spec: Spec) -> Placement:
-    """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`."""
+def find_place(spec: Spec, without: frozenset[str] = frozenset()) -> Placement:
+    """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`.
+
+    Nodes in `without` are left out where the others have room for `workers.min`.
+    """
+    if without:
+        with suppress(SpecError):
+            return _place_outside(spec, without)
+    return _place_outside(spec, frozenset())
+
+
+def _place_outside(spec: Spec, without: frozenset[str]) -> Placement:
     drained = draining()
     fit, unfit, total = set[str](), set[str](), Counter[str]()
     for node in ray.nodes():
         if not node["Alive"]:
             continue
-        if node["NodeID"] in drained or not answers(node):
+        if node["NodeID"] in drained or node["NodeID"] in without or not answers(node):
             unfit.add(node["NodeID"])
         else:
             fit.add(node["NodeID"])
@@ -46,7 +59,7 @@ def find_place(spec: Spec) -> Placement:
 
 def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
     """A node that could take the place of any one of the `used` (workers by node), and how many it would get; nothing where there is none."""
-    drained, free = draining(), ray._private.state.available_resources_per_node()
+    drained, free = draining(), free_resources()
     for node in sorted(node["NodeID"] for node in ray.nodes() if node["Alive"]):
         if node not in used and node not in drained:
             fit = room_for(each, free.get(node, {}))
@@ -66,8 +79,12 @@ def answers(node: Mapping[str, Any]) -> bool:
 
 def draining() -> dict[str, float]:
     """The nodes that have been told to go (preempted, scaled down, or drained by hand), and when at the latest: Unix seconds, infinity where nobody said."""
-    nodes: Mapping[str, int] = ray._private.state.state.get_draining_nodes() or {}
-    return {node: deadline_ms / 1000 if deadline_ms else math.inf for node, deadline_ms in nodes.items()}
+    if unavailable("nodes"):
+        return {}
+    return {
+        node: deadline_ms / 1000 if deadline_ms else math.inf
+        for node, deadline_ms in draining_nodes().items()
+    }
 
 
 def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
@@ -83,9 +100,10 @@ class Advice(NamedTuple):
 
 
 class Surroundings:
-    """Watches the cluster for one attempt, which runs at `place`."""
+    """Watches the cluster for one attempt, which runs at `place`; nodes in `without` are left out."""
 
-    def __init__(self, spec: Spec, place: Placement) -> None:
+    def __init__(self, spec: Spec, place: Placement, without: frozenset[str] = frozenset()) -> None:
+        self._without = without
         self.spec, self.workers, self.each = spec, place.workers, place.each
         self._looked = 0.0
         self._noticed = 0
@@ -107,7 +125,7 @@ class Surroundings:
         names = ", ".join(sorted(node[:8] for node in leaving))
         notice = f"node {names} is being drained"
         try:
-            find_place(self.spec)
+            find_place(self.spec, self._without)
         except SpecError as error:
             near = min(leaving.values()) - time.time() < NEAR_S
             if self._noticed < 1 + near:
@@ -121,7 +139,7 @@ class Surroundings:
             return None
         possible = room(self.spec, self.workers, self.each, ray.available_resources())
         if possible > self.workers:  # of what is free, a part may be about to go
-            possible = min(possible, find_place(self.spec).workers)
+            possible = min(possible, find_place(self.spec, self._without).workers)
         if possible <= self.workers:
             self._roomy_since = None
             return None

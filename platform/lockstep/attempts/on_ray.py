@@ -7,7 +7,9 @@ from collections.abc import Callable
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.run_folder import Origin
 from lockstep.checks.preflight import JobCheck
-from lockstep.clusters.connection import connected, starts_own_cluster
+from lockstep.clusters.connection import connected
+from lockstep.clusters.ray_internals import told
+from lockstep.clusters.reachability import cluster_address
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
@@ -28,16 +30,15 @@ def train_on_ray(
     on_run_id: Callable[[str], None] | None = None,
     chaos: str | None = None,
 ) -> Result:
-    """Train on the Ray cluster at `address`, on one that runs here, or on a new local one."""
-    job = JobCheck(spec, elsewhere=not starts_own_cluster(address))
-    with connected(address, verbose=verbose) as own_cluster:
+    """Train on the Ray cluster at `address`, on the one that `cluster_address` finds, or on a new local one."""
+    job = JobCheck(spec, elsewhere=cluster_address(address) != "local")
+    with connected(address, verbose=verbose, stop=stop, say=progress.say) as own_cluster:
         job.wait()
         from lockstep.attempts.chaos import Chaos, parse
         from lockstep.attempts.supervisor import Supervisor
 
-        stop.listen()  # Ray takes SIGTERM for itself when it connects
         environment = {} if own_cluster else WORKER_ENVIRONMENT
-        for text in (found := check_shared(spec)):
+        for text in (found := [*told(), *check_shared(spec)]):
             progress.say(f"warning: {text}")
 
         def tell(run_id: str) -> None:

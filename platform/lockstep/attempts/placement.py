@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import SpecError
@@ -27,6 +27,11 @@ class Placement(NamedTuple):
 def anywhere_but(nodes: Collection[str]) -> dict[str, str] | None:
     """Ray's selector of all nodes but these: it would still place workers on one that it has not yet missed."""
     return {NODE_ID: f"!in({','.join(sorted(nodes))})"} if nodes else None
+
+
+def only_on(nodes: Sequence[str]) -> tuple[dict[str, str], ...]:
+    """Ray's selector of each of these nodes."""
+    return tuple({NODE_ID: node} for node in nodes)
 
 
 def room_for(each: Mapping[str, float], resources: Mapping[str, float]) -> int:

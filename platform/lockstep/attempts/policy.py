@@ -6,22 +6,30 @@ budgets of their own, and that of lost workers counts from the newest checkpoint
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lockstep.errors import ClusterError, JobError, LockstepError, NumericsError
+from lockstep.errors import ClusterError, JobError, LockstepError, NumericsError, TransientStorageError
 from lockstep.spec.fields import Faults
 
-Outcome = Literal["worker lost", "job error", "final"]
+Outcome = Literal["worker lost", "storage", "job error", "final"]
 """Why an attempt ended early. "final": what no other attempt can mend, a mistake in the spec or a store that refuses."""
 
 LONGEST_PAUSE_S = 30.0
+FIRST_STORAGE_PAUSE_S = 4.0
+
+MOST_DEVICE_FAILURES = 1
+"""How many device failures a node may have before it is left out."""
 
 
 def outcome_of(error: LockstepError) -> Outcome:
     """What kind of end an error is."""
     if isinstance(error, ClusterError):
         return "worker lost"
+    if isinstance(error, TransientStorageError):
+        return "storage"
     if isinstance(error, JobError | NumericsError):
         return "job error"
     return "final"
@@ -35,6 +43,24 @@ class Decision(NamedTuple):
     why: str
 
 
+class FailedNodes:
+    """Counts the device failures of nodes. A node with more than MOST_DEVICE_FAILURES of them is left out from then on."""
+
+    def __init__(self) -> None:
+        self._failures: Counter[str] = Counter()
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The nodes that get no worker any more, as long as the others have room for enough."""
+        return frozenset(node for node, count in self._failures.items() if count > MOST_DEVICE_FAILURES)
+
+    def failed(self, nodes: Iterable[str]) -> frozenset[str]:
+        """A device failed on each of these in one attempt: those that are left out from now on."""
+        before = self.left_out
+        self._failures.update(set(nodes))
+        return self.left_out - before
+
+
 @dataclass(slots=True)
 class Budget:
     """How often attempts may end early, and how often they have."""
@@ -42,13 +68,13 @@ class Budget:
     faults: Faults
     job_errors: int = 0
     lost: int = 0
-    """Ends for lost workers since `step`."""
+    """Ends for lost workers and failed storage since `step`."""
     step: int = 0
     """Where the newest checkpoint was at the last one."""
 
     def decide(self, outcome: Outcome, step: int) -> Decision:
         """What to do after an attempt that ended with `outcome`; `step` is that of the newest checkpoint, 0 without one."""
-        if outcome == "worker lost":
+        if outcome in ("worker lost", "storage"):
             self.lost = self.lost + 1 if step <= self.step else 1
             self.step = max(self.step, step)
             most = self.faults.max_worker_failures
@@ -58,6 +84,9 @@ class Budget:
                     0.0,
                     f"{self.lost} attempts in a row ended without a new checkpoint; faults.max_worker_failures is {most}",
                 )
+            if outcome == "storage":  # a disk that is full or a service that is away needs time
+                pause_s = min(LONGEST_PAUSE_S, FIRST_STORAGE_PAUSE_S * 2.0 ** (self.lost - 1))
+                return Decision(True, pause_s, f"it is tried again in {pause_s:.0f} s")
             pause_s = 0.0 if self.lost == 1 else min(LONGEST_PAUSE_S, 2.0 ** (self.lost - 2))
             return Decision(True, pause_s, "a lost worker is replaced")
         if outcome == "job error" and self.job_errors < self.faults.max_job_errors:

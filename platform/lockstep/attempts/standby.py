@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 import threading
@@ -18,18 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import ray
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
 from lockstep.attempts.cluster_view import spare
 from lockstep.attempts.placement import Placement
+from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals.nodes import prestart, setup_hook
 from lockstep.errors import first_line
 from lockstep.record.events import Joined
-
-KEEP_S = 30 * 24 * 3600
-"""How long Ray keeps an idle process."""
-
-CALL_S = 5.0
-"""How long a node may take to answer."""
 
 IMPORTS, IMPORTED = "LOCKSTEP_IMPORTS", "LOCKSTEP_IMPORTED"
 
@@ -43,11 +39,10 @@ AHEAD = (
 
 
 def imports_ahead(folder: str, module: str) -> dict[str, str]:
-    """The environment that has a worker's process import, as it starts, what the job needs."""
-    return {
-        WORKER_PROCESS_SETUP_HOOK_ENV_VAR: f"{__name__}.import_ahead",
-        IMPORTS: json.dumps([folder, module]),
-    }
+    """The environment that has a worker's process import, as it starts, what the job needs; empty where Ray has no such way."""
+    if unavailable("standbys"):
+        return {}
+    return {**setup_hook(f"{__name__}.import_ahead"), IMPORTS: json.dumps([folder, module])}
 
 
 def import_ahead() -> None:
@@ -62,8 +57,8 @@ def import_ahead() -> None:
 
 
 def imported_at() -> float:
-    """When this process had imported all that, in Unix seconds."""
-    return float(os.environ[IMPORTED])
+    """When this process had imported all that, in Unix seconds; infinity where it was not started for it."""
+    return float(os.environ.get(IMPORTED, math.inf))
 
 
 class Standbys:
@@ -88,7 +83,7 @@ class Standbys:
 
     def fill(self, attempt: int, members: Sequence[Joined], each: Mapping[str, float]) -> None:
         """Have the nodes of an attempt's workers, of `each` so much, start what is missing, and one node that could take the place of another: in the background, once an attempt."""
-        if attempt == self._filled_for:
+        if attempt == self._filled_for or unavailable("standbys"):
             return
         self._filled_for = attempt
         used = Counter(member.node for member in members)
@@ -116,22 +111,3 @@ class Standbys:
                     self._warn(
                         f"no standby workers, so that a lost one takes longer to replace: {first_line(error)}"
                     )
-
-
-def prestart(address: str, count: int, runtime_env: str) -> None:
-    """Have the raylet at `address` start `count` idle processes with exactly this environment: Ray's own call, which has no function in Python."""
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
-    from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
-
-    with init_grpc_channel(address) as channel:
-        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(
-            node_manager_pb2.PrestartWorkersRequest(
-                language=common_pb2.PYTHON,
-                job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
-                runtime_env_info=RuntimeEnvInfo(serialized_runtime_env=runtime_env),
-                keep_alive_duration_secs=KEEP_S,
-                num_workers=count,
-            ),
-            timeout=CALL_S,
-        )

@@ -18,7 +18,7 @@ from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import Surroundings, find_place
 from lockstep.attempts.mailbox import LOST, News
 from lockstep.attempts.placement import Placement
-from lockstep.attempts.policy import Budget, outcome_of
+from lockstep.attempts.policy import Budget, FailedNodes, outcome_of
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.stages import breakdown
 from lockstep.attempts.standby import Standbys
@@ -70,6 +70,7 @@ class Supervisor:
         self._before: Mapping[str, float] = {}
         """When the attempt before came to the end of its stages."""
         self._standbys = Standbys(self._warn)
+        self._failed_nodes = FailedNodes()
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
         self._named = False
@@ -163,14 +164,22 @@ class Supervisor:
             view.error = self._recording.reopen(lost)
         self._before = attempt.moments.at
         account.ended = time.time()
+        self._leave_out(attempt, view)
         if view.summary is None and view.error is None:
             view.error = attempt.error or ClusterError("the workers ended without a result")
         return view
 
+    def _leave_out(self, attempt: Attempt, view: RunView) -> None:
+        """Count the nodes on which a device failed; who has failed too often gets no worker any more."""
+        nodes = {view.members[rank].node for rank in attempt.device_ranks if rank in view.members}
+        self.accounts[-1].left_out = sorted(self._failed_nodes.failed(nodes))
+        for node in self.accounts[-1].left_out:
+            self._warn(f"node {node[:8]} is left out from now on: its devices have failed twice in this run")
+
     def _watch(self, attempt: Attempt, place: Placement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         self._moving = None
-        surroundings = Surroundings(self.spec, place)
+        surroundings = Surroundings(self.spec, place, self._failed_nodes.left_out)
         attempt.start()
         told, patience = False, Patience(self.spec.faults.longest_silence_s)
         while not attempt.over.wait(POLL_S):
@@ -278,7 +287,7 @@ class Supervisor:
         until, told = time.monotonic() + self.spec.faults.wait_for_workers_s, False
         while True:
             try:
-                return find_place(self.spec)
+                return find_place(self.spec, self._failed_nodes.left_out)
             except SpecError as error:
                 if time.monotonic() >= until or self.stop.asked:
                     raise ClusterError(

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.attempts.placement import Placement, anywhere_but
+from lockstep.attempts.placement import Placement, anywhere_but, only_on
 from lockstep.attempts.stages import Moments
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.errors import ClusterError, LockstepError, first_line
+from lockstep.errors import ClusterError, DeviceError, LockstepError, first_line
 from lockstep.spec.fields import Spec
 
 
@@ -31,6 +31,8 @@ class Attempt:
     ) -> None:
         self.over = threading.Event()
         self.error: LockstepError | None = None
+        self.device_ranks: list[int] = []
+        """The ranks that ended with a DeviceError."""
         self.moments = Moments()
         self.origin = origin
         self._spec = spec
@@ -58,47 +60,64 @@ class Attempt:
         self.over.wait()
 
     def _fit(self) -> None:
-        from ray.train import FailureConfig, RunConfig
-        from ray.train.torch import TorchConfig
-
-        from lockstep.attempts.noting import Noting
-        from lockstep.attempts.scaling import Scaling
-        from lockstep.attempts.standby import imports_ahead
-        from lockstep.attempts.train_controller import DriverTrainer
-        from lockstep.attempts.worker_main import worker_main
-        from lockstep.training.group import COLLECTIVE_TIMEOUT
-
-        place, self.moments.at["decision"] = self._place, time.time()
-        gpu = "GPU" in place.each
-        ahead = imports_ahead(self._config["folder"], self._spec.job.use.partition(":")[0])
+        self.moments.at["decision"] = time.time()
         try:
-            self._trainer = DriverTrainer(
-                worker_main,
-                train_loop_config=self._config,
-                scaling_config=Scaling(
-                    num_workers=place.workers,
-                    use_gpu=gpu,
-                    resources_per_worker=place.each,
-                    label_selector=anywhere_but(place.unfit),
-                    first=place.first,
-                ),
-                torch_config=TorchConfig(
-                    backend="nccl" if gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())
-                ),
-                run_config=RunConfig(
-                    name=f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray resumes a name that it has seen
-                    storage_path=str(Path(tempfile.gettempdir(), "lockstep-ray-train")),
-                    failure_config=FailureConfig(max_failures=0),
-                    worker_runtime_env={"env_vars": {**self._environment, **ahead}},
-                    callbacks=[Noting(self.moments)],
-                ),
-            )
+            self._trainer = self._make_trainer()
             self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - whatever ended the attempt is told by the driver
-            self.error = ClusterError(ended_by(error, place.workers))
+            self.error = ClusterError(ended_by(error, self._place.workers))
+            self.device_ranks = device_ranks(error)
         finally:
             self.moments.note("teardown")
             self.over.set()
+
+    def _make_trainer(self) -> Any:
+        """Ray Train for this attempt: with the controller in this process where Ray's private parts allow it."""
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig
+
+        from lockstep.attempts.standby import imports_ahead
+        from lockstep.clusters.ray_internals import unavailable
+        from lockstep.training.group import COLLECTIVE_TIMEOUT
+
+        place, gpu = self._place, "GPU" in self._place.each
+        scaling = {
+            "num_workers": place.workers,
+            "use_gpu": gpu,
+            "resources_per_worker": place.each,
+            "label_selector": anywhere_but(place.unfit),
+        }
+        torch_config = TorchConfig(
+            backend="nccl" if gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())
+        )
+        ahead = imports_ahead(self._config["folder"], self._spec.job.use.partition(":")[0])
+        run = {
+            "name": f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray resumes a name that it has seen
+            "storage_path": str(Path(tempfile.gettempdir(), "lockstep-ray-train")),
+            "failure_config": FailureConfig(max_failures=0),
+            "worker_runtime_env": {"env_vars": {**self._environment, **ahead}},
+        }
+        if unavailable("driver trainer"):
+            from lockstep.attempts.public_trainer import PublicTrainer
+
+            return PublicTrainer(
+                self._config,
+                scaling_config=ScalingConfig(**scaling),
+                torch_config=torch_config,
+                run_config=RunConfig(**run),
+            )
+        from lockstep.attempts.worker_main import worker_main
+        from lockstep.clusters.ray_internals.driver_trainer import DriverTrainer
+        from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
+        from lockstep.clusters.ray_internals.stage_times import StageTimes
+
+        return DriverTrainer(
+            worker_main,
+            train_loop_config=self._config,
+            scaling_config=PreferredNodes(**scaling, preferred=only_on(place.first)),
+            torch_config=torch_config,
+            run_config=RunConfig(**run, callbacks=[StageTimes(self.moments.note)]),
+        )
 
 
 def ended_by(error: BaseException, workers: int) -> str:
@@ -116,6 +135,13 @@ def ended_by(error: BaseException, workers: int) -> str:
     return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
 
 
+def device_ranks(error: BaseException) -> list[int]:
+    """The ranks whose failure Ray passes on is a DeviceError: it does so as a traceback."""
+    failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
+    name = f"{DeviceError.__module__}.{DeviceError.__qualname__}: "
+    return sorted(rank for rank, failure in failures.items() if name in str(failure))
+
+
 def of_memory(text: str) -> bool:
     """Whether Ray says that its memory monitor ended a process."""
     return "OutOfMemory" in text or "low on memory" in text
@@ -125,5 +151,15 @@ def why_lost(text: str) -> str:
     """Why a process is gone, in one line, as far as Ray tells."""
     if of_memory(text):
         return "it was killed: its node ran out of memory"
-    exit_detail = re.search(r"Worker exit detail: ([^.\n]+)", text)
-    return exit_detail[1] if exit_detail else next(iter(text.strip().splitlines()), "no message")
+    found = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
+    if found is None:
+        return next(iter(text.strip().splitlines()), "no message")
+    detail = found[1].strip()
+    if (
+        "connection error code 2" in detail
+    ):  # the process ended without a word; Ray guesses, after the first full stop
+        return (
+            f"{detail.partition('.')[0]}: it was killed from outside or crashed; where the kernel's out-of-memory killer did "
+            "it, dmesg on its node says so"
+        )
+    return detail.rstrip(".")

@@ -16,7 +16,6 @@ from lockstep.attempts.sender import Sender
 from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
 from lockstep.attempts.worker_output import output_told
-from lockstep.errors import LockstepError
 from lockstep.job.loading import load_job
 from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
 from lockstep.record.system import sampled
@@ -72,7 +71,7 @@ def worker_main(config: dict[str, Any]) -> None:
     try:
         _train(config, group, sender, tell, requests)
     except Exception as error:
-        known = error if isinstance(error, LockstepError) else as_lockstep_error(error, f"rank {group.rank}")
+        known = as_lockstep_error(error, f"rank {group.rank}")
         sender.tell(Broke(type(known)(str(known)), traceback.format_exc()))
         raise
     finally:

@@ -29,6 +29,7 @@ from lockstep.cli.answers import (
     shown,
     uri_option,
 )
+from lockstep.driver.signals import end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError
 from lockstep.spec.places import RECORD_OFF
 
@@ -76,6 +77,7 @@ def run() -> None:
         # Python reads it when it starts: a run in this very process has to start over with it.
         os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
         os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
+    end_on_second_signal()
     app()
 
 

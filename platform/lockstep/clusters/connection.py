@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterator, MutableMapping
+import time
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from lockstep.clusters.authentication import (
     LOOPBACK_ONLY,
@@ -21,38 +21,70 @@ from lockstep.clusters.authentication import (
 )
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.ray_settings import RAY_SETTINGS
-from lockstep.errors import ClusterError, first_line
+from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address, host_and_port
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+
+ASK_S = 1.0
+"""How often a cluster that is being joined is asked whether it still answers."""
+
+TOLD_S = 8.0
+"""After how long a person is told that the cluster has not let the driver in yet."""
+
+SILENT_S = 4.0
+"""How long a cluster may be silent while it is being joined."""
+
+JOIN_S = 60.0
+"""How long a cluster that answers may take to let a driver in."""
+
+
+def _unsaid(_text: str) -> None: ...
 
 
 @contextmanager
-def connected(address: str | None, *, verbose: bool, for_workers: bool = False) -> Iterator[bool]:
-    """A connection to Ray; gives whether the cluster was started here and ends with the run. `for_workers`: every process that it starts there trains."""
+def connected(
+    address: str | None,
+    *,
+    verbose: bool,
+    for_workers: bool = False,
+    stop: StopSignal | None = None,
+    say: Callable[[str], None] = _unsaid,
+) -> Iterator[bool]:
+    """A connection to Ray; gives whether the cluster was started here and ends with the run.
+
+    `for_workers`: every process that it starts there trains. With `stop` a signal ends the wait for the cluster:
+    KeyboardInterrupt. ClusterError within seconds where the cluster does not answer.
+    """
     for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
-    if starts_own_cluster(address):
+    loaded = sys.modules.get("ray")
+    if loaded is not None and loaded.is_initialized():
+        yield False
+        return
+    address = cluster_address(address)
+    if address == LOCAL:
         os.environ.update(LOOPBACK_ONLY)
         guard_rays_token()
-    show_token(address or os.environ.get("RAY_ADDRESS"))
+    else:
+        check_answers(address, lambda: stop is not None and stop.asked)
+    show_token(address)  # before Ray is imported: it reads the environment once
     import ray
 
     threading.Thread(
         target=importlib.import_module, args=("torch",), name="lockstep-import", daemon=True
     ).start()
-    if ray.is_initialized():
-        yield False
-        return
-    quiet: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
-    if for_workers and not starts_own_cluster(address):
-        quiet["runtime_env"] = {"env_vars": WORKER_ENVIRONMENT}
+    settings: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == LOCAL:
+        _start(settings)
+    else:
+        if for_workers:
+            settings["runtime_env"] = {"env_vars": WORKER_ENVIRONMENT}
+        _Joining(address, settings).wait(stop, say)
+    if stop is not None:
+        stop.listen()  # Ray takes SIGTERM for itself when it connects
     try:
-        context = ray.init(address=address, include_dashboard=None if address else False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(
-            f"ray: cannot connect to {address or 'a local cluster'}: {first_line(error)}"
-        ) from error
-    try:
-        yield address == "local" or _is_new(context)
+        yield address == LOCAL
     except KeyboardInterrupt:
         raise  # at once: to part from Ray under an attempt that goes on would crash the process
     except BaseException:
@@ -62,35 +94,97 @@ def connected(address: str | None, *, verbose: bool, for_workers: bool = False) 
         ray.shutdown()
 
 
-def _is_new(context: Any) -> bool:
-    """Whether `ray.init` without an address started a cluster, rather than found one."""
+def _start(settings: dict[str, Any]) -> None:
+    """A new local cluster. In this thread: its processes end with the thread that started them."""
     import ray
 
-    return bool(ray._private.worker._global_node is not None and ray._private.worker._global_node.head)
+    try:
+        ray.init(address=LOCAL, include_dashboard=False, **settings)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _refused("a new local cluster", error) from error
 
 
-def starts_own_cluster(address: str | None) -> bool:
-    """Whether Ray would start a cluster for this address, as far as that can be told before Ray is imported."""
-    known = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
-    return address == "local" or (address is None and "RAY_ADDRESS" not in os.environ and not known.exists())
+def _refused(what: str, error: BaseException) -> ClusterError:
+    return ClusterError(f"ray: cannot connect to {what}: {first_line(error)}")
 
 
-def show_token(address: str | None, environment: MutableMapping[str, str] = os.environ) -> None:
+class _Joining:
+    """`ray.init` in a thread: it waits in C++, deaf to signals, for minutes where a cluster dies under it."""
+
+    def __init__(self, address: str, settings: dict[str, Any]) -> None:
+        self._address, self._settings = address, settings
+        self._over = threading.Event()
+        self._given_up = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, stop: StopSignal | None, say: Callable[[str], None]) -> None:
+        """Until the cluster is joined. ClusterError where it refuses or falls silent; KeyboardInterrupt on a signal."""
+        threading.Thread(target=self._join, name="lockstep-connect", daemon=True).start()
+        began = heard = time.monotonic()
+        told = False
+        while not self._over.wait(0.2):
+            now = time.monotonic()
+            if now - heard > ASK_S:
+                try:
+                    check_answers(self._address, lambda: stop is not None and stop.asked)
+                    heard = time.monotonic()
+                except KeyboardInterrupt as error:
+                    self._give_up(error)
+                except ClusterError as error:
+                    if time.monotonic() - heard > SILENT_S:
+                        self._give_up(error)
+            elif stop is not None and stop.asked:
+                self._give_up(KeyboardInterrupt())
+            if now - began > TOLD_S and not told:
+                told = True
+                say(f"the cluster at {self._address} answers, but has not yet let this driver in; waiting")
+            if now - began > JOIN_S:
+                self._give_up(
+                    ClusterError(
+                        f"address: the cluster at {self._address} answers, but did not let this driver in within "
+                        f"{JOIN_S:.0f} s; a driver needs a live node of the cluster on its own machine: look at ray status"
+                    )
+                )
+        if self._error is not None:
+            raise _refused(self._address, self._error) from self._error
+
+    def _join(self) -> None:
+        import ray
+
+        try:
+            ray.init(address=self._address, **self._settings)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            self._error = error
+        with self._lock:
+            self._over.set()
+            late = self._given_up and self._error is None
+        if late:
+            ray.shutdown()  # nobody waits for it any more
+
+    def _give_up(self, error: LockstepError | KeyboardInterrupt) -> None:
+        """Raise `error`, unless the cluster has just been joined."""
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._given_up = True
+        raise error
+
+
+def show_token(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what Ray needs to speak to the cluster at `address`, unless the environment says it already.
 
-    Before Ray is imported: it reads this once. The token is that of the cluster that `lockstep cluster up` started, where
-    the address is its; else Ray's own file, which Ray by itself would not show to a cluster that it has not started.
+    The token is that of the cluster that `lockstep cluster up` started, where the address is its; else Ray's own file,
+    which Ray by itself would not show to a cluster that it has not started. Call it before Ray is imported, which reads the environment once.
     """
-    if address is not None and is_loopback(host_of(address)):
+    if address == LOCAL:
+        return
+    if is_loopback(host_of(address)):
         environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     if {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys():
         return
     cluster = running_cluster()
-    if cluster is not None and address is not None and _port(address) in cluster.ports:
+    if cluster is not None and host_and_port(address)[1] in cluster.ports:
         environment.update(cluster.access())
-    elif address is not None and rays_token().exists():
+    elif rays_token().exists():
         environment["RAY_AUTH_MODE"] = "token"
-
-
-def _port(address: str) -> int | None:
-    return urlsplit(address if "://" in address else f"ray://{address}").port

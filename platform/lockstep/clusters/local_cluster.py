@@ -25,6 +25,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from lockstep.clusters.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
+from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
@@ -298,13 +299,12 @@ def hold(config: dict[str, Any]) -> None:
 
 def _wait_for_agents(cluster: Any, nodes: int) -> None:
     """Until every node's agent is known: before that the job API answers "No available agent". ClusterError after AGENTS_S."""
-    from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
-    from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
+    from lockstep.clusters.ray_internals.nodes import agents_known
 
-    known = cluster.head_node.get_gcs_client().internal_kv_keys
-    prefix = DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX.encode()
+    if unavailable("agents"):
+        return  # `lockstep submit` tries again for a while
     until = time.monotonic() + AGENTS_S
-    while len(known(prefix, namespace=KV_NAMESPACE_DASHBOARD)) < nodes:
+    while agents_known(cluster.head_node) < nodes:
         if time.monotonic() > until:
             raise ClusterError(
                 f"the agents of its nodes did not start within {AGENTS_S:.0f} s, so it cannot accept jobs"

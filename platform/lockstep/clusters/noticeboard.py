@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lockstep.clusters.ray_internals import key_values, unavailable
 from lockstep.record.documents import without_password
 
 NAMESPACE, PREFIX = b"lockstep", "run:"
@@ -64,20 +65,16 @@ class Noticeboard:
             )
 
     def _put(self, notice: Notice) -> None:
-        from ray.experimental.internal_kv import _internal_kv_put
-
         self._notice = notice
-        key = f"{PREFIX}{notice.run_id}".encode()
-        _internal_kv_put(key, json.dumps(asdict(notice)).encode(), namespace=NAMESPACE)
+        if not unavailable("key-values"):
+            key_values.put(f"{PREFIX}{notice.run_id}", json.dumps(asdict(notice)).encode(), NAMESPACE)
 
 
 def notices(address: str, drivers: set[str]) -> list[dict[str, Any]]:
     """The runs of the cluster whose GCS is at `address`, newest first; `drivers` are Ray's ids of those that are alive."""
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]
-
-    client = GcsClient(address=address)
-    keys = client.internal_kv_keys(PREFIX.encode(), namespace=NAMESPACE)
-    found = [Notice(**json.loads(client.internal_kv_get(key, namespace=NAMESPACE))) for key in keys]
+    if unavailable("key-values"):
+        return []
+    found = [Notice(**json.loads(value)) for value in key_values.values(address, PREFIX, NAMESPACE)]
     seen = [
         replace(notice, status="LOST")
         if notice.status == "RUNNING" and notice.driver not in drivers

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.clusters.ray_internals import packages, unavailable
 from lockstep.errors import SpecError
 
 MIB = 1024 * 1024
@@ -40,28 +41,18 @@ class Package(NamedTuple):
         )
 
 
-def upload_limit() -> int:
-    """The most bytes that Ray's dashboard takes in one request."""
-    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
-    from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE
-
-    return int(min(DASHBOARD_CLIENT_MAX_SIZE, GCS_STORAGE_MAX_SIZE))
-
-
-def pack(folder: Path, *, limit: int | None = None, excludes: Sequence[str] = EXCLUDES) -> Package:
-    """Try out what a directory would come to, honouring .gitignore and .rayignore. SpecError where it is too large."""
-    from ray._private.runtime_env.packaging import create_package
-
-    limit = upload_limit() if limit is None else limit
+def pack(folder: Path, *, limit: int | None = None, excludes: Sequence[str] = EXCLUDES) -> Package | None:
+    """Try out what a directory would come to, honouring .gitignore and .rayignore. SpecError where it is too large; None where Ray cannot be asked."""
+    if unavailable("packages"):
+        return None
+    limit = packages.upload_limit() if limit is None else limit
     sizes = _files(folder, excludes)
     largest = tuple(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:5])
     if sum(sizes.values()) > HOPELESS:
         raise _too_large(folder, Package(len(sizes), sum(sizes.values()), largest), limit)
     with tempfile.TemporaryDirectory(prefix="lockstep-package-") as aside:
         target = Path(aside, "package.zip")
-        create_package(
-            str(folder), target, include_gitignore=True, include_parent_dir=False, excludes=list(excludes)
-        )
+        packages.write_package(folder, target, excludes)
         package = Package(len(sizes), target.stat().st_size, largest)
     if package.size >= limit:
         raise _too_large(folder, package, limit)
@@ -70,15 +61,13 @@ def pack(folder: Path, *, limit: int | None = None, excludes: Sequence[str] = EX
 
 def _files(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
     """Size by name of what Ray would pack."""
-    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
-
     found: dict[str, int] = {}
 
     def take(path: Path) -> None:
         if path.is_file():
             found[str(path.relative_to(folder))] = path.stat().st_size
 
-    _dir_travel(folder, [_get_excludes(folder, list(excludes))], take, include_gitignore=True)
+    packages.walk(folder, excludes, take)
     return found
 
 

@@ -141,7 +141,7 @@ def submit(
     words = entrypoint(what, overrides, name, folder)
     client = connect(address)
     package = pack(folder)
-    if package.size > NOTED:
+    if package is not None and package.size > NOTED:
         say(f"sending {package.told()}")
     environment: dict[str, Any] = {"working_dir": str(folder)}
     if not installed:

@@ -1,12 +1,39 @@
-"""SIGTERM and SIGINT while a run goes on: the first asks it to stop after the next step, a second one ends it at once."""
+"""SIGTERM and SIGINT while a run goes on: the first asks it to stop after the next step, a second one ends it at once.
+
+Python runs a handler only between two of its own instructions. So that a second signal also ends a command whose main
+thread waits in C++, a thread of its own counts them by the byte that the interpreter's C handler writes.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from types import FrameType
 from typing import Any
+
+GRACE_S = 8.0
+"""How long a command may take to end by itself after a second signal."""
+
+
+def end_on_second_signal() -> None:
+    """From now on this process ends at the latest GRACE_S after a second SIGINT or SIGTERM. For commands: call it once, in the main thread."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
+    threading.Thread(target=_end_after_two, args=(read,), name="lockstep-signals", daemon=True).start()
+
+
+def _end_after_two(read: int) -> None:
+    seen = 0
+    while seen < 2:
+        (number,) = os.read(read, 1)
+        seen += number in (signal.SIGINT, signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.write(2, b"lockstep: ended at once by a second signal\n")
+    os._exit(128 + number)
 
 
 class StopSignal:

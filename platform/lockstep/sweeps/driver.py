@@ -91,8 +91,7 @@ def sweep(
     check_storage(base)
     from lockstep.clusters.connection import connected
 
-    with StopSignal() as stop, connected(address, verbose=verbose, for_workers=True):
-        stop.listen()
+    with StopSignal() as stop, connected(address, verbose=verbose, for_workers=True, stop=stop):
         return _Driver(loaded, sweep_id, progress, stop, warnings, began_at, hold, verbose=verbose).run()
 
 

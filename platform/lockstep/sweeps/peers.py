@@ -45,7 +45,7 @@ class Peer:
                 job, group = load_job(spec.job.use, spec.job.params), Group.join(device())
                 fit(spec, job, group, tell_nobody, NoRequests(), origin)
         except Exception as error:
-            known = error if isinstance(error, LockstepError) else as_lockstep_error(error, f"rank {rank}")
+            known = as_lockstep_error(error, f"rank {rank}")
             raise type(known)(str(known)) from error
 
 

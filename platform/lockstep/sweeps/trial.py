@@ -28,7 +28,7 @@ from lockstep.checkpoint.run_folder import Origin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import ClusterError, LockstepError, StorageError
+from lockstep.errors import ClusterError, StorageError
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow
 from lockstep.record.ledger import History
@@ -302,7 +302,7 @@ class Training:
                 return
 
     def _broke(self, error: Exception) -> None:
-        known = error if isinstance(error, LockstepError) else as_lockstep_error(error, "rank 0")
+        known = as_lockstep_error(error, "rank 0")
         if isinstance(known, ClusterError):
             self.results.put({"lost": str(known)})
             return

@@ -5,31 +5,33 @@ from __future__ import annotations
 import re
 
 import torch
-import torch.distributed as dist
 
 from lockstep.data.loader import process_lost
-from lockstep.errors import ClusterError, DeterminismError, JobError, LockstepError
+from lockstep.errors import DeterminismError, JobError, LockstepError
+from lockstep.failure_kinds import infrastructure_error, may_pass
 from lockstep.job.frames import place_in_job
 
 
 def as_lockstep_error(error: BaseException, where: str) -> LockstepError:
-    """The one line for an exception out of the job's own code, with its file and line there; raise it `from` the error.
+    """The one line for an exception out of the job's own code, with its file and line there; one that is told already stays as it is.
 
     `where` is the place in the run, such as `step 7, micro-batch 3, rank 0`.
     """
-    # torch raises it from a signal handler, wherever the training thread happens to be
-    lost = process_lost(error)
+    if isinstance(error, LockstepError):
+        return may_pass(error)
+    lost = process_lost(error)  # torch raises it from a signal handler, wherever the training thread is
     if lost is not None:
         return lost
     text = " ".join(str(error).split())
     where += place_in_job(error)
-    if isinstance(error, dist.DistError) or re.search(r"gloo/|Connection (closed|reset) by peer", text):
-        return ClusterError(f"the other workers cannot be reached any more ({where}): {text[:300]}")
     if isinstance(error, SystemExit):
         return JobError(
             f"the job ended the process ({where}) with sys.exit({'' if error.code is None else repr(error.code)}); "
             "raise an exception instead, or return"
         )
+    infrastructure = infrastructure_error(error, where)
+    if infrastructure is not None:
+        return infrastructure
     operator = re.match(r"(\S+) does not have a deterministic implementation", text)
     if operator:
         return DeterminismError(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from lockstep.attempts.worker_group import ended_by, why_lost
+from lockstep.attempts.worker_group import device_ranks, ended_by, why_lost
 
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\nWorker exit type: SYSTEM_ERROR "
     "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: …"
+)
+
+WITHOUT_A_WORD = (
+    "Worker unexpectedly exits with a connection error code 2: it was killed from outside or crashed; where the kernel's "
+    "out-of-memory killer did it, dmesg on its node says so"
 )
 
 
@@ -19,9 +24,7 @@ class Failed(Exception):
 
 
 def test_the_ranks_and_the_cause_are_named() -> None:
-    assert ended_by(Failed({1: RuntimeError(DIED)}), 2) == (
-        "rank 1 of 2 was lost: Worker unexpectedly exits with a connection error code 2"
-    )
+    assert ended_by(Failed({1: RuntimeError(DIED)}), 2) == (f"rank 1 of 2 was lost: {WITHOUT_A_WORD}")
     told = ended_by(
         Failed({0: RuntimeError("OutOfMemoryError: Task was killed due to the node running low on memory")}),
         4,
@@ -31,6 +34,17 @@ def test_the_ranks_and_the_cause_are_named() -> None:
 
 
 def test_a_process_of_which_little_is_known_is_told_in_one_line() -> None:
-    assert why_lost(DIED) == "Worker unexpectedly exits with a connection error code 2"
+    assert why_lost(DIED) == WITHOUT_A_WORD
+    detail = "Worker exit detail: The node 1.2.3.4 was terminated. Its heartbeats stopped."
+    assert why_lost(f"gone\n{detail}\nmore") == "The node 1.2.3.4 was terminated. Its heartbeats stopped"
     assert why_lost("gone\nfor good") == "gone"
     assert why_lost("") == "no message"
+
+
+def test_the_ranks_whose_devices_failed_are_found_in_rays_tracebacks() -> None:
+    failures = {
+        0: RuntimeError("lockstep.errors.ClusterError: the other workers cannot be reached"),
+        1: RuntimeError("Traceback …\nlockstep.errors.DeviceError: a GPU failed in a kernel (step 3)"),
+    }
+    assert device_ranks(Failed(failures)) == [1]
+    assert device_ranks(ValueError("DeviceError")) == []

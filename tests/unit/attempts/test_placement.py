@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lockstep.attempts.placement import Placement, anywhere_but
-from lockstep.attempts.scaling import Scaling
+from lockstep.attempts.placement import Placement, anywhere_but, only_on
 from lockstep.attempts.standby import Standbys
+from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
 from lockstep.record.events import Joined
 
 
@@ -38,10 +38,10 @@ def test_workers_go_first_where_processes_stand_by() -> None:
 
 
 def test_the_first_workers_have_a_node_each_and_the_others_any() -> None:
-    scaling = Scaling(num_workers=3, first=("a", "b"))
+    scaling = PreferredNodes(num_workers=3, preferred=only_on(("a", "b")))
     node = "ray.io/node-id"
-    assert scaling.with_first(None) == [{node: "a"}, {node: "b"}, {}]
-    assert scaling.with_first([{node: "!in(x)"}] * 3) == [{node: "a"}, {node: "b"}, {node: "!in(x)"}]
+    assert scaling.narrowed(None) == [{node: "a"}, {node: "b"}, {}]
+    assert scaling.narrowed([{node: "!in(x)"}] * 3) == [{node: "a"}, {node: "b"}, {node: "!in(x)"}]
 
 
 def test_a_worker_stood_by_if_its_imports_were_done_when_it_was_asked_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.attempts.policy import LONGEST_PAUSE_S, Budget, outcome_of
+from lockstep.attempts.policy import LONGEST_PAUSE_S, Budget, FailedNodes, outcome_of
 from lockstep.errors import (
     ClusterError,
     DeterminismError,
@@ -13,6 +13,7 @@ from lockstep.errors import (
     NumericsError,
     SpecError,
     StorageError,
+    TransientStorageError,
 )
 from lockstep.spec.fields import Faults
 
@@ -65,3 +66,22 @@ def test_a_job_error_is_not_tried_again_unless_allowed() -> None:
 def test_what_no_attempt_can_mend_ends_the_run() -> None:
     budget = Budget(Faults(max_worker_failures=100, max_job_errors=100))
     assert not budget.decide("final", 10).again
+
+
+def test_storage_that_fails_is_tried_again_after_a_pause_and_not_for_ever() -> None:
+    error = TransientStorageError("a disk or quota is full")
+    budget = Budget(Faults(max_worker_failures=3))
+    found = [budget.decide(outcome_of(error), 4) for _ in range(4)]
+    assert [decision.again for decision in found] == [True, True, True, False]
+    assert [decision.pause_s for decision in found[:3]] == [4.0, 8.0, 16.0]
+    assert budget.decide(outcome_of(error), 8).pause_s == 4.0  # a new checkpoint: it went on meanwhile
+    assert outcome_of(StorageError("no permission")) == "final"
+
+
+def test_a_node_whose_devices_fail_twice_is_left_out() -> None:
+    nodes = FailedNodes()
+    assert nodes.failed(["a"]) == frozenset()
+    assert nodes.failed(["b", "b"]) == frozenset()  # two ranks of one attempt are one failure
+    assert nodes.failed(["a"]) == {"a"}
+    assert nodes.failed(["a"]) == frozenset()  # told once
+    assert nodes.left_out == {"a"}

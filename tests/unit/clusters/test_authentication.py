@@ -85,7 +85,7 @@ def test_rays_token_is_shown_to_a_cluster_that_is_named_and_nothing_that_is_set_
     show_token("http://10.1.2.3:8265", environment)
     assert environment == {"RAY_AUTH_MODE": "token"}
     environment = {}
-    show_token(None, environment)
+    show_token("local", environment)
     assert environment == {}
     environment = {"RAY_AUTH_MODE": "disabled"}
     show_token("http://10.1.2.3:8265", environment)

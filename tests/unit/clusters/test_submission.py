@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.clusters.packaging import MIB, pack, upload_limit
+from lockstep.clusters.packaging import MIB, Package
+from lockstep.clusters.packaging import pack as pack_if_known
+from lockstep.clusters.ray_internals.packages import upload_limit
 from lockstep.clusters.submission import connect, entrypoint, find_address
 from lockstep.errors import ClusterError, SpecError
 
@@ -15,6 +17,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
 ]
+
+
+def pack(folder: Path, limit: int | None = None) -> Package:
+    """With Ray's own functions, which have to be there."""
+    package = pack_if_known(folder, limit=limit)
+    assert package is not None
+    return package
 
 
 def noise(path: Path, size: int) -> None:

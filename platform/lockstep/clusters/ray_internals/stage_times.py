@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
-from lockstep.attempts.stages import Moments
 
+class StageTimes(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]  # untyped bases
+    """Calls `note` with a stage's name as an attempt comes to the end of each of Ray's stages."""
 
-class Noting(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]  # untyped bases
-    """Notes when an attempt comes to the end of each of Ray's stages."""
-
-    def __init__(self, moments: Moments) -> None:
-        self.moments = moments
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note = note
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
-        self.moments.note("group")
+        self.note("group")
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         if type(current_state).__name__ == "ShuttingDownState":
-            self.moments.note("detection")
+            self.note("detection")

@@ -21,14 +21,14 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
-from lockstep.attempts.noting import Noting
-from lockstep.attempts.scaling import Scaling
+from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
+from lockstep.clusters.ray_internals.stage_times import StageTimes
 
 FIRST_S = 3.0
 """How long the nodes that are tried first may take to have room: what the attempt before held is free only when Ray has noticed."""
 
 
-class Workers(WorkerGroup):  # type: ignore[misc]
+class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """A group of workers without a controller actor, which ends at once."""
 
     def _start(self) -> None:
@@ -43,10 +43,10 @@ class Workers(WorkerGroup):  # type: ignore[misc]
                 self._clear_state()
             raise
 
-    def _create_placement_group(self, scaling_config: Scaling, worker_group_context: Any) -> Any:
+    def _create_placement_group(self, scaling_config: PreferredNodes, worker_group_context: Any) -> Any:
         """On the nodes that are to be tried first, if there is room at once; else wherever there is."""
-        if scaling_config.first:
-            narrowed = scaling_config.with_first(worker_group_context.label_selector)
+        if scaling_config.preferred:
+            narrowed = scaling_config.narrowed(worker_group_context.label_selector)
             handle = super()._create_placement_group(
                 scaling_config, replace(worker_group_context, label_selector=narrowed)
             )
@@ -63,8 +63,8 @@ class Workers(WorkerGroup):  # type: ignore[misc]
 
     def _note(self, stage: str) -> None:
         for callback in self._callbacks:
-            if isinstance(callback, Noting):
-                callback.moments.note(stage)
+            if isinstance(callback, StageTimes):
+                callback.note(stage)
 
     def _init_train_context_on_workers(self, workers: Any, sync_actor: Any, arguments: Any) -> None:
         """As in Ray, whose version asks for the handle of the controller's actor: only validation calls that, which is not used."""
@@ -92,13 +92,13 @@ class Workers(WorkerGroup):  # type: ignore[misc]
         super().shutdown()
 
 
-class Controller(TrainController):  # type: ignore[misc]
+class DriverController(TrainController):  # type: ignore[misc]
     """Ray Train's controller of such a group."""
 
-    worker_group_cls = Workers
+    worker_group_cls = DriverWorkerGroup
 
 
-class Placed(FixedScalingPolicy):  # type: ignore[misc]
+class UnreservedScaling(FixedScalingPolicy):  # type: ignore[misc]
     """So many workers, for which there is room: no actor is asked to reserve it first."""
 
     def after_controller_start(self, train_run_context: Any) -> None: ...
@@ -106,7 +106,7 @@ class Placed(FixedScalingPolicy):  # type: ignore[misc]
     def _maybe_send_resource_request(self) -> None: ...
 
 
-class Raised(FailurePolicy):  # type: ignore[misc]
+class SupervisorDecides(FailurePolicy):  # type: ignore[misc]
     """Whatever ends an attempt is told, and the supervisor decides: Ray would start the workers of a preempted node again by itself, from where the attempt began.
 
     Only resources that others hold are waited for, as long as it takes.
@@ -130,11 +130,11 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
         ]
 
     def _initialize_and_run_controller(self, **settings: Any) -> Result:
-        self._controller = Controller(
+        self._controller = DriverController(
             **{
                 **settings,
-                "scaling_policy": Placed(self.scaling_config),
-                "failure_policy": Raised(self.run_config.failure_config),
+                "scaling_policy": UnreservedScaling(self.scaling_config),
+                "failure_policy": SupervisorDecides(self.run_config.failure_config),
             }
         )
         asyncio.run(self._controller.run())

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 from ray.train import ScalingConfig
 
-from lockstep.attempts.placement import NODE_ID
-
 
 @dataclass
-class Scaling(ScalingConfig):  # type: ignore[misc]  # an untyped base
-    """Ray Train's configuration of a group, with the nodes that are tried first."""
+class PreferredNodes(ScalingConfig):  # type: ignore[misc]  # an untyped base
+    """Ray Train's configuration of a group, with label selectors of the nodes that are tried first: one for each of the first workers."""
 
-    first: tuple[str, ...] = ()
+    preferred: tuple[dict[str, str], ...] = ()
 
-    def with_first(self, selectors: list[dict[str, str]] | None) -> list[dict[str, str]]:
+    def narrowed(self, selectors: list[dict[str, str]] | None) -> list[dict[str, str]]:
         """Ray's selector for each worker, with those of the first ones narrowed to one node each."""
         others: list[dict[str, str]] = selectors or [{} for _ in range(self.num_workers)]
-        return [{NODE_ID: node} for node in self.first] + others[len(self.first) :]
+        return [*self.preferred, *others[len(self.preferred) :]]

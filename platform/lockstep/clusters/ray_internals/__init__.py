@@ -1,0 +1,169 @@
+"""The one door to Ray's private parts: nothing outside this package imports them.
+
+Each part is checked before it is used: whether its names are there, with the parameters that Lockstep passes or
+overrides. Where they are not, as with another version of Ray, the caller goes a public way or does without:
+
+| part | without it |
+|---|---|
+| driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, no node is preferred |
+| standbys | a lost worker is replaced by a process that has yet to start |
+| nodes | notices that a node is about to go are not heard |
+| key-values | `lockstep cluster status` lists no runs |
+| packages | `lockstep submit` does not say beforehand what is too large |
+| agents | `lockstep cluster up` does not wait for the agents that take jobs |
+
+This module itself imports nothing of Ray: workers get copies of what lies beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from functools import cache
+from importlib.metadata import version
+from typing import Any, Literal
+
+PUBLIC_ONLY = "LOCKSTEP_PUBLIC_RAY"
+"""Environment variable: with 1 no private part is used, as if Ray had none of them."""
+
+Part = Literal["driver trainer", "standbys", "nodes", "key-values", "packages", "agents"]
+
+_TRAIN = "ray.train.v2._internal"
+_CONTROLLER = f"{_TRAIN}.execution.controller:TrainController"
+_GROUP = f"{_TRAIN}.execution.worker_group:WorkerGroup"
+_CALLBACK = f"{_TRAIN}.execution.callback"
+_FIXED = f"{_TRAIN}.execution.scaling_policy:FixedScalingPolicy"
+
+NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
+    "driver trainer": {
+        f"{_CONTROLLER}.worker_group_cls": None,
+        f"{_CONTROLLER}.run": ("self",),
+        f"{_CONTROLLER}.get_result": ("self",),
+        f"{_CONTROLLER}.get_worker_group": ("self",),
+        f"{_CONTROLLER}.__init__": (
+            "self",
+            "train_fn_ref",
+            "train_run_context",
+            "scaling_policy",
+            "failure_policy",
+            "callbacks",
+            "validation_config",
+        ),
+        f"{_TRAIN}.execution.worker_group.worker:RayTrainWorker.init_train_context": (
+            "self",
+            "train_run_context",
+            "distributed_context",
+            "synchronization_actor",
+            "storage_context",
+            "worker_callbacks",
+            "controller_actor",
+            "dataset_shard_provider",
+            "checkpoint",
+            "has_validation_fn",
+            "current_report_index",
+        ),
+        f"{_GROUP}._start": ("self",),
+        f"{_GROUP}._clear_state": ("self",),
+        f"{_GROUP}._create_placement_group": ("self", "scaling_config", "worker_group_context"),
+        f"{_GROUP}._create_workers": None,
+        f"{_GROUP}._init_train_context_on_workers": (
+            "self",
+            "workers",
+            "sync_actor",
+            "train_context_args",
+        ),
+        f"{_GROUP}._decorate_worker_log_file_paths": ("workers",),
+        f"{_GROUP}.get_workers": ("self",),
+        f"{_GROUP}.has_started": ("self",),
+        f"{_GROUP}.shutdown": ("self",),
+        f"{_CALLBACK}:ControllerCallback.after_controller_state_update": (
+            "self",
+            "previous_state",
+            "current_state",
+        ),
+        f"{_CALLBACK}:WorkerGroupCallback.after_worker_group_training_start": ("self", "worker_group"),
+        f"{_FIXED}.after_controller_start": ("self", "train_run_context"),
+        f"{_FIXED}._maybe_send_resource_request": ("self",),
+        f"{_TRAIN}.execution.failure_handling:FailurePolicy.make_decision": (
+            "self",
+            "training_failed_error",
+        ),
+        f"{_TRAIN}.execution.failure_handling:FailureDecision.RETRY": None,
+        f"{_TRAIN}.execution.failure_handling:FailureDecision.RAISE": None,
+        f"{_TRAIN}.exceptions:WorkerGroupStartupTimeoutError": None,
+        f"{_TRAIN}.callbacks.placement_group_callback:PlacementGroupCleanerCallback": None,
+        "ray.train.torch:TorchTrainer._create_default_callbacks": ("self",),
+        "ray.train.torch:TorchTrainer._initialize_and_run_controller": ("self", "controller_init_kwargs"),
+    },
+    "standbys": {
+        "ray._private.ray_constants:WORKER_PROCESS_SETUP_HOOK_ENV_VAR": None,
+        "ray._private.grpc_utils:init_grpc_channel": None,
+        "ray.core.generated.common_pb2:PYTHON": None,
+        "ray.core.generated.node_manager_pb2:PrestartWorkersRequest": None,
+        "ray.core.generated.node_manager_pb2_grpc:NodeManagerServiceStub": None,
+        "ray.core.generated.runtime_environment_pb2:RuntimeEnvInfo": None,
+        "ray._private.state:available_resources_per_node": (),
+    },
+    "nodes": {"ray._private.state:state.get_draining_nodes": ()},
+    "key-values": {
+        "ray.experimental.internal_kv:_internal_kv_put": ("key", "value", "overwrite", "namespace"),
+        "ray._raylet:GcsClient": None,  # its methods are made when it is
+    },
+    "packages": {
+        "ray._private.ray_constants:DASHBOARD_CLIENT_MAX_SIZE": None,
+        "ray._private.runtime_env.packaging:GCS_STORAGE_MAX_SIZE": None,
+        "ray._private.runtime_env.packaging:create_package": None,
+        "ray._private.runtime_env.packaging:_dir_travel": None,
+        "ray._private.runtime_env.packaging:_get_excludes": ("path", "excludes"),
+    },
+    "agents": {
+        "ray._private.ray_constants:KV_NAMESPACE_DASHBOARD": None,
+        "ray.dashboard.consts:DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX": None,
+        "ray.cluster_utils:Cluster.add_node": None,
+    },
+}
+"""What each part needs, as `module:name`, with the parameters that it must have where Lockstep calls it by them or overrides it."""
+
+
+@cache
+def unavailable(part: Part) -> str | None:
+    """Why a part cannot be used with the Ray that is installed, in a few words; None where it can."""
+    if os.environ.get(PUBLIC_ONLY) == "1":
+        return f"{PUBLIC_ONLY} is 1"
+    for name, parameters in NEEDED[part].items():
+        problem = _problem(name, parameters)
+        if problem is not None:
+            return f"Ray {version('ray')}: {problem}"
+    return None
+
+
+def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
+    """What is wrong with `module:attribute.attribute`, where anything is."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in path.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        return f"{name} is not there ({type(error).__name__})"
+    if parameters is None:
+        return None
+    have = tuple(inspect.signature(found).parameters)
+    return None if have == parameters else f"{name} takes {', '.join(have) or 'nothing'}"
+
+
+def told() -> list[str]:
+    """A line for a run's warnings where it must do without Ray's private parts."""
+    reason = unavailable("driver trainer")
+    if reason is not None:
+        return [
+            f"ray: the run goes through Ray's public TorchTrainer ({reason}): a lost worker takes some seconds longer to "
+            "replace; there are no standby workers and no preferred nodes"
+        ]
+    effects: dict[Part, str] = {
+        "standbys": "there are no standby workers, so a lost worker takes longer to replace",
+        "nodes": "a notice that a node is about to go is not heard",
+    }
+    reasons = {part: unavailable(part) for part in effects}
+    return [f"ray: {effects[part]} ({reason})" for part, reason in reasons.items() if reason is not None]

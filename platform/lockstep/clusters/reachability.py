@@ -1,0 +1,118 @@
+"""Which cluster a command joins, and whether it answers.
+
+Only a named cluster is joined: by `--address`, by RAY_ADDRESS (which Ray sets in a job to the job's own cluster), or by
+`lockstep cluster up` of the same user. Ray by itself would join any that runs on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lockstep.clusters.local_cluster import running_cluster
+from lockstep.errors import ClusterError, SpecError
+
+TCP_S = 3.0
+"""How long an address may take to accept a connection."""
+
+HEALTH_S = 4.0
+"""How long a GCS may take to say that it serves."""
+
+LOCAL = "local"
+"""The address of a new cluster of the command's own, which ends with it."""
+
+
+def cluster_address(given: str | None) -> str:
+    """Where to connect to, as host:port, or LOCAL. SpecError for `auto` where no cluster is known."""
+    named = given or os.environ.get("RAY_ADDRESS") or None
+    if named == "auto":
+        return _found_here()
+    if named is not None:
+        return named
+    own = running_cluster()
+    return own.address if own is not None else LOCAL
+
+
+def _found_here() -> str:
+    """The cluster that `auto` means: one's own, else the one that `ray start` noted on this machine."""
+    named, own = os.environ.get("RAY_ADDRESS"), running_cluster()
+    if named and named != "auto":
+        return named
+    if own is not None:
+        return own.address
+    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    try:
+        return note.read_text(encoding="utf-8").strip()
+    except OSError:
+        raise SpecError(
+            "address: got 'auto', but no cluster was started on this machine; give its host:port, or leave out "
+            "--address for a new local one"
+        ) from None
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of `host:port` or of a URL. SpecError for anything else."""
+    try:
+        parts = urlsplit(address if "://" in address else f"ray://{address}")
+        if parts.hostname and parts.port:
+            return parts.hostname, parts.port
+    except ValueError:  # a port that is no number, or beyond 65535
+        pass
+    raise SpecError(
+        f"address: got {address!r}, wanted the host:port of a Ray head node such as 10.0.0.5:6379"
+    )
+
+
+def _never() -> bool:
+    return False
+
+
+def check_answers(address: str, interrupted: Callable[[], bool] = _never) -> None:
+    """ClusterError, within TCP_S + HEALTH_S, where no live Ray cluster answers at `address`; KeyboardInterrupt once `interrupted`."""
+    host, port = host_and_port(address)
+    try:
+        socket.create_connection((host, port), TCP_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"address: no Ray cluster answers at {address} ({error.strerror or error}); start one there, or leave out "
+            "--address and RAY_ADDRESS for a new local one"
+        ) from error
+    if address.startswith("ray://") or os.environ.get("RAY_USE_TLS") == "1":
+        return  # Ray's client server and a GCS behind TLS are asked by Ray itself
+    problem = _unhealthy(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", interrupted)
+    if problem is not None:
+        raise ClusterError(
+            f"address: {address} accepts connections but {problem}; give the address of a running cluster, or leave out "
+            "--address and RAY_ADDRESS for a new local one"
+        )
+
+
+def _unhealthy(target: str, interrupted: Callable[[], bool]) -> str | None:
+    """What is wrong with the GCS at `target`, by gRPC's own health check, which every GCS serves. None where it answers."""
+    import grpc  # type: ignore[import-untyped]  # comes with ray[default]
+
+    with grpc.insecure_channel(target, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes
+        )
+        # A HealthCheckRequest without a service's name: the whole server.
+        answer = check.future(b"", timeout=HEALTH_S)
+        while not answer.done():
+            if interrupted():
+                answer.cancel()
+                raise KeyboardInterrupt
+            time.sleep(0.02)
+        try:
+            answer.result()
+        except grpc.RpcError as error:
+            code = error.code()
+            if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                return None  # it lives; whether it lets us in, it tells Ray
+            if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                return f"does not answer as a Ray cluster within {HEALTH_S:.0f} s: it may be dying, or another program"
+            return f"is no Ray head node ({code.name})"
+    return None

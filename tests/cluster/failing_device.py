@@ -1,0 +1,45 @@
+"""A run on two nodes of which one has a device that fails in every attempt, told in `told.json`.
+
+    python -m tests.cluster.failing_device FOLDER
+
+In a process of its own: Ray adds nodes on the main thread alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from lockstep.clusters.ray_settings import RAY_SETTINGS
+from tests.cluster.elastic import Running
+from tests.cluster.test_supervisor import spec
+
+
+def main(folder: Path) -> None:
+    os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled"}
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "temp_dir": own, "include_dashboard": False},
+        )
+        # Before any other node: a driver belongs to whichever node it finds, and ends with it.
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        cluster.add_node(num_cpus=1)
+        file = folder / "failing-node"
+        job = {"use": "tests.cluster.broken_jobs:FailingDevice", "params": {"width": 4, "file": str(file)}}
+        document = spec(folder, job=job, length={"steps": 12}, workers={"min": 1, "max": 2})
+        result = Running(document).result().as_dict()
+        (folder / "told.json").write_text(json.dumps({**result, "failing": file.read_text()}))
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,79 @@
+"""The same run with Ray Train's controller in the driver, and through Ray's public TorchTrainer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep import train
+from lockstep.clusters.ray_internals import PUBLIC_ONLY, unavailable
+from lockstep.driver.result import Result
+from tests.cluster.test_ray_train import columns
+from tests.cluster.test_supervisor import accounts, spec, workers
+
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    # Ray and MLflow leave sockets and temporary folders to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+]
+
+
+@pytest.fixture(params=["driver", "public"])
+def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv(PUBLIC_ONLY, str(int(request.param == "public")))
+    unavailable.cache_clear()
+    yield request.param
+    unavailable.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The uninterrupted run, in one plain process."""
+    return train(spec(tmp_path_factory.mktemp("whole"), length={"epochs": 4}), local=True)
+
+
+def mailboxes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if "Mailbox" in " ".join(process.cmdline())]
+
+
+def kill_a_worker_then_the_mailbox(folder: Path, killed: list[str]) -> None:
+    """Each as soon as another checkpoint is there."""
+    seen = 0
+    for find in (workers, mailboxes):
+        saved: list[Path] = []
+        while len(saved) <= seen or not find():
+            saved = list(folder.glob("runs/*/step-*/manifest.json"))
+            time.sleep(0.05)
+        victim = find()[-1]
+        killed.append(victim.cmdline()[0])
+        victim.kill()
+        seen = len(saved) + 1
+
+
+def test_a_killed_worker_and_a_killed_mailbox_cost_an_attempt_each_and_no_bit(
+    trainer: str, tmp_path: Path, whole: Result
+) -> None:
+    """G1, G4. The workers whose mailbox was lost are ended from the driver: the public trainer has no call for that."""
+    killed: list[str] = []
+    thread = threading.Thread(target=kill_a_worker_then_the_mailbox, args=(tmp_path, killed), daemon=True)
+    thread.start()
+    changes = {"workers": {"min": 2, "max": 2}, "checkpoint": {"storage": str(tmp_path / "runs"), "every": {"steps": 4}, "keep_last": 100}}  # fmt: skip
+    result = train(spec(tmp_path, **changes))
+    assert len(killed) == 2
+    assert result.weights_digest == whole.weights_digest
+    assert columns(result) == columns(whole)
+    first, second, third = accounts(result)
+    assert "lost" in first["why"] or "cannot be reached" in first["why"]
+    assert "mailbox was lost" in second["why"]
+    assert third["why"] == "finished"
+    public = [text for text in result.warnings if "public TorchTrainer" in text]
+    assert len(public) == (trainer == "public")
+    assert ("placement" in third["seconds"]) == (trainer == "driver")  # it went the way that was asked for
