@@ -54,7 +54,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(tmp_path: Path) -> None:
 
 
 def test_wrong_params_are_told_before_a_run_exists(tmp_path: Path) -> None:
-    """No run, no folder, and no process of Ray is left."""
+    """Ray is not started: no run, no folder, and no process is left."""
     words = ["jobs/digits/train.yaml", "--address", "local", "job.params.widht=8", "record.uri=off"]
     kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONHASHSEED", "MKL_CBWR"}}
     process = subprocess.Popen(
@@ -66,7 +66,7 @@ def test_wrong_params_are_told_before_a_run_exists(tmp_path: Path) -> None:
         text=True,
     )
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (2, "")
+    assert (process.returncode, out) == (2, ""), err
     assert err.splitlines()[-1] == "lockstep: job.params.widht: unknown key; did you mean 'width'?"
     assert list(tmp_path.iterdir()) == []
     deadline = time.monotonic() + 30

@@ -138,6 +138,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None
             spec(
                 tmp_path,
                 job={"use": "tests.cluster.broken_jobs:Dying", "params": {"at_sample": 3}},
+                rehearsal="off",
                 faults={"max_worker_failures": 1},
             )
         )

@@ -64,7 +64,7 @@ def test_every_kind_has_one_value_on_any_number_of_workers(
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_breaks_the_promise_is_refused_by_name(kind: type[Kind]) -> None:
     with pytest.raises(LockstepError) as info:
-        train(document(kind))
+        train(document(kind, rehearsal="full"))
     text = str(info.value)
     assert "\n" not in text
     assert [word for word in REFUSED[kind] if word not in text] == [], text
@@ -126,9 +126,47 @@ def test_the_ledger_has_the_rate_that_was_used() -> None:
 
 def test_state_of_truncated_back_propagation_is_told() -> None:
     """Of several micro-batches' writes to a buffer only the first one's is kept: exact, and said."""
-    split = document(BackPropagationThroughTime, batch={"global": 12, "micro": 3})
+    split = document(BackPropagationThroughTime, batch={"global": 12, "micro": 3}, rehearsal="full")
     assert any(
         "the buffer 'hidden'" in text and "batch.micro = batch.global" in text
         for text in train(split).warnings
     )
     assert train(document(BackPropagationThroughTime)).warnings == ()
+
+
+class Forgetful(Kind):
+    """Its optimizer learns less with each step that it remembers, and keeps that in no state_dict."""
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Fading(model.parameters(), lr=0.05)
+
+
+class Fading(torch.optim.SGD):
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(1.0 / (1.0 + 0.1 * self.taken))
+        return super().step(closure)
+
+
+class Unsaved(kinds.Thermostat):
+    """A temperature that a hook lowers once a step, and that no checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [(Forgetful, "optimizer.taken"), (Unsaved, "job.heat"), (kinds.Thermostat, None)]
+)
+def test_what_an_update_changes_and_no_checkpoint_keeps_is_told(kind: type[Kind], place: str | None) -> None:
+    warnings = train(document(kind, rehearsal="full")).warnings
+    if place is None:
+        assert warnings == ()
+    else:
+        assert [
+            f"{place} changes with an update, and no checkpoint keeps it" in text for text in warnings
+        ] == [True]

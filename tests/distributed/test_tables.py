@@ -154,7 +154,8 @@ def test_rows_in_both_tables_are_warned_of_and_recorded(pool: Pool, tmp_path: Pa
     assert clean == (0, ())
     write(tmp_path / "eval", EVAL_ROWS, 1)
     wanted = (
-        f"data: {EVAL_ROWS} of {EVAL_ROWS} evaluation rows are training rows too, the first is row 0 (training row 0); "
+        f"data: {EVAL_ROWS} of {EVAL_ROWS} evaluation samples are training samples too: the first is evaluation sample 0, training "
+        "sample 0; "
         "they flatter every metric: leave them out of one of the two"
     )
     first, second = pool.run(2, facts_of, document(tmp_path))

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.checks.preflight import JobCheck
 from lockstep.clusters.connection import connected
 from lockstep.clusters.ray_internals import told
-from lockstep.clusters.reachability import cluster_address
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
@@ -31,9 +29,7 @@ def train_on_ray(
     chaos: str | None = None,
 ) -> Result:
     """Train on the Ray cluster at `address`, on the one that `cluster_address` finds, or on a new local one."""
-    job = JobCheck(spec, elsewhere=cluster_address(address) != "local")
     with connected(address, verbose=verbose, stop=stop, say=progress.say) as own_cluster:
-        job.wait()
         from lockstep.attempts.chaos import Chaos, parse
         from lockstep.attempts.supervisor import Supervisor
 

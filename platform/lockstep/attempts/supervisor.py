@@ -17,6 +17,7 @@ from lockstep.attempts.account import Account
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_view import Surroundings, find_place
 from lockstep.attempts.mailbox import LOST, News
+from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import Placement
 from lockstep.attempts.policy import Budget, FailedNodes, outcome_of
 from lockstep.attempts.recording import Recording
@@ -164,14 +165,14 @@ class Supervisor:
             view.error = self._recording.reopen(lost)
         self._before = attempt.moments.at
         account.ended = time.time()
-        self._leave_out(attempt, view)
+        self._leave_out(view)
         if view.summary is None and view.error is None:
             view.error = attempt.error or ClusterError("the workers ended without a result")
         return view
 
-    def _leave_out(self, attempt: Attempt, view: RunView) -> None:
-        """Count the nodes on which a device failed; who has failed too often gets no worker any more."""
-        nodes = {view.members[rank].node for rank in attempt.device_ranks if rank in view.members}
+    def _leave_out(self, view: RunView) -> None:
+        """Count the nodes on which a device failed; one with too many failures gets no worker any more."""
+        nodes = {view.members[rank].node for rank in view.device_ranks if rank in view.members}
         self.accounts[-1].left_out = sorted(self._failed_nodes.failed(nodes))
         for node in self.accounts[-1].left_out:
             self._warn(f"node {node[:8]} is left out from now on: its devices have failed twice in this run")
@@ -300,14 +301,20 @@ class Supervisor:
 
     def _saved_step(self) -> int:
         run_id = self._recording.run_id
-        return max(steps_of(self.spec.checkpoint.storage, run_id), default=0) if run_id else 0
+        if run_id is None:
+            return 0
+        storage = self.spec.checkpoint.storage
+        return max(patiently(lambda: steps_of(storage, run_id), self.stop.wait, self.progress.say), default=0)
 
     def _next(self) -> Origin:
         """The next attempt; whatever still runs of the one before can publish nothing from here on."""
         run_id = self._recording.run_id
         if run_id is None:  # it ended before there was a run
             return Origin(None, self.origin.attempt + 1)
-        return claim(self.spec.checkpoint.storage, run_id, None, at_least=self.origin.attempt + 1)
+        storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
+        return patiently(
+            lambda: claim(storage, run_id, None, at_least=least), self.stop.wait, self.progress.say
+        )
 
     def _close(self, ended: RunView) -> RecordError | None:
         """The run has ended by itself or by a signal: have that recorded, and let the recorder write what is left."""

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.attempts.placement import Placement, anywhere_but, only_on
 from lockstep.attempts.stages import Moments
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.errors import ClusterError, DeviceError, LockstepError, first_line
+from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.spec.fields import Spec
 
 
@@ -31,8 +31,6 @@ class Attempt:
     ) -> None:
         self.over = threading.Event()
         self.error: LockstepError | None = None
-        self.device_ranks: list[int] = []
-        """The ranks that ended with a DeviceError."""
         self.moments = Moments()
         self.origin = origin
         self._spec = spec
@@ -66,7 +64,6 @@ class Attempt:
             self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - whatever ended the attempt is told by the driver
             self.error = ClusterError(ended_by(error, self._place.workers))
-            self.device_ranks = device_ranks(error)
         finally:
             self.moments.note("teardown")
             self.over.set()
@@ -133,13 +130,6 @@ def ended_by(error: BaseException, workers: int) -> str:
             "data.loader_processes, raise workers.cpus_each so that fewer share a node, or set activation_checkpointing=true"
         )
     return f"rank {ranks} of {workers} was lost: {why_lost(text)}"
-
-
-def device_ranks(error: BaseException) -> list[int]:
-    """The ranks whose failure Ray passes on is a DeviceError: it does so as a traceback."""
-    failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
-    name = f"{DeviceError.__module__}.{DeviceError.__qualname__}: "
-    return sorted(rank for rank, failure in failures.items() if name in str(failure))
 
 
 def of_memory(text: str) -> bool:

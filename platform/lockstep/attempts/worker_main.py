@@ -72,7 +72,7 @@ def worker_main(config: dict[str, Any]) -> None:
         _train(config, group, sender, tell, requests)
     except Exception as error:
         known = as_lockstep_error(error, f"rank {group.rank}")
-        sender.tell(Broke(type(known)(str(known)), traceback.format_exc()))
+        sender.tell(Broke(type(known)(str(known)), traceback.format_exc(), group.rank))
         raise
     finally:
         sender.close()

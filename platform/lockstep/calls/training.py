@@ -12,7 +12,8 @@ from typing import Any
 from lockstep.calls.held import HeldProgress, held_run
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import Origin
-from lockstep.checks.preflight import advise, check_storage, find_initial_weights
+from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
+from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
@@ -77,10 +78,7 @@ def run_attempt(
         progress.say(f"warning: {text}")
     spec = find_initial_weights(spec)
     check_job_source(spec.job.use)
-    if local:
-        from lockstep.job.loading import load_job
-
-        load_job(spec.job.use, spec.job.params)  # before a run exists; it takes no time to do it again
+    check_job(spec, elsewhere=not local and cluster_address(address) != LOCAL)
     check_storage(spec)
     if local and chaos is not None:
         raise SpecError("chaos: kills what runs on Ray; leave out --local")

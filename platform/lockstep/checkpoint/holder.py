@@ -29,8 +29,8 @@ from lockstep.checkpoint.storage import Storage
 from lockstep.errors import SpecError, StorageError
 from lockstep.process import place, started
 
-BEAT_S = 1.0
-"""How often a holder's counter moves."""
+BEAT_S = 1.5
+"""How often a holder's counter moves. In an object store a beat is a put and a list."""
 WATCH_S = 4.0
 """How long a counter that does not move is watched before its holder is taken for dead."""
 GRACE_S = 60.0
@@ -130,9 +130,10 @@ class Hold:
                 self._look()
 
     def _look(self) -> None:
-        newest = _newest(self.storage, self.folder)
-        if self.taker is None and newest is not None and newest[0] > self.holder.number:
-            self.taker = _holder(newest[1]) or replace(self.holder, number=newest[0], host="?", pid=0)
+        newest = max(_numbers(self.storage, self.folder), default=0)
+        if self.taker is None and newest > self.holder.number:
+            text = _read(self.storage, self.folder, newest)
+            self.taker = _holder(text) or replace(self.holder, number=newest, host="?", pid=0)
             self._when_taken()
 
     def _write(self, holder: Holder) -> None:
@@ -171,7 +172,7 @@ def holding(
             raise
         raise StaleAttemptError(hold.told()) from error
     finally:
-        del _held[key]
+        _held.pop(key, None)
         hold.release()
 
 

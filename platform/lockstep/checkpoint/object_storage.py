@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -41,6 +42,11 @@ class ObjectStorage:
         import pyarrow.fs as pafs
 
         parts = urlsplit(uri)
+        if parts.scheme == "s3" and find_spec("boto3") is None:
+            raise SpecError(
+                f"checkpoint.storage: {parts.scheme}:// needs boto3, so that of two commands one begins an attempt; "
+                "pip install 'lockstep-train[stores]'"
+            )
         self._uri = uri
         self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         try:
@@ -161,14 +167,9 @@ class ObjectStorage:
     @cached_property
     def _client(self) -> Any:
         """The same store for boto3, which finds credentials where pyarrow does: in the URI, or else in the environment."""
-        try:
-            import boto3
-            from botocore.config import Config
-        except ImportError:
-            raise SpecError(
-                f"checkpoint.storage: {self.shown!r} needs boto3, for two commands must not begin the same attempt; "
-                "pip install 'lockstep-train[stores]'"
-            ) from None
+        import boto3
+        from botocore.config import Config
+
         parts = urlsplit(self._uri)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         endpoint = query.get("endpoint_override")

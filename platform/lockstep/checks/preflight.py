@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
-import threading
 import uuid
 from pathlib import Path
 
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import JobImportError, LockstepError, SpecError, StorageError
+from lockstep.errors import JobImportError, SpecError, StorageError
 from lockstep.spec.fields import Spec
 
 
@@ -70,46 +68,16 @@ def check_object_storage(uri: str) -> None:
     storage.delete(name)
 
 
-class JobCheck:
-    """Loads the job in a thread of its own, so that a mistake in it is told before a run exists, and a start waits for no import."""
+def check_job(spec: Spec, *, elsewhere: bool) -> None:
+    """Load the job, so that a mistake in its class or its params is told before anything is started.
 
-    def __init__(self, spec: Spec, *, elsewhere: bool) -> None:
-        self._spec = spec
-        self._elsewhere = elsewhere
-        """Whether workers run in another environment, which may have modules that this one lacks."""
-        self._error: SpecError | None = None
-        self._thread = threading.Thread(target=self._load, name="lockstep-import", daemon=True)
-        self._thread.start()
-        if (
-            "torch" in sys.modules
-        ):  # then it takes little time, and nothing need be started for a job that has a mistake
-            self._thread.join()
-            self.raise_found()
+    Raises SpecError. Where the workers run `elsewhere`, they may have modules that this machine lacks: an import that fails
+    is left to them.
+    """
+    from lockstep.job.loading import load_job
 
-    def wait(self) -> None:
-        """Wait for the job. Raises the SpecError that every worker would meet."""
-        self._thread.join()
-        self.raise_found()
-
-    def raise_found(self) -> None:
-        """Raise what is wrong with the job. An import that failed in the thread is tried again here, or left to the workers."""
-        if self._error is None:
-            return
-        if isinstance(self._error, JobImportError) and self._error.__cause__ is not None:
-            if not self._elsewhere:
-                self._check()
-            return
-        raise self._error
-
-    def _load(self) -> None:
-        try:
-            self._check()
-        except SpecError as error:
-            self._error = error
-        except LockstepError:
-            pass  # the job's own __init__ broke: workers tell it with its traceback
-
-    def _check(self) -> None:
-        from lockstep.job.loading import load_job
-
-        load_job(self._spec.job.use, self._spec.job.params)
+    try:
+        load_job(spec.job.use, spec.job.params)
+    except JobImportError as error:
+        if not (elsewhere and isinstance(error.__cause__, ImportError)):
+            raise

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from lockstep.clusters.authentication import (
     LOOPBACK_ONLY,
@@ -21,7 +22,7 @@ from lockstep.clusters.authentication import (
 )
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.ray_settings import RAY_SETTINGS
-from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address, host_and_port
+from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
@@ -100,7 +101,7 @@ def _start(settings: dict[str, Any]) -> None:
 
     try:
         ray.init(address=LOCAL, include_dashboard=False, **settings)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a node that does not start is told as a bare Exception
         raise _refused("a new local cluster", error) from error
 
 
@@ -184,7 +185,11 @@ def show_token(address: str, environment: MutableMapping[str, str] = os.environ)
     if {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys():
         return
     cluster = running_cluster()
-    if cluster is not None and host_and_port(address)[1] in cluster.ports:
+    if cluster is not None and _port(address) in cluster.ports:
         environment.update(cluster.access())
     elif rays_token().exists():
         environment["RAY_AUTH_MODE"] = "token"
+
+
+def _port(address: str) -> int | None:
+    return urlsplit(address if "://" in address else f"ray://{address}").port

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ClusterError, LockstepError
+from lockstep.errors import ClusterError, DeviceError, LockstepError
 from lockstep.record.events import (
     Alive,
     Broke,
@@ -46,6 +46,8 @@ class RunView:
     error: LockstepError | None = None
     """The first error that a worker told, before any that is the loss of a peer: that is its consequence."""
     details: str = ""
+    device_ranks: set[int] = field(default_factory=set)
+    """The ranks whose GPU or driver failed."""
 
     def next(self, attempt: int) -> RunView:
         """The view of another attempt of the same run: what ended this one is no longer the run's end."""
@@ -91,6 +93,8 @@ class RunView:
         self.signs_of_life += bool(self.signs_of_life)
 
     def _take_error(self, broke: Broke) -> None:
-        consequence = isinstance(self.error, ClusterError) and not isinstance(broke.error, ClusterError)
+        if isinstance(broke.error, DeviceError):
+            self.device_ranks.add(broke.rank)
+        consequence = type(self.error) is ClusterError and type(broke.error) is not ClusterError
         if self.error is None or consequence:
             self.error, self.details = broke.error, broke.details

@@ -219,6 +219,7 @@ class Broke:
 
     error: LockstepError
     details: str
+    rank: int = 0
 
 
 Row = StepRow | EvaluationRow

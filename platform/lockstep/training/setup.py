@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.run_folder import Origin
+from lockstep.data.dataset import is_table
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
@@ -246,9 +247,9 @@ def _leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str
     if found is None:
         return None
     if found.rows:
+        drawn = "" if is_table(train_data) else " (both are opened under one seed: what both draw is equal)"
         warn(
-            f"data: {found.told(len(eval_data))}; they flatter every metric: leave them out of one of the two "
-            "(train_data and eval_data are opened under one seed, so equal draws in both are equal samples)"
+            f"data: {found.told(len(eval_data))}; they flatter every metric: leave them out of one of the two{drawn}"
         )
     return found.rows
 

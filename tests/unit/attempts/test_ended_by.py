@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.attempts.worker_group import device_ranks, ended_by, why_lost
+from lockstep.attempts.worker_group import ended_by, why_lost
 
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\nWorker exit type: SYSTEM_ERROR "
@@ -39,12 +39,3 @@ def test_a_process_of_which_little_is_known_is_told_in_one_line() -> None:
     assert why_lost(f"gone\n{detail}\nmore") == "The node 1.2.3.4 was terminated. Its heartbeats stopped"
     assert why_lost("gone\nfor good") == "gone"
     assert why_lost("") == "no message"
-
-
-def test_the_ranks_whose_devices_failed_are_found_in_rays_tracebacks() -> None:
-    failures = {
-        0: RuntimeError("lockstep.errors.ClusterError: the other workers cannot be reached"),
-        1: RuntimeError("Traceback …\nlockstep.errors.DeviceError: a GPU failed in a kernel (step 3)"),
-    }
-    assert device_ranks(Failed(failures)) == [1]
-    assert device_ranks(ValueError("DeviceError")) == []

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,7 @@ def s3() -> Iterator[str]:
     from pyarrow.fs import FileSystem
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    _one_put_at_a_time()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -29,6 +33,20 @@ def s3() -> Iterator[str]:
     files.create_dir("runs", recursive=False)
     yield query
     server.stop()
+
+
+@cache
+def _one_put_at_a_time() -> None:
+    """As S3 does, decide on the condition of a put and make it in one moment: moto looks, and puts a little later."""
+    from moto.s3.responses import S3Response
+
+    real, lock = S3Response.put_object, threading.Lock()
+
+    def put_object(self: S3Response) -> Any:
+        with lock:
+            return real(self)
+
+    S3Response.put_object = put_object  # type: ignore[method-assign]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import Facts
-from lockstep.checkpoint.reader import Checkpoint, checkpoints, load, newest_good
+from lockstep.checkpoint.reader import Checkpoint, checkpoints, load_step, newest_good
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
@@ -63,7 +63,7 @@ def steps(attempt: Attempt) -> list[int | None]:
 
 
 def whole(attempt: Attempt, step: int, sections: dict[str, Any]) -> bool:
-    found = load(Checkpoint.of(attempt.run, step)).sections
+    found = load_step(attempt.run, step).sections
     return set(found) == set(sections) and all(same(found[name], sections[name]) for name in sections)
 
 
@@ -79,7 +79,10 @@ def test_a_save_is_written_beside_the_run(uri: str) -> None:
     assert whole(attempt, 7, state(7)) and saver.failure is None
     (saved,) = told
     assert saved == saver.last and (saved.step, saved.tries, saved.deleted, saved.warning) == (7, 1, (), None)
-    assert saved.checkpoint == Checkpoint.of(attempt.run, 7) and saved.checkpoint.manifest().facts == FACTS
+    assert (
+        saved.checkpoint == Checkpoint.of(attempt.run, 7, attempt.manifest)
+        and saved.checkpoint.manifest().facts == FACTS
+    )
 
 
 def test_the_step_waits_for_the_copy_alone(disk: Gated, attempt: Attempt) -> None:
@@ -206,7 +209,7 @@ def test_a_commit_that_was_told_as_failed_and_was_not_is_found_done(disk: Gated,
     saver.save(7, state(7))
     saver.close()
     assert saver.failure is None and saver.last is not None
-    assert saver.last.checkpoint == Checkpoint.of(attempt.run, 7)
+    assert saver.last.checkpoint == Checkpoint.of(attempt.run, 7, attempt.manifest)
 
 
 def test_a_stale_attempt_is_not_tried_again(attempt: Attempt) -> None:

@@ -183,20 +183,15 @@ def round_of(commands: Commands, place: Place, rng: random.Random, digest: str) 
     return {"wall_s": max(one.wall_s for one in ended if one.code == 2)}
 
 
-def rounds(seeds: range) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return pytest.mark.parametrize("seed", seeds)  # type: ignore[return-value]
-
-
-@rounds(range(2))
+@pytest.mark.parametrize("seed", [2, 5, 7])  # a fresh start, a run that was killed, one that lives
 def test_of_several_commands_at_once_one_goes_on(
     commands: Commands, digest: str, place: Callable[[Path], Place], tmp_path: Path, seed: int
 ) -> None:
-    told = round_of(commands, place(tmp_path), random.Random(seed), digest)
-    print(told)
+    round_of(commands, place(tmp_path), random.Random(seed), digest)
 
 
 @pytest.mark.exact
-@rounds(range(2, 52))
+@pytest.mark.parametrize("seed", range(100, 150))
 def test_of_several_commands_at_once_one_goes_on_a_hundred_times(
     commands: Commands, digest: str, place: Callable[[Path], Place], tmp_path: Path, seed: int
 ) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from lockstep.errors import SpecError, StorageError
+from lockstep.training import weights
 from lockstep.training.digest import weights_digest
 from lockstep.training.weights import load_weights, save_weights
 
@@ -63,3 +67,59 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.joinpath("weights").write_text("a file where the folder should be")
     with pytest.raises(StorageError, match=r"^checkpoint\.storage: cannot write"):
         save_weights(tmp_path, {"final": model().state_dict()})
+
+
+class Recorded:
+    """The calls to the operating system by which files get their names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.unflushed: set[str] = set()
+        self.named: list[str] = []
+        names: dict[int, str] = {}
+        opened, synced, replaced = os.open, os.fsync, os.replace
+
+        def open_(path: Any, *arguments: Any, **options: Any) -> int:
+            number = opened(path, *arguments, **options)
+            names[number] = str(path)
+            return number
+
+        def fsync(number: int) -> None:
+            synced(number)
+            self.unflushed.discard(names[number])
+
+        def replace(path: Any, target: Any) -> None:
+            assert str(path) not in self.unflushed, f"{path} gets its name before its content is on the disk"
+            replaced(path, target)
+            self.named.append(str(target))
+            self.unflushed.add(str(Path(target).parent))
+
+        for name, call in (("open", open_), ("fsync", fsync), ("replace", replace)):
+            monkeypatch.setattr(os, name, call)
+        saved = safetensors.torch.save_file
+
+        def save_file(tensors: Any, path: Any) -> None:
+            saved(tensors, path)
+            self.unflushed.add(str(path))
+
+        monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+
+
+def test_weights_stand_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is on the disk before it gets its name, and its folder after."""
+    recorded = Recorded(monkeypatch)
+    save_weights(tmp_path, {"final": {"w": torch.ones(3)}, "best": {"w": torch.zeros(3)}})
+    assert [Path(name).name for name in recorded.named] == ["final.safetensors", "best.safetensors"]
+    assert recorded.unflushed == set()
+
+
+@pytest.mark.parametrize("kind", ["files", "folders"])
+def test_a_flush_that_is_left_out_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Negative control."""
+    real = weights.flush
+    recorded = Recorded(monkeypatch)
+    monkeypatch.setattr(
+        weights, "flush", lambda path: None if path.is_dir() == (kind == "folders") else real(path)
+    )
+    with pytest.raises(AssertionError):
+        save_weights(tmp_path, {"final": {"w": torch.ones(3)}})
+        assert recorded.unflushed == set()

@@ -187,7 +187,7 @@ class StepRehearsal:
         if second is not None:
             gradients = [a + b for a, b in zip(gradients, second.gradients.values(), strict=True)]
         weight = sum(float(one.loss.weight) for one in (again, second) if one is not None)
-        alone = self._update(gradients, weight)
+        alone = self._update(gradients, weight, tell=True)
         self._same(again, self._compute(module, keys[0]), before)
         if second is None or alone is None:
             return
@@ -260,7 +260,9 @@ class StepRehearsal:
 
     # --- the update -------------------------------------------------------------------------------------------
 
-    def _update(self, gradients: Sequence[Tensor], weight: float) -> dict[str, str] | None:
+    def _update(
+        self, gradients: Sequence[Tensor], weight: float, *, tell: bool = False
+    ) -> dict[str, str] | None:
         """Digests of the parameters and buffers after the first update with such gradients; all is put back.
 
         None where they are not finite: fp16 skips such a step, and any other fails in it.
@@ -282,7 +284,9 @@ class StepRehearsal:
                 optimizer.step()
             except (Exception, SystemExit) as error:
                 raise as_lockstep_error(error, "first update, before training") from error
-            self._tell_unsaved(self._memory().changed_since(held), kept)
+            if tell:
+                own = Memory({"optimizer": optimizer}, apart=model.parameters()).changed_since(inside)
+                self._tell_unsaved(self._memory().changed_since(held), kept, own)
             named_tensors = [*model.named_parameters(), *model.named_buffers()]
             return {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
         finally:
@@ -294,12 +298,20 @@ class StepRehearsal:
             inside.restore()
             held.restore()
 
-    def _tell_unsaved(self, changed: Sequence[str], kept: str) -> None:
-        """Warn of what an update changes beside the model and the optimizer's state, unless the job saves it."""
-        if changed and tree_digest(dict(self.job.state_dict())) == kept:
+    def _tell_unsaved(self, changed: Sequence[str], kept: str, own: Sequence[str]) -> None:
+        """Warn of what an update changes beside the model and the optimizer's state, unless the job or the optimizer saves it.
+
+        `own` are the places in the optimizer that changed, of which its `state_dict` has two.
+        """
+        if tree_digest(dict(self.job.state_dict())) != kept:
+            changed = []
+        if type(self.state.optimizer).state_dict is torch.optim.Optimizer.state_dict:
+            saved = ("optimizer.state", "optimizer.param_groups", *(f"optimizer.{name}" for name in _HOOKS))
+            changed = [*changed, *(place for place in own if not place.startswith(saved))]
+        if changed:
             self.warn(
                 f"rehearsal: {named(changed)} changes with an update, and no checkpoint keeps it: a resumed run would start it anew; "
-                "give it in job.state_dict() and take it back in job.load_state_dict()"
+                "give it in job.state_dict() and take it back in job.load_state_dict(), or keep it in the optimizer's state"
             )
 
 
