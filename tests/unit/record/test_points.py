@@ -6,6 +6,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.record.events import Sampled
 from lockstep.record.points import evaluation_points, step_points, store_key, system_points
 from tests.unit.record.rows import evaluation_row, step_row
 
@@ -74,9 +75,9 @@ def test_an_evaluation_keeps_the_names_that_it_has() -> None:
 
 def test_a_sample_of_a_node_from_before_the_run_began_is_no_point() -> None:
     """Several of them would all be at second 0, where each metric has one value a step."""
-    values = {"node": "node-0", "values": {"cpu_utilization_percentage": 12.5}}
-    assert list(system_points({**values, "at": 99.9}, 100.0)) == []
-    ((key, value, timestamp_ms, step),) = system_points({**values, "at": 110.2}, 100.0)
+    before, after = (Sampled("node-0", at, {"cpu_utilization_percentage": 12.5}) for at in (99.9, 110.2))
+    assert list(system_points(before, 100.0)) == []
+    ((key, value, timestamp_ms, step),) = system_points(after, 100.0)
     assert (key, value, timestamp_ms, step) == (
         "system/node-0/cpu_utilization_percentage",
         12.5,
