@@ -14,7 +14,7 @@ from lockstep.training.job_data import check_rules, open_data
 from lockstep.training.setup import make_plan
 
 LEAKAGE_S = 20.0
-"""How long a dry run may look for evaluation samples that are training samples; training itself takes a second."""
+"""How long a dry run may look for evaluation samples that are training samples; training itself looks for half a second."""
 
 
 def dry_run(spec: Spec) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lockstep.randomness import seed_all
 if TYPE_CHECKING:
     from lockstep.data.tables import Table  # pyarrow's Parquet costs a fifth of a second
 
-WITHIN_S = 1.0
+WITHIN_S = 0.5
 """How long samples are fetched to look for leakage where nothing else is said."""
 
 DRAWN = 1 << 12
