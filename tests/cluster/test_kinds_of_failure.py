@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.exact  # minutes
 def test_a_node_whose_device_fails_twice_is_left_out(tmp_path: Path) -> None:
     """Two workers, the same node's ECC error twice, then one worker on the other node: the same bits."""
     told = in_a_process("tests.cluster.failing_device", tmp_path)
