@@ -32,6 +32,7 @@ def main(folder: Path) -> None:
         # Before any other node: a driver belongs to whichever node it finds, and ends with it.
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
         file = folder / "failing-node"
         job = {"use": "tests.cluster.broken_jobs:FailingDevice", "params": {"width": 4, "file": str(file)}}
         document = spec(folder, job=job, length={"steps": 12}, workers={"min": 1, "max": 2})
