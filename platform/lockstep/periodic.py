@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def repeated(begin: Callable[[], Callable[[], object]], every_s: float, name: str) -> Iterator[None]:
+def periodically(begin: Callable[[], Callable[[], object]], every_s: float, name: str) -> Iterator[None]:
     """Call what `begin` returns each `every_s` seconds while the block runs. Both run in a thread of that name; it has ended when the block has."""
     over = threading.Event()
 

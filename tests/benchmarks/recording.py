@@ -32,7 +32,7 @@ import torch
 from lockstep.attempts.mailbox import start_mailbox, wait_for_run_id
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.sender import Sender
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, StepRow, tell_nobody
@@ -165,7 +165,7 @@ def contest(case: Case, uri: str, folder: str, address: str, block_s: float, rou
     )
     job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu"))
     if group.rank > 0:
-        fit(spec, job, group, tell_nobody, NoRequests(), Origin())
+        fit(spec, job, group, tell_nobody, NoRequests(), AttemptOrigin())
         return {}
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -174,7 +174,7 @@ def contest(case: Case, uri: str, folder: str, address: str, block_s: float, rou
         recorder = start_recorder(spec, {}, None, mailbox)
         recorder.record.remote()
         record = Turns(mailbox, recorder, block_s, rounds)
-        fit(spec, job, group, record.tell, record, Origin())
+        fit(spec, job, group, record.tell, record, AttemptOrigin())
         return {
             "times": record.times,
             "memory_mb": record.memory() / 1e6,

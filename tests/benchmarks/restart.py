@@ -97,7 +97,7 @@ class Ours(Bare):
         return []
 
     def lost(self, number: int) -> Lost | None:
-        every = self.accounts()
+        every = self.summaries()
         if len(every) <= number:
             return None
         stages = f"{every[number]['standbys']} stood by: " + " ".join(
@@ -106,7 +106,7 @@ class Ours(Bare):
         return Lost(every[number]["lost_s"], every[number]["repeated"], stages)  # type: ignore[arg-type]
 
     def trains(self, number: int) -> bool:
-        return len(self.accounts()) >= number
+        return len(self.summaries()) >= number
 
 
 def launch(folder: Path, words: list[str], kept: tuple[str, ...]) -> subprocess.Popen[bytes]:

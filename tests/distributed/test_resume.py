@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint.reader import Checkpoint, checkpoints
-from lockstep.checkpoint.run_folder import Origin, RunFolder
+from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, SpecError, StorageError
 from lockstep.training.state import TrainState
@@ -112,7 +112,7 @@ class SavedRuns:
                 job, precision, checkpoint={"storage": storage, "every": {"steps": 1}, "keep_every": 1}
             )
             whole = undisturbed(job, precision)
-            assert train_attempt(spec, RUN, Origin()) == whole
+            assert train_attempt(spec, RUN, AttemptOrigin()) == whole
             assert [found.step for found in checkpoints(folder(storage))] == [*range(len(whole.rows), 0, -1)]
             self._made.add(storage)
         return storage
@@ -127,9 +127,9 @@ def folder(storage: str) -> RunFolder:
     return RunFolder.open(open_storage(storage), RUN)
 
 
-def taken_up(storage: str, step: int | None) -> Origin:
+def taken_up(storage: str, step: int | None) -> AttemptOrigin:
     """The next attempt of the run, from the checkpoint of `step`."""
-    return Origin(RUN, folder(storage).claim().number, step)
+    return AttemptOrigin(RUN, folder(storage).claim().number, step)
 
 
 def check(pool: Pool, saved: SavedRuns, case: Case) -> None:
@@ -180,7 +180,7 @@ def test_four_attempts_in_a_row(pool: Pool, tmp_path: Path) -> None:
     whole = undisturbed("digits", "fp32")
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": None})
     for attempt, (workers, stop) in enumerate([(2, 2), (3, 4), (1, 5), (4, None)]):
-        origin = taken_up(str(tmp_path), None) if attempt else Origin()
+        origin = taken_up(str(tmp_path), None) if attempt else AttemptOrigin()
         # Steps are counted within an attempt where it is asked to stop.
         trained = pool.run(workers, train_attempt, spec, RUN, origin, stop)[0]
         assert trained.rows == whole.rows[: stop or None]
@@ -195,7 +195,7 @@ def test_an_evaluation_that_a_stop_put_off_is_made_first(tmp_path: Path) -> None
     whole = undisturbed("digits", "fp32")
     at = whole.evaluations[0][0]
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": None})
-    stopped = train_attempt(spec, RUN, Origin(), at)
+    stopped = train_attempt(spec, RUN, AttemptOrigin(), at)
     assert stopped.evaluations == ()
     rest = train_attempt(spec, RUN, taken_up(str(tmp_path), None))
     assert (rest.rows, rest.evaluations, rest.best) == (whole.rows, whole.evaluations, whole.best)
@@ -221,7 +221,7 @@ def test_cadence_and_retention(pool: Pool, tmp_path: Path, cadence: dict[str, An
     for workers in (1, 2):
         storage = str(tmp_path / str(workers))
         spec["checkpoint"]["storage"] = storage
-        pool.run(workers, train_attempt, spec, RUN, Origin())
+        pool.run(workers, train_attempt, spec, RUN, AttemptOrigin())
         assert sorted(found.step or 0 for found in checkpoints(folder(storage))) == kept
 
 
@@ -229,7 +229,7 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     spec = document("stopped early", checkpoint={
         "storage": str(tmp_path), "every": {"steps": 1}, "keep_last": 1, "keep_best": {"metric": "eval/loss"},
     })  # fmt: skip
-    trained = train_attempt(spec, RUN, Origin())
+    trained = train_attempt(spec, RUN, AttemptOrigin())
     assert sorted(found.step or 0 for found in checkpoints(folder(str(tmp_path)))) == [
         trained.best[0],
         len(trained.rows),
@@ -382,7 +382,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(pool: Pool, tmp_path
     """G5: the one before it is used, and the bits are the same."""
     whole = undisturbed("digits", "fp32")
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": {"steps": 2}, "keep_every": 1})
-    train_attempt(spec, RUN, Origin(), 6)
+    train_attempt(spec, RUN, AttemptOrigin(), 6)
     (file,) = (tmp_path / RUN / "step-000000006").glob("model*.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -416,12 +416,12 @@ def test_a_fork_starts_from_the_state_with_other_hyperparameters(
     whole, storage = undisturbed("digits", "fp32"), saved.storage("digits")
     fork = {"run": RUN, "step": 5, "storage": storage}
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": None}, fork=fork)
-    equal = pool.run(2, train_attempt, spec, "fork", Origin())[0]
+    equal = pool.run(2, train_attempt, spec, "fork", AttemptOrigin())[0]
     assert equal.digests == whole.digests[5:]
     assert equal.rows == whole.rows[5:]
     assert equal.identity != whole.identity
     other = {**spec, "optimizer": {"lr": 5e-4}, "checkpoint": {"storage": str(tmp_path / "2"), "every": None}}
-    changed = train_attempt(other, "fork", Origin())
+    changed = train_attempt(other, "fork", AttemptOrigin())
     assert [row.step for row in changed.steps] == [row.step for row in equal.steps]
     assert [row.lr for row in changed.steps] == [row.lr / 2 for row in equal.steps]
     assert changed.weights_digest != whole.weights_digest
@@ -431,8 +431,8 @@ def test_a_fork_goes_on_from_its_own_checkpoint(saved: SavedRuns, tmp_path: Path
     storage = saved.storage("digits")
     fork = {"run": RUN, "step": 3, "storage": storage}
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": None}, fork=fork, clip_norm=0.5)
-    whole = train_attempt({**spec, "checkpoint": {"storage": str(tmp_path / "whole")}}, RUN, Origin())
-    train_attempt(spec, RUN, Origin(), 2)
+    whole = train_attempt({**spec, "checkpoint": {"storage": str(tmp_path / "whole")}}, RUN, AttemptOrigin())
+    train_attempt(spec, RUN, AttemptOrigin(), 2)
     rest = train_attempt(spec, RUN, taken_up(str(tmp_path), None))
     assert (rest.rows, rest.weights_digest, rest.identity) == (
         whole.rows,
@@ -445,7 +445,7 @@ def test_a_longer_fork_extends_a_finished_run(saved: SavedRuns, tmp_path: Path) 
     storage = saved.storage("digits")
     fork = {"run": RUN, "storage": storage}
     spec = document("digits", checkpoint={"storage": str(tmp_path)}, fork=fork, length={"epochs": 3})
-    extended = train_attempt(spec, RUN, Origin())
+    extended = train_attempt(spec, RUN, AttemptOrigin())
     assert [row.step for row in extended.steps] == [9, 10, 11, 12]
 
 
@@ -455,13 +455,13 @@ def test_a_fork_of_another_batch_is_refused(saved: SavedRuns, tmp_path: Path) ->
         "digits", checkpoint={"storage": str(tmp_path)}, fork=fork, batch={"global": 60, "micro": 5}
     )
     with pytest.raises(SpecError, match=r"^fork: batch\.global is 60 and was 30"):
-        train_attempt(spec, RUN, Origin())
+        train_attempt(spec, RUN, AttemptOrigin())
 
 
 def test_a_stale_attempt_publishes_nothing_and_ends(tmp_path: Path) -> None:
     """G5: a newer attempt has begun; the older one cannot publish and says so."""
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": {"steps": 2}, "keep_every": 1})
-    train_attempt(spec, RUN, Origin(), 4)
+    train_attempt(spec, RUN, AttemptOrigin(), 4)
     stale = taken_up(str(tmp_path), None)
     taken_up(str(tmp_path), None)
     with pytest.raises(StorageError, match="attempt 2 of run run is over"):
@@ -473,7 +473,7 @@ def test_a_save_that_fails_ends_no_run(tmp_path: Path) -> None:
     """The run's folder cannot be made: it is told, and the run comes to its end."""
     (tmp_path / "file").write_text("no folder")
     spec = document("digits", checkpoint={"storage": str(tmp_path / "file" / "runs"), "every": {"steps": 4}})
-    trained = train_attempt(spec, RUN, Origin())
+    trained = train_attempt(spec, RUN, AttemptOrigin())
     assert trained == undisturbed("digits", "fp32")
     assert trained.summary["checkpoint"] is None
     assert len(trained.warnings) == 3  # of steps 4, 8 and the end
@@ -489,7 +489,7 @@ def test_a_job_keeps_state_of_its_own(saved: SavedRuns, tmp_path: Path) -> None:
         "length": {"epochs": 2},
         "checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}, "keep_every": 1},
     }
-    whole = train_attempt(spec, RUN, Origin())
+    whole = train_attempt(spec, RUN, AttemptOrigin())
     resumed = train_attempt(
         {**spec, "checkpoint": {**spec["checkpoint"], "every": None}}, RUN, taken_up(str(tmp_path), 2)
     )
@@ -518,7 +518,7 @@ def test_ranks_that_restore_different_states_are_told_before_the_first_step(
         "length": {"steps": 4},
         "checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_every": 1},
     }
-    train_attempt(spec, RUN, Origin())
+    train_attempt(spec, RUN, AttemptOrigin())
     train_attempt(spec, RUN, taken_up(str(tmp_path), 2))
     with pytest.raises(
         DriftError, match=r"^after step 2 was restored ranks \[1\] hold another state than rank 0; "
@@ -536,7 +536,7 @@ def test_a_run_is_saved_in_and_taken_up_from_an_object_store(
     storage = f"s3://key:secret@runs/{tmp_path.name}?{s3}"
     kept = {"storage": storage, "every": {"steps": 2}}
     spec = document("digits", checkpoint=kept, record={"folder": str(tmp_path)})
-    pool.run(2, train_attempt, spec, RUN, Origin(), 5)
+    pool.run(2, train_attempt, spec, RUN, AttemptOrigin(), 5)
     assert [found.step for found in checkpoints(folder(storage))] == [5, 4]
     resumed = pool.run(3, train_attempt, spec, RUN, taken_up(storage, None))[0]
     assert (resumed.rows, resumed.evaluations, resumed.best) == (whole.rows, whole.evaluations, whole.best)
@@ -549,7 +549,7 @@ def test_a_step_schedule_goes_on_inside_its_warm_up_and_after(pool: Pool, tmp_pa
     """The rate is a function of the updates done: taken up in the warm-up, at its end, and amid the falls."""
     schedule = {"name": "step", "warmup_steps": 3, "every": 2, "gamma": 0.5}
     kept = {"storage": str(tmp_path), "every": {"steps": 1}, "keep_every": 1}
-    whole = train_attempt(document("digits", schedule=schedule, checkpoint=kept), RUN, Origin())
+    whole = train_attempt(document("digits", schedule=schedule, checkpoint=kept), RUN, AttemptOrigin())
     assert len({row.lr for row in whole.steps}) > 4
     rest = document("digits", schedule=schedule, checkpoint={**kept, "every": None})
     for workers, step in ((2, 1), (3, 3), (1, 6)):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pyarrow.fs import FileSystem
 
-from lockstep.checkpoint.run_folder import Origin, RunFolder
+from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.data import Table
 from lockstep.errors import DataError, DriftError, JobError, SpecError
@@ -116,7 +116,7 @@ def test_a_run_goes_on_with_the_same_bits(pool: Pool, tables: Path, tmp_path: Pa
     """From a step amid an epoch, on other workers."""
     whole = reference(tables, shuffle)
     spec = {**document(tables, shuffle), "checkpoint": {"storage": str(tmp_path), "every": None}}
-    train_attempt(spec, RUN, Origin(), 12)
+    train_attempt(spec, RUN, AttemptOrigin(), 12)
     resumed = pool.run(3, train_attempt, spec, RUN, taken_up(tmp_path))[0]
     assert (resumed.rows, resumed.weights_digest, resumed.identity) == (
         whole.rows,
@@ -126,9 +126,9 @@ def test_a_run_goes_on_with_the_same_bits(pool: Pool, tables: Path, tmp_path: Pa
     assert resumed.digests == whole.digests[12:]
 
 
-def taken_up(storage: Path) -> Origin:
+def taken_up(storage: Path) -> AttemptOrigin:
     folder = RunFolder.open(open_storage(str(storage)), RUN)
-    return Origin(RUN, folder.claim().number, None)
+    return AttemptOrigin(RUN, folder.claim().number, None)
 
 
 def test_a_run_goes_on_with_a_table_that_was_moved(tables: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_run_goes_on_with_a_table_that_was_moved(tables: Path, tmp_path: Path)
     whole = reference(tables, "blocks")
     kept = {"checkpoint": {"storage": str(tmp_path / "runs"), "every": None}}
     shutil.copytree(tables, tmp_path / "old")
-    train_attempt({**document(tmp_path / "old"), **kept}, RUN, Origin(), 12)
+    train_attempt({**document(tmp_path / "old"), **kept}, RUN, AttemptOrigin(), 12)
     (tmp_path / "old").rename(tmp_path / "new")
     moved = {**document(tmp_path / "new", memory_mb=BOUND_MB), **kept}
     resumed = train_attempt(moved, RUN, taken_up(tmp_path / "runs"))
@@ -182,7 +182,7 @@ def test_a_resume_on_changed_data_is_refused_with_the_file(tmp_path: Path) -> No
     write(tmp_path / "train", TRAIN_ROWS, 1)
     write(tmp_path / "eval", EVAL_ROWS, 2)
     spec = {**document(tmp_path), "checkpoint": {"storage": str(tmp_path / "runs"), "every": None}}
-    train_attempt(spec, RUN, Origin(), 4)
+    train_attempt(spec, RUN, AttemptOrigin(), 4)
     pq.write_table(
         pq.read_table(tmp_path / "train" / "part-1.parquet").slice(1), tmp_path / "train" / "part-1.parquet"
     )

@@ -20,7 +20,7 @@ import lockstep.plan
 import lockstep.training.reduction
 import lockstep.training.setup
 import lockstep.training.step
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.record.events import CheckpointRow, EvaluationRow, Event, Finished, Restored, StepRow, Warned
@@ -118,7 +118,9 @@ def train_stopped(document: Document, rank: int, step: int) -> Trained:
     )
 
 
-def train_attempt(document: Document, run_id: str, origin: Origin, stop_after: int | None = None) -> Trained:
+def train_attempt(
+    document: Document, run_id: str, origin: AttemptOrigin, stop_after: int | None = None
+) -> Trained:
     """One attempt of a run that is saved: the run's first where `origin` names none. It may be asked to stop after a step."""
     spec = load_spec(document)
     return train_job(
@@ -131,7 +133,11 @@ def train_attempt(document: Document, run_id: str, origin: Origin, stop_after: i
 
 
 def train_job(
-    document: Document, job: Job, stop_in: int | None = None, run_id: str = "", origin: Origin | None = None
+    document: Document,
+    job: Job,
+    stop_in: int | None = None,
+    run_id: str = "",
+    origin: AttemptOrigin | None = None,
 ) -> Trained:
     """`fit` on `job`; the spec's own job is not looked at but for its source."""
     made: list[nn.Module] = []

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
 from lockstep.spec.fields import SGD, Batch, JobSpec, Spec, StepDecay, load_spec, validate
+from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.messages import shown
-from lockstep.spec.places import RECORD_OFF
 
 JOB = {"job": {"use": "jobs.digits.job:Digits"}}
 

@@ -48,7 +48,7 @@ class RecorderState(NamedTuple):
     """Grows as long as the recorder lives and works."""
 
 
-class News(NamedTuple):
+class RunStatus(NamedTuple):
     """What the driver asks for while a run goes on."""
 
     view: RunView
@@ -97,9 +97,9 @@ class Mailbox:
         """Another attempt begins."""
         self._view, self._asked = self._view.next(attempt), Asked()
 
-    def news(self) -> News:
+    def status(self) -> RunStatus:
         """How the attempt at hand stands. Never waits."""
-        return News(self._view, self._recorder)
+        return RunStatus(self._view, self._recorder)
 
     def ask_stop(self) -> None:
         """Ask the workers to end the attempt after their next step."""

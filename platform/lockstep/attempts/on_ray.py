@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.attempts.shared_files import check_shared
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.connection import connected
-from lockstep.clusters.ray_internals import told
+from lockstep.clusters.ray_internals import warnings_of_ray
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
@@ -19,7 +19,7 @@ def train_on_ray(
     spec: Spec,
     progress: Progress,
     stop: StopSignal,
-    origin: Origin,
+    origin: AttemptOrigin,
     *,
     address: str | None,
     verbose: bool,
@@ -34,7 +34,7 @@ def train_on_ray(
         from lockstep.attempts.supervisor import Supervisor
 
         environment = {} if own_cluster else WORKER_ENVIRONMENT
-        for text in (found := [*told(), *check_shared(spec)]):
+        for text in (found := [*warnings_of_ray(), *check_shared(spec)]):
             progress.say(f"warning: {text}")
 
         def tell(run_id: str) -> None:

@@ -12,7 +12,7 @@ NODE_ID = "ray.io/node-id"
 """Ray's label of a node."""
 
 
-class Placement(NamedTuple):
+class WorkerPlacement(NamedTuple):
     """So many workers of `each` so many resources, on any node but the `unfit` ones; one on each of `first` where there is room at once."""
 
     workers: int

@@ -62,7 +62,7 @@ class FailedNodes:
 
 
 @dataclass(slots=True)
-class Budget:
+class RetryBudget:
     """How often attempts may end early, and how often they have."""
 
     faults: Faults

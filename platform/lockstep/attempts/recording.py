@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.mailbox import LOST, News, RecorderState, start_mailbox
+from lockstep.attempts.mailbox import LOST, RecorderState, RunStatus, start_mailbox
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.worker_group import why_lost
 from lockstep.errors import ClusterError, RecordError
@@ -58,15 +58,15 @@ class Recording:
         """Another attempt begins; the answer comes when the mailbox knows."""
         return self.mailbox.begin.remote(attempt)
 
-    def news(self) -> News:
+    def status(self) -> RunStatus:
         """How the run stands. A recorder that is gone or hangs is replaced, which costs the attempt nothing."""
-        news: News = ray.get(self.mailbox.news.remote())
-        self._note(news.recorder)
+        status: RunStatus = ray.get(self.mailbox.status.remote())
+        self._note(status.recorder)
         if ray.wait([self._work], timeout=0)[0]:
             self._replace_lost()
         elif self._is_hung:
             self._replace_hung()
-        return news
+        return status
 
     @property
     def _is_hung(self) -> bool:
@@ -80,7 +80,7 @@ class Recording:
 
     def members(self) -> list[Joined]:
         """The workers of the attempt at hand, by rank."""
-        view = self.news().view
+        view = self.status().view
         return [view.members[rank] for rank in sorted(view.members)]
 
     def tell(self, *events: Event) -> None:
@@ -111,8 +111,8 @@ class Recording:
         self.mailbox.close.remote()
         while True:
             done, _ = ray.wait([self._work], timeout=LOOK_S)
-            news: News = ray.get(self.mailbox.news.remote())
-            self._note(news.recorder)
+            status: RunStatus = ray.get(self.mailbox.status.remote())
+            self._note(status.recorder)
             if done:
                 try:
                     failure: RecordError | None = ray.get(self._work)

@@ -20,8 +20,8 @@ from contextlib import suppress
 
 import ray
 
-from lockstep.attempts.cluster_view import spare
-from lockstep.attempts.placement import Placement
+from lockstep.attempts.cluster_watch import spare
+from lockstep.attempts.placement import WorkerPlacement
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.nodes import prestart, setup_hook
 from lockstep.errors import first_line
@@ -70,7 +70,7 @@ class Standbys:
         self._filled_for = 0
         self._failed = False
 
-    def first(self, place: Placement) -> Placement:
+    def first(self, place: WorkerPlacement) -> WorkerPlacement:
         """The placement with the nodes where processes stand by as those that are tried first."""
         nodes = [node for node, idle in self._idle.most_common() for _ in range(idle) if node in place.fit]
         return place._replace(first=tuple(nodes[: place.workers]))

@@ -13,19 +13,19 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.account import Account
+from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.chaos import Chaos
-from lockstep.attempts.cluster_view import Surroundings, find_place
-from lockstep.attempts.mailbox import LOST, News
+from lockstep.attempts.cluster_watch import ClusterWatch, find_place
+from lockstep.attempts.mailbox import LOST, RunStatus
 from lockstep.attempts.patience import patiently
-from lockstep.attempts.placement import Placement
-from lockstep.attempts.policy import Budget, FailedNodes, outcome_of
+from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.policy import FailedNodes, RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.stages import breakdown
 from lockstep.attempts.standby import Standbys
 from lockstep.attempts.watchdog import Patience, end
-from lockstep.attempts.worker_group import Attempt
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.attempts.worker_group import WorkerGroup
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
 from lockstep.driver.failed import with_run
@@ -49,7 +49,7 @@ class Supervisor:
         spec: Spec,
         progress: Progress,
         stop: StopSignal,
-        origin: Origin,
+        origin: AttemptOrigin,
         environment: Mapping[str, str],
         began_at: float,
         warnings: list[str],
@@ -62,7 +62,7 @@ class Supervisor:
         self.environment = dict(environment)
         self.began_at = began_at
         self.warnings = list(warnings)
-        self.accounts: list[Account] = []
+        self.summaries: list[AttemptSummary] = []
         self._recording: Recording
         self._warned = 0
         self._moving: str | None = None
@@ -109,19 +109,19 @@ class Supervisor:
             signal_number=self.stop.number,
         )
 
-    def _attempts(self, place: Placement) -> tuple[Mapping[str, Any], RecordError | None]:
+    def _attempts(self, place: WorkerPlacement) -> tuple[Mapping[str, Any], RecordError | None]:
         """One attempt after another, until one comes to an end that is recorded, or no other is worth it.
 
         The run's summary, and what could not be recorded of it.
         """
-        budget = Budget(self.spec.faults)
+        budget = RetryBudget(self.spec.faults)
         while True:
             ended = self._attempt(place)
-            account, error = self.accounts[-1], ended.error
+            account, error = self.summaries[-1], ended.error
             if ended.summary is not None:
                 stopped = ended.summary["stopped"]
                 account.why = self._moving or "stopped" if stopped else "finished"
-                self._tell_account()
+                self._tell_summaries()
                 if stopped and self._moving and not self.stop.asked:
                     self.progress.say(f"attempt {account.attempt} ended after a checkpoint: {self._moving}")
                 else:
@@ -131,10 +131,10 @@ class Supervisor:
                         error = self._recording.reopen(lost)
             if error is not None:
                 account.why = str(error)
-                self._tell_account()
+                self._tell_summaries()
                 decision = budget.decide(outcome_of(error), self._saved_step())
                 if not decision.again or self.stop.asked:
-                    more = "" if len(self.accounts) == 1 else f" (attempt {account.attempt}; {decision.why})"
+                    more = "" if len(self.summaries) == 1 else f" (attempt {account.attempt}; {decision.why})"
                     self._end(f"{error}{more}", ended.details, "FAILED")
                     raise error if not more else type(error)(f"{error}{more}")
                 self.progress.say(f"attempt {account.attempt} ended: {error}; {decision.why}")
@@ -142,13 +142,13 @@ class Supervisor:
             place = self._placed()
             self.origin = self._next()
 
-    def _attempt(self, place: Placement) -> RunView:
+    def _attempt(self, place: WorkerPlacement) -> RunView:
         """One attempt, from its start to what it came to: a summary or an error."""
-        account = Account(self.origin.attempt, place.workers, time.time())
+        account = AttemptSummary(self.origin.attempt, place.workers, time.time())
         place = self._standbys.first(place)
-        attempt = Attempt(self.spec, self.origin, self._recording.mailbox, place, self.environment)
-        again = bool(self.accounts)
-        self.accounts.append(account)
+        attempt = WorkerGroup(self.spec, self.origin, self._recording.mailbox, place, self.environment)
+        again = bool(self.summaries)
+        self.summaries.append(account)
         view = RunView(self.origin.attempt)
         try:
             begun = self._recording.begin(self.origin.attempt)
@@ -156,9 +156,9 @@ class Supervisor:
                 ray.get(begun)
             account.from_step = self._saved_step() if again or self.origin.run_id else 0
             self._watch(attempt, place)
-            news = self._recording.news()
-            view = news.view
-            self._look(news, attempt)
+            status = self._recording.status()
+            view = status.view
+            self._look(status, attempt)
             self._name()
         except LOST as lost:
             attempt.end()
@@ -173,14 +173,14 @@ class Supervisor:
     def _leave_out(self, view: RunView) -> None:
         """Count the nodes on which a device failed; one with too many failures gets no worker any more."""
         nodes = {view.members[rank].node for rank in view.device_ranks if rank in view.members}
-        self.accounts[-1].left_out = sorted(self._failed_nodes.failed(nodes))
-        for node in self.accounts[-1].left_out:
+        self.summaries[-1].left_out = sorted(self._failed_nodes.failed(nodes))
+        for node in self.summaries[-1].left_out:
             self._warn(f"node {node[:8]} is left out from now on: its devices have failed twice in this run")
 
-    def _watch(self, attempt: Attempt, place: Placement) -> None:
+    def _watch(self, attempt: WorkerGroup, place: WorkerPlacement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         self._moving = None
-        surroundings = Surroundings(self.spec, place, self._failed_nodes.left_out)
+        cluster = ClusterWatch(self.spec, place, self._failed_nodes.left_out)
         attempt.start()
         told, patience = False, Patience(self.spec.faults.longest_silence_s)
         while not attempt.over.wait(POLL_S):
@@ -188,26 +188,26 @@ class Supervisor:
                 told = True
                 self._recording.ask_stop()
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
-            news = self._recording.news()
-            if patience.is_over(news.view.signs_of_life, time.monotonic()):
-                self._end_hung(attempt, patience.bound_s, news.view)
+            status = self._recording.status()
+            if patience.is_over(status.view.signs_of_life, time.monotonic()):
+                self._end_hung(attempt, patience.bound_s, status.view)
                 return
-            if news.recorder.failure is not None and news.recorder.run_id is None:
+            if status.recorder.failure is not None and status.recorder.run_id is None:
                 self._recording.ask_stop()
                 attempt.over.wait()
-                raise news.recorder.failure
-            self._look(news, attempt)
+                raise status.recorder.failure
+            self._look(status, attempt)
             self._name()
-            if self._moving is None and not told and self.accounts[-1].last_step:
-                self._tend(attempt, surroundings, news.view)
+            if self._moving is None and not told and self.summaries[-1].last_step:
+                self._tend(attempt, cluster, status.view)
 
-    def _tend(self, attempt: Attempt, surroundings: Surroundings, view: RunView) -> None:
+    def _tend(self, attempt: WorkerGroup, cluster: ClusterWatch, view: RunView) -> None:
         """While it trains: keep standbys for it, and have it save or move as the cluster around it changes."""
         members = [view.members[rank] for rank in sorted(view.members)]
         after_s = self.spec.faults.standby_after_s
         if after_s is not None and time.time() - attempt.moments.at["first_step"] > after_s:
-            self._standbys.fill(attempt.origin.attempt, members, surroundings.each)
-        advice = surroundings.advice(members)
+            self._standbys.fill(attempt.origin.attempt, members, cluster.each)
+        advice = cluster.advice(members)
         if advice.save is not None:
             self.progress.say(f"saving, and continuing: {advice.save}")
             self._recording.ask_save()
@@ -220,10 +220,10 @@ class Supervisor:
         run_id = self._recording.run_id
         if not self._named and run_id is not None:
             self._named = True
-            self._board.begins(run_id, self.accounts[-1].workers)
+            self._board.begins(run_id, self.summaries[-1].workers)
             self._on_run_id(run_id)
 
-    def _end_hung(self, attempt: Attempt, bound_s: float, view: RunView) -> None:
+    def _end_hung(self, attempt: WorkerGroup, bound_s: float, view: RunView) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
         self.progress.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
         name = f"stacks-attempt-{self.origin.attempt}.txt"
@@ -234,36 +234,36 @@ class Supervisor:
             "(faults.longest_silence_s is the shortest time for that)"
         )
 
-    def _look(self, news: News, attempt: Attempt | None = None) -> None:
+    def _look(self, status: RunStatus, attempt: WorkerGroup | None = None) -> None:
         """Take in what is new of the attempt at hand."""
-        view = news.view
+        view = status.view
         for text in view.warnings[self._warned :]:
             self._warn(text)
         self._warned = len(view.warnings)
         self.progress.show(view.step, view.evaluation, view.total_steps)
-        account, row = self.accounts[-1], view.step
+        account, row = self.summaries[-1], view.step
         if attempt is None or row is None or row.attempt != account.attempt:
             return
         if len(view.stragglers) > len(account.stragglers):
             if not account.stragglers:  # once an attempt is enough for a person who looks on
                 self._warn(view.stragglers[0])
             account.stragglers = list(view.stragglers)
-            self._tell_account()
+            self._tell_summaries()
         first = not account.last_step
         if first:
             attempt.moments.at |= view.stage_ends
-            if len(self.accounts) > 1:
-                self._goes_on(self.accounts[-2], account, attempt)
+            if len(self.summaries) > 1:
+                self._goes_on(self.summaries[-2], account, attempt)
         account.last_step, self._last_step_at = row.step, row.wall_clock
         self._board.reached(row.step, account.workers)
         if first:
-            self._tell_account()
+            self._tell_summaries()
         if self.chaos is not None:
             self.chaos.look(
                 account.attempt, row.step, self._recording.members, lambda: self._recording.recorder
             )
 
-    def _goes_on(self, before: Account, account: Account, attempt: Attempt) -> None:
+    def _goes_on(self, before: AttemptSummary, account: AttemptSummary, attempt: WorkerGroup) -> None:
         """The first step of an attempt after another: what the loss of that one cost."""
         account.repeated = max(0, before.last_step - account.from_step)
         account.seconds = breakdown(self._last_step_at, self._before, attempt.moments.at)
@@ -280,10 +280,10 @@ class Supervisor:
         self.progress.say(f"warning: {text}")
         self.warnings.append(text)
 
-    def _tell_account(self) -> None:
-        self._recording.tell(AttemptsSummarised([account.as_dict() for account in self.accounts]))
+    def _tell_summaries(self) -> None:
+        self._recording.tell(AttemptsSummarised([account.as_dict() for account in self.summaries]))
 
-    def _placed(self) -> Placement:
+    def _placed(self) -> WorkerPlacement:
         """As many workers as there is room for now. Waits for `workers.min` of them, for as long as the spec allows."""
         until, told = time.monotonic() + self.spec.faults.wait_for_workers_s, False
         while True:
@@ -306,11 +306,11 @@ class Supervisor:
         storage = self.spec.checkpoint.storage
         return max(patiently(lambda: steps_of(storage, run_id), self.stop.wait, self.progress.say), default=0)
 
-    def _next(self) -> Origin:
+    def _next(self) -> AttemptOrigin:
         """The next attempt; whatever still runs of the one before can publish nothing from here on."""
         run_id = self._recording.run_id
         if run_id is None:  # it ended before there was a run
-            return Origin(None, self.origin.attempt + 1)
+            return AttemptOrigin(None, self.origin.attempt + 1)
         storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
         return patiently(
             lambda: claim(storage, run_id, None, at_least=least), self.stop.wait, self.progress.say

@@ -97,7 +97,7 @@ def end_here(members: Sequence[Joined]) -> dict[int, str]:
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGUSR1)
     time.sleep(STACKS_S)
-    found = {member.rank: _told(member) for member in members}
+    found = {member.rank: _stacks_of(member) for member in members}
     for member in members:
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGKILL)
@@ -105,7 +105,7 @@ def end_here(members: Sequence[Joined]) -> dict[int, str]:
     return found
 
 
-def _told(member: Joined) -> str:
+def _stacks_of(member: Joined) -> str:
     try:
         state = psutil.Process(member.pid).status()
     except psutil.NoSuchProcess:

@@ -11,22 +11,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.attempts.placement import Placement, anywhere_but, only_on
+from lockstep.attempts.placement import WorkerPlacement, anywhere_but, only_on
 from lockstep.attempts.stages import Moments
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.spec.fields import Spec
 
 
-class Attempt:
+class WorkerGroup:
     """One start of the worker group, in a thread: `fit` of Ray Train blocks, and owns signals in the main thread."""
 
     def __init__(
         self,
         spec: Spec,
-        origin: Origin,
+        origin: AttemptOrigin,
         mailbox: Any,
-        place: Placement,
+        place: WorkerPlacement,
         environment: Mapping[str, str],
     ) -> None:
         self.over = threading.Event()

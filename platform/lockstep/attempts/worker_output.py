@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.periodic import repeated
+from lockstep.periodic import periodically
 
 EVERY_S = 5.0
 """How often a worker looks for what it has printed."""
@@ -40,7 +40,7 @@ def output_told(tell: Callable[[str, str], None], every_s: float = EVERY_S) -> I
                 tell(file.stream, text)
 
     try:
-        with repeated(lambda: look, every_s, "lockstep-output"):
+        with periodically(lambda: look, every_s, "lockstep-output"):
             yield
     finally:
         for stream in (sys.stdout, sys.stderr):

@@ -11,7 +11,7 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 from lockstep.record.stores import find_run
 from lockstep.spec.fields import load_spec
-from lockstep.spec.places import tracking_uri
+from lockstep.spec.locations import tracking_uri
 
 
 def change_pin(run_id: str, step: int, *, uri: str | None, folder: Path, remove: bool) -> list[int]:

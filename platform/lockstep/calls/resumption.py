@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.calls.held import held_run, leads
 from lockstep.calls.training import run_attempt, train
 from lockstep.checkpoint.holder import Hold
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result, result_of
@@ -19,7 +19,7 @@ from lockstep.job.identity import changed_fields
 from lockstep.record.run_store import Recorded
 from lockstep.record.stores import find_copies, find_run
 from lockstep.spec.fields import Fork, Spec, load_spec
-from lockstep.spec.places import tracking_uri
+from lockstep.spec.locations import tracking_uri
 
 
 def resume(
@@ -112,7 +112,7 @@ def continue_run(
         return finished(found, spec, step, progress, began_at)
     if "://" not in spec.checkpoint.storage and leads():
         fetch_copy(spec, store, run_id, step, progress)
-    origin = claim(spec.checkpoint.storage, run_id, step) if leads() else Origin(run_id, step=step)
+    origin = claim(spec.checkpoint.storage, run_id, step) if leads() else AttemptOrigin(run_id, step=step)
     newest = next(iter(steps_of(spec.checkpoint.storage, run_id)), None)
     start = (
         f"its checkpoint of step {step or newest}"

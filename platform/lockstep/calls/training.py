@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.calls.held import HeldProgress, held_run
 from lockstep.checkpoint.holder import Hold
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.progress import Progress, Silent
@@ -46,7 +46,7 @@ def train(
     loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
     return run_attempt(
         loaded,
-        Origin(),
+        AttemptOrigin(),
         progress,
         local=local,
         address=address,
@@ -59,7 +59,7 @@ def train(
 
 def run_attempt(
     spec: Spec,
-    origin: Origin,
+    origin: AttemptOrigin,
     progress: Progress,
     *,
     local: bool,

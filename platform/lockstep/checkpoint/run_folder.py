@@ -35,7 +35,7 @@ class Fence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class AttemptOrigin:
     """Which attempt of which run this is. It saves under this number; a newer one takes that right from it."""
 
     run_id: str | None = None

@@ -12,12 +12,12 @@ from lockstep.checkpoint.holder import ensure_held
 from lockstep.checkpoint.layout import manifests, step_folder
 from lockstep.checkpoint.pins import ALIAS, pin_exactly
 from lockstep.checkpoint.reader import listed
-from lockstep.checkpoint.run_folder import Origin, RunFolder
+from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 
 
-def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Origin:
+def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> AttemptOrigin:
     """Begin the next attempt of a run, with a number of `at_least` so much: whatever still runs of it can publish nothing from here on.
 
     StaleAttemptError where another command has taken the run over from this process.
@@ -30,7 +30,7 @@ def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Ori
         attempt = folder.claim(at_least)
     except StaleAttemptError:  # so many have begun already
         attempt = folder.claim()
-    return Origin(run_id, attempt.number, step)
+    return AttemptOrigin(run_id, attempt.number, step)
 
 
 def check_step(run_id: str, step: int, there: Sequence[int]) -> None:

@@ -92,7 +92,7 @@ def as_text(report: dict[str, Any]) -> str:
     ]
     if (plan["leakage"] or {}).get("rows"):
         found = Leakage(**plan["leakage"])
-        lines.append(f"leakage           {found.told(plan['eval_samples'])}")
+        lines.append(f"leakage           {found.described(plan['eval_samples'])}")
     tail = plan["last_step_of_an_epoch"]
     if plan["dropped_samples_per_epoch"]:
         lines.append(

@@ -82,6 +82,6 @@ def shown(as_json: bool) -> Iterator[Progress]:
 
 def uri_option(tracking_uri: str) -> str:
     """How a later command is told the store, where it would not find it by itself."""
-    from lockstep.spec.places import tracking_uri as default_uri
+    from lockstep.spec.locations import tracking_uri as default_uri
 
     return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"

@@ -31,7 +31,7 @@ from lockstep.cli.answers import (
 )
 from lockstep.driver.signals import end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError
-from lockstep.spec.places import RECORD_OFF
+from lockstep.spec.locations import RECORD_OFF
 
 if TYPE_CHECKING:
     from lockstep.driver.result import Result
@@ -115,8 +115,8 @@ def train(
             return
         from lockstep.calls.named_runs import train_named
 
-        result = options.lived(partial(train_named, loaded, run_name, takeover=takeover))
-        answer(result.as_dict(), lambda: _told(result.as_dict()))
+        result = options.run(partial(train_named, loaded, run_name, takeover=takeover))
+        answer(result.as_dict(), lambda: _result_text(result.as_dict()))
     _exit(result)
 
 
@@ -147,24 +147,24 @@ def resume(
         from lockstep.sweeps.driver import resume_sweep
 
         try:
-            result = options.lived(
+            result = options.run(
                 partial(
                     resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
                 )
             )
         except NoSuchRunError as error:
             try:
-                swept = options.lived(
+                swept = options.run(
                     partial(resume_sweep, run_id, overrides or [], uri=uri, takeover=takeover)
                 )
             except RecordError:  # the store has no sweep of this id either
                 raise error from None
             if swept is None:
                 raise
-            answer(swept.as_dict(), lambda: sweeps.told(swept))
+            answer(swept.as_dict(), lambda: sweeps.as_text(swept))
             _exit(swept)
             return
-        answer(result.as_dict(), lambda: _told(result.as_dict()))
+        answer(result.as_dict(), lambda: _result_text(result.as_dict()))
     _exit(result)
 
 
@@ -178,7 +178,7 @@ class RunOptions:
         self._places = {"local": local, "address": address, "verbose": verbose, "chaos": chaos}
         self._began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
 
-    def lived(self, train: Callable[..., Ran]) -> Ran:
+    def run(self, train: Callable[..., Ran]) -> Ran:
         """The result of `train`, whose progress is shown meanwhile."""
         with shown(self._as_json) as progress:
             return train(progress=progress, began_at=self._began_at, **self._places)
@@ -201,7 +201,7 @@ def ui(
     """Open the MLflow UI on the run store. It is reachable from this machine only, unless --host says otherwise."""
     with answered(as_json=False, verbose=verbose):
         from lockstep.calls.ui import Ui
-        from lockstep.spec.places import tracking_uri
+        from lockstep.spec.locations import tracking_uri
 
         found = Ui(tracking_uri(uri), port, host)
         print(found.link, file=sys.stderr)
@@ -214,7 +214,7 @@ def _yaml(document: dict[str, Any]) -> str:
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None)
 
 
-def _told(result: dict[str, Any]) -> str:
+def _result_text(result: dict[str, Any]) -> str:
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in result["metrics"].items())
     lines = [
         f"{result['status'].lower()}: step {result['step']}, epoch {result['epoch']}, {result['workers']} worker{'s' if result['workers'] > 1 else ''}",

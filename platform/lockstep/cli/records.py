@@ -40,7 +40,7 @@ def runs(
     """List the newest runs of a store."""
     with answered(json_, verbose) as answer:
         from lockstep.record.stores import reader
-        from lockstep.spec.places import tracking_uri
+        from lockstep.spec.locations import tracking_uri
 
         found = reader(tracking_uri(uri), storage).runs(experiment, limit)
         answer({"runs": [_row(run) for run in found]}, lambda: _table(found))
@@ -56,7 +56,7 @@ def show(
     """Show what is recorded of one run."""
     with answered(json_, verbose) as answer:
         from lockstep.record.stores import reader
-        from lockstep.spec.places import tracking_uri
+        from lockstep.spec.locations import tracking_uri
 
         store = reader(tracking_uri(uri), storage)
         found, artifacts = store.run(run), store.artifacts(run)
@@ -109,7 +109,7 @@ def _folder(run: str, uri: str | None, storage: Path) -> Path:
     if (storage / run).is_dir():
         return storage / run
     from lockstep.record.stores import reader
-    from lockstep.spec.places import tracking_uri
+    from lockstep.spec.locations import tracking_uri
 
     told = reader(tracking_uri(uri), storage).run(run).tags.get("lockstep.folder")
     return Path(told) if told else storage / run

@@ -20,7 +20,7 @@ from lockstep.cli.answers import (
     shown,
     uri_option,
 )
-from lockstep.spec.places import RECORD_OFF
+from lockstep.spec.locations import RECORD_OFF
 
 if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
@@ -60,7 +60,7 @@ def sweep(
 
         with shown(json_) as progress:
             result = run_sweep(loaded, address=address, progress=progress, verbose=verbose, began_at=began_at)
-        answer(result.as_dict(), lambda: told(result))
+        answer(result.as_dict(), lambda: as_text(result))
     if result.signal_number is not None:
         raise typer.Exit(128 + result.signal_number)
 
@@ -82,7 +82,7 @@ def plan_as_text(report: dict[str, Any]) -> str:
     return yaml.safe_dump(report["sweep"], sort_keys=False, default_flow_style=None) + "\n" + "\n".join(lines)
 
 
-def told(result: SweepResult) -> str:
+def as_text(result: SweepResult) -> str:
     """How a sweep ended, for a person: the best trials first."""
     reverse = result.mode == "max"
     ranked = sorted(

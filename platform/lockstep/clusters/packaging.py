@@ -33,7 +33,7 @@ class Package(NamedTuple):
     largest: tuple[tuple[str, int], ...]
     """The largest files with their sizes before packing."""
 
-    def told(self) -> str:
+    def described(self) -> str:
         """Its size and what makes it, in words."""
         parts = ", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in self.largest if size > MIB // 10)
         return f"{self.files} files, {self.size / MIB:.1f} MiB packed" + (
@@ -73,6 +73,6 @@ def _files(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
 
 def _too_large(folder: Path, package: Package, limit: int) -> SpecError:
     return SpecError(
-        f"submit: {str(folder)!r} is too large for the job API, which takes {limit / MIB:.0f} MiB: {package.told()}; "
+        f"submit: {str(folder)!r} is too large for the job API, which takes {limit / MIB:.0f} MiB: {package.described()}; "
         "list what the job does not need in .gitignore or .rayignore, and put data where all nodes can see them"
     )

@@ -81,10 +81,10 @@ def connect(address: str) -> Any:
     try:
         return JobSubmissionClient(address)
     except Exception as error:  # the client raises RuntimeError, ConnectionError and what requests raises
-        raise told(error, address) from error
+        raise job_api_error(error, address) from error
 
 
-def told(error: Exception, address: str) -> ClusterError:
+def job_api_error(error: Exception, address: str) -> ClusterError:
     """What the job API answered, in one line."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "uthentication" in text or "401" in text or "403" in text:
@@ -142,7 +142,7 @@ def submit(
     client = connect(address)
     package = pack(folder)
     if package is not None and package.size > NOTED:
-        say(f"sending {package.told()}")
+        say(f"sending {package.described()}")
     environment: dict[str, Any] = {"working_dir": str(folder)}
     if not installed:
         environment["py_modules"] = [str(Path(__file__).parents[1])]
@@ -158,7 +158,7 @@ def submit(
             )
         except Exception as error:  # as in connect
             if NO_AGENT not in str(error) or time.monotonic() > until:
-                raise told(error, address) from error
+                raise job_api_error(error, address) from error
             time.sleep(POLL_S)  # a cluster that has just started
         else:
             return sent
@@ -216,7 +216,7 @@ def look(client: Any, job: str, address: str, run_id: str | None = None) -> Subm
     try:
         found = client.get_job_info(job)
     except Exception as error:  # as in connect
-        raise told(error, address) from error
+        raise job_api_error(error, address) from error
     status = str(getattr(found.status, "value", found.status))
     code: int | None = found.driver_exit_code
     if status == "SUCCEEDED":
@@ -241,7 +241,7 @@ def status_of(address: str, gcs: str) -> dict[str, Any]:
         running = {job.job_id for job in jobs if str(getattr(job.status, "value", job.status)) == "RUNNING"}
         runs = notices(gcs, {job for job in running if job is not None})
     except Exception as error:  # as in connect
-        raise told(error, address) from error
+        raise job_api_error(error, address) from error
     return {
         "alive": [
             {

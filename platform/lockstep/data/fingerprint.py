@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.data.cache import cached
 from lockstep.data.contents import UnreadableError, leaves
 from lockstep.data.dataset import fetch_one, is_fingerprinted
-from lockstep.data.remembered import remembered
 from lockstep.errors import JobError
 from lockstep.randomness import seed_all
 
@@ -96,7 +96,7 @@ def file_digest(table_files: Any, number: int, content: str) -> str:
             digest.update(piece)
         return digest.hexdigest()
 
-    return remembered("fingerprints", repr((*table_files.identity(number), content)), find)
+    return cached("fingerprints", repr((*table_files.identity(number), content)), find)
 
 
 def _spans(size: int, content: str) -> Sequence[tuple[int, int]]:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.cache import cached
 from lockstep.data.contents import UnreadableError, digest
 from lockstep.data.dataset import fetch_one, is_table
 from lockstep.data.order import Bijection
-from lockstep.data.remembered import remembered
 from lockstep.randomness import seed_all
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Leakage(NamedTuple):
         """Whether every sample of the one was compared with every sample of the other."""
         return self.eval_looked_at is None and self.train_looked_at is None
 
-    def told(self, eval_samples: int) -> str:
+    def described(self, eval_samples: int) -> str:
         """One line for a person; `rows` must not be 0."""
         looked = "" if self.eval_looked_at is None else f" {self.eval_looked_at} looked at, of"
         least = "" if self.whole else "at least "
@@ -122,7 +122,7 @@ def known_leakage(train: Table, evaluation: Table) -> Leakage | None:
     if "blocks" in (train.residence, evaluation.residence):
         return None
     identity = repr((train.identity(), evaluation.identity()))
-    found = remembered("leakage", identity, lambda: json.dumps(leaked_rows(train, evaluation)))
+    found = cached("leakage", identity, lambda: json.dumps(leaked_rows(train, evaluation)))
     return Leakage(*json.loads(found))
 
 

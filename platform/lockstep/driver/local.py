@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import pin_aliased
 from lockstep.driver.failed import with_run
 from lockstep.driver.progress import Progress
@@ -19,12 +19,12 @@ from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
-from lockstep.periodic import repeated
+from lockstep.periodic import periodically
 from lockstep.record.events import Event, Failed, Finished, Sampled, Straggling, Warned, tell_nobody
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
-from lockstep.spec.places import RECORD_OFF
+from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.group import Group, distributed, local_device
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
@@ -93,7 +93,7 @@ class LocalRun:
 
     def shown(self) -> AbstractContextManager[None]:
         """Show how it goes twice a second, from a thread of its own."""
-        return repeated(lambda: self.show, 0.5, "lockstep-progress")
+        return periodically(lambda: self.show, 0.5, "lockstep-progress")
 
 
 def under_torchrun() -> bool:
@@ -105,7 +105,7 @@ def train_here(
     spec: Spec,
     progress: Progress,
     stop: StopSignal,
-    origin: Origin,
+    origin: AttemptOrigin,
     *,
     began_at: float,
     warnings: list[str],
@@ -143,7 +143,7 @@ def _start(
     spec: Spec,
     progress: Progress,
     stop: StopSignal,
-    origin: Origin,
+    origin: AttemptOrigin,
     on_run_id: Callable[[str], None] | None,
 ) -> LocalRun:
     apart = spec.record.uri != RECORD_OFF  # MLflow's part would take this process some 100 ms of each second
@@ -162,7 +162,7 @@ def _start(
     return LocalRun(recorder, stop, progress, on_run_id)
 
 
-def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: Origin) -> dict[str, object]:
+def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin) -> dict[str, object]:
     """`fit`, whose end is recorded whatever it is."""
     recorder = run.recorder
 

@@ -10,7 +10,7 @@ from lockstep.errors import RecordError
 from lockstep.record.ledger import History, read_history
 from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, Recorded, RunReader, RunStore
 from lockstep.spec.fields import Spec
-from lockstep.spec.places import RECORD_OFF
+from lockstep.spec.locations import RECORD_OFF
 
 
 def store_for(spec: Spec, started_at: float) -> RunStore:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from lockstep.periodic import repeated
+from lockstep.periodic import periodically
 
 EVERY_S = 10.0
 """How often a node is sampled."""
@@ -22,7 +22,7 @@ def sampled(
         sampler = Sampler()  # in the thread: psutil keeps the processor's times of each thread apart
         return lambda: tell(sampler.sample())
 
-    return repeated(begin, every_s, "lockstep-system")
+    return periodically(begin, every_s, "lockstep-system")
 
 
 class Sampler:

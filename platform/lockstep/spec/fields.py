@@ -33,8 +33,8 @@ from pydantic import (
 from lockstep.errors import SpecError
 from lockstep.plan import Position, is_due
 from lockstep.spec.file import override, read_document
+from lockstep.spec.locations import absolute, absolute_weights, tracking_uri
 from lockstep.spec.messages import one_line
-from lockstep.spec.places import absolute, absolute_weights, tracking_uri
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; `data.loader_processes` and a job's placement params are others."""

@@ -69,7 +69,7 @@ class Decisions:
             os.fsync(file.fileno())
 
 
-class Unkept:
+class WithoutState:
     """What Tune need not keep with the state of an experiment: a sweep is taken up from its decisions."""
 
     def __getstate__(self) -> dict[str, Any]:

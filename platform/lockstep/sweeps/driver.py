@@ -172,10 +172,10 @@ class _Driver:
     ) -> SweepResult:
         import ray
 
-        from lockstep.sweeps.board import Board
         from lockstep.sweeps.decisions import Decisions
-        from lockstep.sweeps.schedulers import Decided, make_scheduler
+        from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
         from lockstep.sweeps.search import Search
+        from lockstep.sweeps.table import SweepTable
 
         recorders.prepare.remote(self.spec.base.record.uri or "")
         # Before the sweep's run is created, which a mistake would leave behind.
@@ -186,11 +186,11 @@ class _Driver:
         self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
 
         decisions = Decisions(Path(folder))
-        board = Board(self.spec, decisions, recorders, self.progress, self.stop)
+        board = SweepTable(self.spec, decisions, recorders, self.progress, self.stop)
         error: LockstepError | None = None
         try:
             rule = make_scheduler(self.spec, facts["total_steps"], facts["first_evaluation"])
-            scheduler = Decided(rule, self.spec, decisions, board.pruned, concurrency)
+            scheduler = RecordedScheduler(rule, self.spec, decisions, board.pruned, concurrency)
             search = Search(self.spec, decisions, lambda: board.over is None and scheduler.room())
             self._tune(
                 search, scheduler, board, recorders, sweep_id, decisions, bundles, Path(folder, "tune")

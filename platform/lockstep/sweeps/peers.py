@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.attempts.watchdog import listening
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.record.events import tell_nobody
@@ -35,7 +35,15 @@ class Peer:
             sys.path.insert(0, folder)
 
     def train(
-        self, spec: Spec, origin: Origin, host: str, port: int, rank: int, size: int, recorders: Any, key: str
+        self,
+        spec: Spec,
+        origin: AttemptOrigin,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        recorders: Any,
+        key: str,
     ) -> None:
         """Train as this rank. What the job raises comes back as it is told on one line."""
         recorders.tell.remote(key, origin.attempt, [listening(rank)])

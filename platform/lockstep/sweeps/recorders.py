@@ -29,7 +29,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import Recorded, Status
 from lockstep.record.stores import find_finished, find_history
 from lockstep.spec.fields import Spec
-from lockstep.spec.places import RECORD_OFF
+from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.sweep_record import SweepRecord
 

@@ -19,7 +19,7 @@ from ray.tune.schedulers import (
 )
 
 from lockstep.spec.sweep import Asha, Domain, Median, Pbt, SweepSpec
-from lockstep.sweeps.decisions import Decisions, Unkept
+from lockstep.sweeps.decisions import Decisions, WithoutState
 
 STEP = "step"
 """The time of a result, in optimizer steps: `training_iteration` counts results, and begins anew with each attempt."""
@@ -68,7 +68,7 @@ def mutation(domain: Domain) -> Any:
     return tune.uniform(*domain.uniform) if domain.uniform else tune.loguniform(*(domain.loguniform or ()))
 
 
-class Decided(Unkept, TrialScheduler):  # type: ignore[misc]
+class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
     """A scheduler that hears each step of a trial once, however often an attempt reports it, and stands by what it decided.
 
     `on_stop` is told of a trial that it ends. No more than `concurrency` trials are begun at a time.

@@ -10,10 +10,10 @@ from ray.tune.search import Searcher
 
 from lockstep.errors import SpecError
 from lockstep.spec.sweep import SweepSpec
-from lockstep.sweeps.decisions import Decisions, Unkept
+from lockstep.sweeps.decisions import Decisions, WithoutState
 
 
-class Search(Unkept, Searcher):  # type: ignore[misc]
+class Search(WithoutState, Searcher):  # type: ignore[misc]
     """The trials of a sweep in order. Those that were made before it was interrupted are made again as they were."""
 
     def __init__(self, sweep: SweepSpec, decisions: Decisions, room: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.attempts.watchdog import listening
 from lockstep.checkpoint.names import give_name, run_of_name
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
@@ -208,7 +208,7 @@ class Training:
             if ended and (history := self._history(found)) is not None:
                 self._replay(found, history)
                 return
-        origin = Origin() if run_id is None else claim(spec.checkpoint.storage, run_id, None)
+        origin = AttemptOrigin() if run_id is None else claim(spec.checkpoint.storage, run_id, None)
         ray.get(self._recorders.open.remote(key, name, spec, run_id, origin.attempt, self._may_reuse))
         sender = self._rank_zero.begin(origin.attempt)
         sender.tell(listening(0))
@@ -262,7 +262,7 @@ class Training:
         digest = found.summary.get("weights_digest")
         self._over(end.get("status", "finished"), end.get("reason", ""), digest)
 
-    def _fit(self, origin: Origin) -> dict[str, Any] | None:
+    def _fit(self, origin: AttemptOrigin) -> dict[str, Any] | None:
         spec, size = self.spec, len(self._peers) + 1
         job = load_job(spec.job.use, spec.job.params)
         if size == 1:

@@ -16,7 +16,7 @@ from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest, load_step
 from lockstep.checkpoint.retention import Keep
-from lockstep.checkpoint.run_folder import Attempt, Origin, RunFolder
+from lockstep.checkpoint.run_folder import Attempt, AttemptOrigin, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
@@ -57,7 +57,9 @@ class Start(NamedTuple):
         return parent
 
 
-def find_start(spec: Spec, group: Group, origin: Origin | None, warn: Callable[[str], None]) -> Start | None:
+def find_start(
+    spec: Spec, group: Group, origin: AttemptOrigin | None, warn: Callable[[str], None]
+) -> Start | None:
     """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
     if origin is not None and origin.run_id is not None:
         own = _load(spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
@@ -171,7 +173,7 @@ class Checkpoints:
         history: History,
         tell: Tell,
         requests: Requests,
-        origin: Origin | None,
+        origin: AttemptOrigin | None,
         start: Start | None = None,
     ) -> None:
         self.spec, self.plan, self.group, self.state, self.facts = spec, plan, group, state, facts
@@ -251,7 +253,7 @@ class Checkpoints:
             return {}
         return {name: value for name, value in self.state.metrics.items() if name.startswith("eval/")}
 
-    def _open(self, origin: Origin) -> AsyncSaver | None:
+    def _open(self, origin: AttemptOrigin) -> AsyncSaver | None:
         """The run's folder, with this attempt's right to publish in it. Where a rank cannot have it, the next save asks again."""
         attempt, error = self._joined(lambda: self._claimed(origin)) if self.group.rank == 0 else (None, None)
         own = attempt and (attempt.run.run_id, attempt.number)
@@ -292,7 +294,7 @@ class Checkpoints:
     def _folder(self, run_id: str) -> RunFolder:
         return RunFolder.open(open_storage(self.spec.checkpoint.storage), run_id)
 
-    def _claimed(self, origin: Origin) -> Attempt:
+    def _claimed(self, origin: AttemptOrigin) -> Attempt:
         """Rank 0's: a new run's folder is claimed now, that of one that goes on was claimed before its state was read."""
         if self._own is None and origin.run_id is None:
             storage = open_storage(self.spec.checkpoint.storage)

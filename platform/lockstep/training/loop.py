@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.errors import DriftError
 from lockstep.job.interface import Job
@@ -39,7 +39,7 @@ from lockstep.training.weights import save_weights
 
 
 def fit(
-    spec: Spec, job: Job, group: Group, tell: Tell, requests: Requests, origin: Origin | None = None
+    spec: Spec, job: Job, group: Group, tell: Tell, requests: Requests, origin: AttemptOrigin | None = None
 ) -> dict[str, Any] | None:
     """Train one run to its end as one worker of `group`. Returns its summary, the same on every rank.
 
@@ -133,7 +133,7 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     return rule is not None and run.state.best.judge(rule, metrics[rule.metric], step, run.state.model)
 
 
-def keep_weights(run: Run, requests: Requests, origin: Origin | None) -> list[Path]:
+def keep_weights(run: Run, requests: Requests, origin: AttemptOrigin | None) -> list[Path]:
     """Rank 0's: write the weights of the last step, and the best ones where early stopping kept them, into the run's folder."""
     if run.group.rank > 0 or origin is None:
         return []
@@ -182,7 +182,7 @@ def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) 
 class Clock:
     """The timing columns: what a run took, apart from what it computed."""
 
-    def __init__(self, origin: Origin | None = None) -> None:
+    def __init__(self, origin: AttemptOrigin | None = None) -> None:
         self.attempt = 1 if origin is None else origin.attempt
         self.first_step_at: float | None = None
         self._mark = time.perf_counter()

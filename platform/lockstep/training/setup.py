@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.run_folder import Origin
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.dataset import is_table
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.leakage import find_leakage
@@ -87,7 +87,7 @@ class Run:
         """The steps that are still to be taken: none where the run is `over`."""
         return iter(()) if over else self.plan.positions(self.state.counters.step)
 
-    def checkpoints(self, tell: Tell, requests: Requests, origin: Origin | None) -> Checkpoints:
+    def checkpoints(self, tell: Tell, requests: Requests, origin: AttemptOrigin | None) -> Checkpoints:
         """What saves the state of this run."""
         return Checkpoints(
             self.spec,
@@ -108,7 +108,7 @@ def prepare(
     job: Job,
     group: Group,
     tell: Tell,
-    origin: Origin | None = None,
+    origin: AttemptOrigin | None = None,
 ) -> Run:
     """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state."""
 
@@ -249,7 +249,7 @@ def _leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str
     if found.rows:
         drawn = "" if is_table(train_data) else " (both are opened under one seed: what both draw is equal)"
         warn(
-            f"data: {found.told(len(eval_data))}; they flatter every metric: leave them out of one of the two{drawn}"
+            f"data: {found.described(len(eval_data))}; they flatter every metric: leave them out of one of the two{drawn}"
         )
     return found.rows
 

@@ -148,31 +148,31 @@ class Stepper:
         """
         self.exchange.vote(stop=stop, save=save)
         exponent = self.state.counters.weight_exponent
-        down = 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
-        self._accumulate(position, batches, down)
+        scale_down = 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
+        self._accumulate(position, batches, scale_down)
         agreed = self.exchange.read(position.micro_batches)
         self._check(position, agreed.totals)
         self.buffers.end_step(agreed.flagged)
-        return self._update(position, agreed, down)
+        return self._update(position, agreed, scale_down)
 
     # --- forward and backward -----------------------------------------------------------------------------
 
-    def _accumulate(self, position: Position, batches: Iterator[Any], down: float) -> None:
-        """Leave in every `.grad` the tree sum of all micro-batches' gradients, `down` times too large by the weight."""
+    def _accumulate(self, position: Position, batches: Iterator[Any], scale_down: float) -> None:
+        """Leave in every `.grad` the tree sum of all micro-batches' gradients, `scale_down` times too large by the weight."""
         own = clip(self.own, position.micro_batches)
         tree = TreeSum(position.micro_batches)
         self._forget_gradients()
         self.watched.note()
         for m in own[:-1]:
             with self._no_sync():
-                self._backward(position, m, batches, down, last=False)
+                self._backward(position, m, batches, scale_down, last=False)
             if self.spec.reduction == "exact":
                 tree.add(range(m, m + 1), self._take_gradients(position, m))
         folded, apart = tree.close(own[-1]) if own else ([], [])
         if self.reduction is not None:
             self.reduction.begin(position, folded, apart)
         if own:
-            self._backward(position, own[-1], batches, down, last=True)
+            self._backward(position, own[-1], batches, scale_down, last=True)
         else:
             self._backward_nothing()
         if self.reduction is not None and not self.reduction.finished:
@@ -183,7 +183,7 @@ class Stepper:
                 torch._foreach_add_(gradients, total)
 
     def _backward(
-        self, position: Position, m: int, batches: Iterator[Any], down: float, *, last: bool
+        self, position: Position, m: int, batches: Iterator[Any], scale_down: float, *, last: bool
     ) -> None:
         with self.watch:
             batch = next(batches)
@@ -194,7 +194,7 @@ class Stepper:
                 self.exchange.flag(self.buffers.keep())
             if last:
                 self.exchange.close(self.watch.take())
-            torch.autograd.backward(self.state.precision.scaled(loss.total * down))
+            torch.autograd.backward(self.state.precision.scaled(loss.total * scale_down))
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a job may end the process
@@ -256,13 +256,13 @@ class Stepper:
                 "a step without any weight has no mean"
             )
 
-    def _update(self, position: Position, agreed: Agreed, down: float) -> StepResult:
+    def _update(self, position: Position, agreed: Agreed, scale_down: float) -> StepResult:
         spec, state, totals = self.spec, self.state, agreed.totals
         if type(state.optimizer) not in ELEMENT_BY_ELEMENT:
             align_gradients(self.parameters)
         gradients = self._gradients(position, 0)
         state.precision.unscale(state.optimizer)
-        factor = 1.0 / (totals.weight * down)
+        factor = 1.0 / (totals.weight * scale_down)
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         grad_norm, scale = self.norm(gradients), state.precision.scale

@@ -52,7 +52,7 @@ def test_how_an_attempt_ended_is_seen_and_not_recorded() -> None:
     """The driver says whether it is the run's end: an attempt that moves ends too."""
     broke = Broke(ClusterError("gone"), "trace")
     mailbox = mailbox_with(Finished({"stopped": True}), broke, StageEnded("arrival", 1.0), Warned("w"))
-    view = mailbox.news().view
+    view = mailbox.status().view
     assert (view.summary, view.error, view.warnings) == ({"stopped": True}, broke.error, ["w"])
     assert mailbox.fetch(0, 0, STATE).events == [Warned("w")]
 
@@ -61,8 +61,8 @@ def test_what_an_attempt_that_was_given_up_tells_is_recorded_and_not_seen() -> N
     mailbox = mailbox_with()
     mailbox.begin(2)
     mailbox.tell(1, [step_row(5, attempt=1), Broke(ClusterError("late"), "")])
-    assert mailbox.news().view.step is None
-    assert mailbox.news().view.error is None
+    assert mailbox.status().view.step is None
+    assert mailbox.status().view.error is None
     assert mailbox.fetch(0, 0, STATE).events == [step_row(5, attempt=1)]
 
 
@@ -84,4 +84,4 @@ def test_a_worker_that_asks_for_the_run_learns_its_id_or_why_there_is_none() -> 
     assert mailbox.run_id() is refused
     mailbox.fetch(0, 0, STATE)
     assert mailbox.run_id() == "abc"
-    assert mailbox.news().recorder.fetches == 2
+    assert mailbox.status().recorder.fetches == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lockstep.attempts.placement import Placement, anywhere_but, only_on
+from lockstep.attempts.placement import WorkerPlacement, anywhere_but, only_on
 from lockstep.attempts.standby import Standbys
 from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
 from lockstep.record.events import Joined
@@ -17,8 +17,8 @@ def standing_by(**nodes: int) -> Standbys:
     return standbys
 
 
-def placed(workers: int, *fit: str) -> Placement:
-    return Placement(workers, {"CPU": 1.0}, frozenset(fit), frozenset())
+def placed(workers: int, *fit: str) -> WorkerPlacement:
+    return WorkerPlacement(workers, {"CPU": 1.0}, frozenset(fit), frozenset())
 
 
 def member(node: str, imported_at: float) -> Joined:

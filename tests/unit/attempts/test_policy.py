@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.attempts.policy import LONGEST_PAUSE_S, Budget, FailedNodes, outcome_of
+from lockstep.attempts.policy import LONGEST_PAUSE_S, FailedNodes, RetryBudget, outcome_of
 from lockstep.errors import (
     ClusterError,
     DeterminismError,
@@ -34,7 +34,7 @@ def test_each_error_is_one_kind_of_end(error: LockstepError, outcome: str) -> No
 
 
 def test_lost_workers_are_replaced_until_nothing_moves() -> None:
-    budget = Budget(Faults(max_worker_failures=2))
+    budget = RetryBudget(Faults(max_worker_failures=2))
     assert budget.decide("worker lost", 0)[:2] == (True, 0.0)
     assert budget.decide("worker lost", 0)[:2] == (True, 1.0)
     last = budget.decide("worker lost", 0)
@@ -44,33 +44,33 @@ def test_lost_workers_are_replaced_until_nothing_moves() -> None:
 
 def test_a_run_that_moves_is_never_given_up() -> None:
     """A month may lose more workers than an hour: what counts is whether a checkpoint came between."""
-    budget = Budget(Faults(max_worker_failures=1))
+    budget = RetryBudget(Faults(max_worker_failures=1))
     for step in range(1, 1000):
         assert budget.decide("worker lost", step).again
     assert budget.decide("worker lost", 999).again is False
 
 
 def test_waits_grow_to_a_bound() -> None:
-    budget = Budget(Faults(max_worker_failures=100))
+    budget = RetryBudget(Faults(max_worker_failures=100))
     pauses = [budget.decide("worker lost", 5).pause_s for _ in range(12)]
     assert pauses[:5] == [0.0, 1.0, 2.0, 4.0, 8.0]
     assert pauses[-1] == LONGEST_PAUSE_S
 
 
 def test_a_job_error_is_not_tried_again_unless_allowed() -> None:
-    assert not Budget(Faults()).decide("job error", 10).again
-    budget = Budget(Faults(max_job_errors=1))
+    assert not RetryBudget(Faults()).decide("job error", 10).again
+    budget = RetryBudget(Faults(max_job_errors=1))
     assert [budget.decide("job error", 10).again for _ in range(2)] == [True, False]
 
 
 def test_what_no_attempt_can_mend_ends_the_run() -> None:
-    budget = Budget(Faults(max_worker_failures=100, max_job_errors=100))
+    budget = RetryBudget(Faults(max_worker_failures=100, max_job_errors=100))
     assert not budget.decide("final", 10).again
 
 
 def test_storage_that_fails_is_tried_again_after_a_pause_and_not_for_ever() -> None:
     error = TransientStorageError("a disk or quota is full")
-    budget = Budget(Faults(max_worker_failures=3))
+    budget = RetryBudget(Faults(max_worker_failures=3))
     found = [budget.decide(outcome_of(error), 4) for _ in range(4)]
     assert [decision.again for decision in found] == [True, True, True, False]
     assert [decision.pause_s for decision in found[:3]] == [4.0, 8.0, 16.0]

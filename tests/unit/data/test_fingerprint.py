@@ -302,7 +302,7 @@ def test_a_large_dataset_is_looked_through_for_a_while_and_the_line_says_so() ->
     assert 0 < found.rows <= found.eval_looked_at  # one order is drawn for both
     assert re.fullmatch(
         r"at least \d+ of \d+ looked at, of 1000000 evaluation samples are training samples too: .*",
-        found.told(10**6),
+        found.described(10**6),
     )
 
 

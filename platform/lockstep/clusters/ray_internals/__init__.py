@@ -153,7 +153,7 @@ def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
     return None if have == parameters else f"{name} takes {', '.join(have) or 'nothing'}"
 
 
-def told() -> list[str]:
+def warnings_of_ray() -> list[str]:
     """A line for a run's warnings where it must do without Ray's private parts."""
     reason = unavailable("driver trainer")
     if reason is not None:

@@ -12,7 +12,7 @@ from ray import tune
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
 from lockstep.spec.sweep import SweepSpec
-from lockstep.sweeps.decisions import Decisions, Unkept
+from lockstep.sweeps.decisions import Decisions, WithoutState
 from lockstep.sweeps.sweep_record import best_of, tally
 from lockstep.sweeps.watch import Watch
 
@@ -20,7 +20,7 @@ RECORD_S = 10.0
 """How often the table is recorded while no trial ends."""
 
 
-class Board(Unkept, tune.Callback, tune.Stopper):  # type: ignore[misc]
+class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[misc]
     """Tune tells it of every trial, and asks it whether the sweep is over."""
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Account:
+class AttemptSummary:
     """What became of one attempt. Times are Unix seconds; steps are numbers of steps, 0 where there is none."""
 
     attempt: int

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def remembered(kind: str, identity: str, find: Callable[[], str]) -> str:
+def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
     """What `find` gave when it was first called for this `identity`, which changes with all that it looks at."""
     path = _cache() / kind / hashlib.sha256(identity.encode()).hexdigest()
     try:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from lockstep.attempts.placement import Placement, place, room_for
+from lockstep.attempts.placement import WorkerPlacement, place, room_for
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources
 from lockstep.errors import SpecError
@@ -32,7 +32,7 @@ STEADY_S = 3.0
 """How long room has to be there before an attempt moves for it."""
 
 
-def find_place(spec: Spec, without: frozenset[str] = frozenset()) -> Placement:
+def find_place(spec: Spec, without: frozenset[str] = frozenset()) -> WorkerPlacement:
     """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`.
 
     Nodes in `without` are left out where the others have room for `workers.min`.
@@ -43,7 +43,7 @@ def find_place(spec: Spec, without: frozenset[str] = frozenset()) -> Placement:
     return _place_outside(spec, frozenset())
 
 
-def _place_outside(spec: Spec, without: frozenset[str]) -> Placement:
+def _place_outside(spec: Spec, without: frozenset[str]) -> WorkerPlacement:
     drained = draining()
     fit, unfit, total = set[str](), set[str](), Counter[str]()
     for node in ray.nodes():
@@ -54,7 +54,7 @@ def _place_outside(spec: Spec, without: frozenset[str]) -> Placement:
         else:
             fit.add(node["NodeID"])
             total.update(node["Resources"])
-    return Placement(*place(spec, total), frozenset(fit), frozenset(unfit))
+    return WorkerPlacement(*place(spec, total), frozenset(fit), frozenset(unfit))
 
 
 def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
@@ -99,10 +99,10 @@ class Advice(NamedTuple):
     move: str | None = None
 
 
-class Surroundings:
+class ClusterWatch:
     """Watches the cluster for one attempt, which runs at `place`; nodes in `without` are left out."""
 
-    def __init__(self, spec: Spec, place: Placement, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self, spec: Spec, place: WorkerPlacement, without: frozenset[str] = frozenset()) -> None:
         self._without = without
         self.spec, self.workers, self.each = spec, place.workers, place.each
         self._looked = 0.0
