@@ -6,9 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 
-# Tests wait for processes as often as they compute, so one more than a small machine has cores. The tests of the shared Ray
-# cluster stay in one process, as do those of the pool of workers; the others go by file.
-TEST_PROCESSES ?= 3
+# One process runs the tests that start Ray, the other all the rest.
+TEST_PROCESSES ?= 2
 
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0

@@ -38,11 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def together(item: pytest.Item) -> str:
-    """Which tests stay in one process where several run them: those of a file, of the shared Ray cluster, of the one pool."""
+    """Which tests stay in one process where several run them: all that start Ray, those of the one pool, and those of a file.
+
+    One Ray cluster at a time: several on a machine of two cores wait for each other past every limit.
+    """
     if "cluster" in getattr(item, "fixturenames", ()):
-        return "cluster"
+        return "ray"
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    return folder if folder == "distributed" else item.path.as_posix()
+    return {"cluster": "ray", "chaos": "ray", "distributed": folder}.get(folder, item.path.as_posix())
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
