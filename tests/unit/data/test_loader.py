@@ -126,6 +126,10 @@ def torn(index: int) -> Any:
     return index
 
 
+TORN_AT = f"tests/unit/data/test_loader.py:{torn.__code__.co_firstlineno + 2} in torn"
+"""Where the job's own code fails, as an error names it."""
+
+
 def one_line(error: LockstepError) -> str:
     assert "\n" not in str(error)
     return str(error)
@@ -137,7 +141,7 @@ def test_a_sample_that_fails_is_named(processes: int) -> None:
         fetched(Samples(torn), processes=processes)
     assert (
         one_line(info.value)
-        == "data: sample 7 failed (step 2, micro-batch 1, tests/unit/data/test_loader.py:121 in torn): ValueError: torn file"
+        == f"data: sample 7 failed (step 2, micro-batch 1, {TORN_AT}): ValueError: torn file"
     )
 
 
@@ -147,7 +151,7 @@ def test_samples_that_fail_together_are_named(processes: int) -> None:
         fetched(Whole(torn), processes=processes)
     assert (
         one_line(info.value)
-        == "data: samples 6, 7 failed (step 2, micro-batch 1, tests/unit/data/test_loader.py:121 in torn): ValueError: torn file"
+        == f"data: samples 6, 7 failed (step 2, micro-batch 1, {TORN_AT}): ValueError: torn file"
     )
 
 
