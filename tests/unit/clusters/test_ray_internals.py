@@ -12,7 +12,7 @@ import pytest
 from lockstep.clusters import ray_internals
 from lockstep.clusters.noticeboard import Notice, Noticeboard
 from lockstep.clusters.packaging import pack
-from lockstep.clusters.ray_internals import NEEDED, PUBLIC_ONLY, Part, told, unavailable
+from lockstep.clusters.ray_internals import NEEDED, PUBLIC_ONLY, Part, unavailable, warnings_of_ray
 
 ROOT = Path(__file__).parents[3]
 DOOR = Path(ray_internals.__file__).parent
@@ -93,7 +93,7 @@ def test_public_names_are_let_through() -> None:
 def test_all_parts_of_the_ray_that_is_pinned_are_known() -> None:
     assert set(NEEDED) == set(get_args(Part))
     assert {part: unavailable(part) for part in NEEDED} == dict.fromkeys(NEEDED)
-    assert told() == []
+    assert warnings_of_ray() == []
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -112,7 +112,7 @@ def test_a_ray_that_is_not_the_one_known_is_told_with_the_name_that_differs(
     reason = unavailable("driver trainer")
     assert reason is not None
     assert f"{name} {problem}" in reason
-    (warning,) = told()
+    (warning,) = warnings_of_ray()
     assert name in warning
     assert "public TorchTrainer" in warning
     assert "\n" not in warning
