@@ -367,11 +367,11 @@ class Images(Kind):
 
 
 class Words(Kind):
-    """Sentences of 2 … 7 of eleven words."""
+    """Sentences of 5 … 9 of eleven words: too long for two to be the same by chance."""
 
     def data(self, samples: int, seed: int) -> Dataset[Any]:
         generator = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(2, 8, (samples,), generator=generator).tolist()
+        lengths = torch.randint(5, 10, (samples,), generator=generator).tolist()
         return [torch.randint(1, 11, (length,), generator=generator) for length in lengths]  # type: ignore[return-value]
 
     def collate(self, samples: Sequence[Tensor]) -> Any:
