@@ -158,8 +158,8 @@ def test_a_strangers_cluster_is_left_alone(silent: Listener) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         Path(folder, "ray").mkdir()
         Path(folder, "ray", "ray_current_cluster").write_text(silent.address)
-        process = command(Path(folder), "workers={min: 999, max: 999}", RAY_TMPDIR=folder)
+        process = command(Path(folder), "workers.cpus_each=999", RAY_TMPDIR=folder)
         _, err = process.communicate(timeout=120)
         assert process.returncode == 2
-        assert "workers.min: got 999 workers of 1 CPU each, but the cluster has" in err  # one of its own
+        assert "workers of 999 CPU each, but the cluster has" in err  # one of its own
         assert not silent.asked.is_set()

@@ -472,7 +472,11 @@ def test_a_stale_attempt_publishes_nothing_and_ends(tmp_path: Path) -> None:
 def test_a_save_that_fails_ends_no_run(tmp_path: Path) -> None:
     """The run's folder cannot be made: it is told, and the run comes to its end."""
     (tmp_path / "file").write_text("no folder")
-    spec = document("digits", checkpoint={"storage": str(tmp_path / "file" / "runs"), "every": {"steps": 4}})
+    spec = document(
+        "digits",
+        checkpoint={"storage": str(tmp_path / "file" / "runs"), "every": {"steps": 4}},
+        record={"folder": str(tmp_path)},  # the final weights go there
+    )
     trained = train_attempt(spec, RUN, AttemptOrigin())
     assert trained == undisturbed("digits", "fp32")
     assert trained.summary["checkpoint"] is None
