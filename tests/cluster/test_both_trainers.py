@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lockstep import train
-from lockstep.clusters.ray_internals import PUBLIC_ONLY, unavailable
+from lockstep.clusters.ray_internals import PUBLIC_ONLY
 from lockstep.driver.result import Result
 from tests.cluster.test_ray_train import columns
 from tests.cluster.test_supervisor import accounts, spec, workers
@@ -28,9 +28,7 @@ pytestmark = [
 @pytest.fixture(params=["driver", "public"])
 def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(PUBLIC_ONLY, str(int(request.param == "public")))
-    unavailable.cache_clear()
     yield request.param
-    unavailable.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,11 @@ class Recording:
             elif self._is_hung:
                 self._replace_hung()
 
+    def end(self) -> None:
+        """The run is over: end both actors now, rather than when the last reference to them goes."""
+        for actor in (self.recorder, self.mailbox):
+            ray.kill(actor)
+
     @property
     def state(self) -> RecorderState:
         """What the recorder last said of itself."""

@@ -94,6 +94,8 @@ class Supervisor:
             if isinstance(error, LockstepError):
                 raise with_run(error, self._recording.run_id, self.spec.folder) from error
             raise
+        finally:
+            self._recording.end()
         if failure is not None:
             raise failure
         state = self._recording.state

@@ -12,7 +12,7 @@ import pytest
 from lockstep.clusters import ray_internals
 from lockstep.clusters.noticeboard import Notice, Noticeboard
 from lockstep.clusters.packaging import pack
-from lockstep.clusters.ray_internals import NEEDED, PUBLIC_ONLY, Part, unavailable, warnings_of_ray
+from lockstep.clusters.ray_internals import NEEDED, PUBLIC_ONLY, Part, _differs, unavailable, warnings_of_ray
 
 ROOT = Path(__file__).parents[3]
 DOOR = Path(ray_internals.__file__).parent
@@ -25,9 +25,9 @@ pytestmark = [
 
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
-    unavailable.cache_clear()
+    _differs.cache_clear()
     yield
-    unavailable.cache_clear()
+    _differs.cache_clear()
 
 
 def is_private(name: str) -> bool:

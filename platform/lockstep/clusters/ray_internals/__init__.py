@@ -126,11 +126,15 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
 """What each part needs, as `module:name`, with the parameters that it must have where Lockstep calls it by them or overrides it."""
 
 
-@cache
 def unavailable(part: Part) -> str | None:
     """Why a part cannot be used with the Ray that is installed, in a few words; None where it can."""
-    if os.environ.get(PUBLIC_ONLY) == "1":
+    if os.environ.get(PUBLIC_ONLY) == "1":  # asked each time: it may be set for one run of several
         return f"{PUBLIC_ONLY} is 1"
+    return _differs(part)
+
+
+@cache
+def _differs(part: Part) -> str | None:
     for name, parameters in NEEDED[part].items():
         problem = _problem(name, parameters)
         if problem is not None:
