@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from lockstep import SweepResult, sweep, train
+from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
 from lockstep.record.stores import find_run
 from lockstep.spec.fields import load_spec
@@ -290,7 +291,7 @@ def test_a_killed_sweep_ends_as_the_undisturbed_one(tmp_path: Path, changes: dic
         child.kill()
     process.wait()
     sweep_id = next((tmp_path / "disturbed").glob("runs/*/decisions.jsonl")).parent.name
-    result = resume_sweep(sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
+    result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
     assert result is not None
     assert outcome(result) == outcome(expected)
     assert "RUNNING" not in statuses(result).values()
@@ -310,7 +311,9 @@ def test_a_signal_ends_trials_with_a_checkpoint_and_the_sweep_goes_on(tmp_path: 
     told = json.loads((tmp_path / "disturbed/log").read_text().splitlines()[-1])
     assert told["status"] == "KILLED"
     assert any(t["status"] == "stopped" for t in told["trials"])
-    result = resume_sweep(told["sweep_id"], [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
+    result = resume_sweep(
+        RunOptions(), told["sweep_id"], [f"record.folder={tmp_path}/disturbed/runs"], uri="off"
+    )
     assert result is not None
     assert outcome(result) == outcome(expected)
 

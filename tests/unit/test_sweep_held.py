@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
 from lockstep.record.run_store import SWEEP_FILE
 from lockstep.spec.sweep import load_sweep
@@ -26,13 +27,13 @@ def test_a_second_resume_of_a_sweep_learns_who_holds_it(
     (tmp_path / "sweep-a").mkdir()
     (tmp_path / "sweep-a" / SWEEP_FILE).write_text(yaml.safe_dump(document))
     began: list[str] = []
-    monkeypatch.setattr(driver, "sweep", lambda spec, sweep_id, hold: began.append(sweep_id))
+    monkeypatch.setattr(driver, "run_sweep", lambda options, spec, sweep_id, hold: began.append(sweep_id))
     spec = load_sweep(document, [f"spec.{word}" for word in words])
     with (
         held_sweep(spec, "sweep-a"),
         pytest.raises(SpecError, match=r"sweep sweep-a is held by process \d+ on host .* --takeover"),
     ):
-        resume_sweep("sweep-a", words, uri="off")
+        resume_sweep(RunOptions(), "sweep-a", words, uri="off")
     assert began == []
-    resume_sweep("sweep-a", words, uri="off")
+    resume_sweep(RunOptions(), "sweep-a", words, uri="off")
     assert began == ["sweep-a"]

@@ -29,7 +29,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
 from lockstep.driver.failed import with_run
-from lockstep.driver.progress import Progress
+from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
@@ -47,20 +47,18 @@ class Supervisor:
     def __init__(
         self,
         spec: Spec,
-        progress: Progress,
+        options: RunOptions,
         stop: StopSignal,
         origin: AttemptOrigin,
         environment: Mapping[str, str],
-        began_at: float,
         warnings: list[str],
-        on_run_id: Callable[[str], None] = lambda run_id: None,
+        on_run_id: Callable[[str], None],
     ) -> None:
         self.spec = spec
-        self.progress = progress
+        self.progress, self.began_at = options.progress, options.began_at
         self.stop = stop
         self.origin = origin
         self.environment = dict(environment)
-        self.began_at = began_at
         self.warnings = list(warnings)
         self.summaries: list[AttemptSummary] = []
         self._recording: Recording
@@ -75,7 +73,7 @@ class Supervisor:
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
         self._named = False
-        self._board = Noticeboard(spec.name, spec.record.uri or "", began_at)
+        self._board = Noticeboard(spec.name, spec.record.uri or "", options.began_at)
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""

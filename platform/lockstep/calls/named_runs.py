@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
-from typing import Any
 
 from lockstep.calls.held import held_run, leads
 from lockstep.calls.resumption import continue_run
-from lockstep.calls.training import train
+from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.holder import holding
 from lockstep.checkpoint.names import folder_of, give_name, run_of_name
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.storages import open_storage
+from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 
 
-def train_named(spec: Spec, name: str | None, *, takeover: bool = False, **options: Any) -> Result:
-    """Go on with the run of this name in `spec`'s storage, or begin it; without a name begin one. `options` are those of `train`.
+def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: bool = False) -> Result:
+    """Go on with the run of this name in `spec`'s storage, or begin it; without a name begin one.
 
     A run that is finished is left as it is. SpecError where the run that has the name is another one than `spec` says, or
     another command is at work on it; with `takeover` that one is asked to end.
@@ -32,7 +33,7 @@ def train_named(spec: Spec, name: str | None, *, takeover: bool = False, **optio
             "takeover: a new run is nobody else's; give the name of the run with --run, or use `lockstep resume`"
         )
     if name is None:
-        return train(spec, **options)
+        return run_attempt(spec, AttemptOrigin(), options)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise SpecError(f"run: got {name!r}, wanted a name of letters, digits, dots, dashes and underscores")
     storage = open_storage(spec.checkpoint.storage)
@@ -50,6 +51,6 @@ def train_named(spec: Spec, name: str | None, *, takeover: bool = False, **optio
                     give_name(storage, name, found)
                     stack.close()  # from here on the run itself is held
 
-                return train(spec, on_run_id=begun, **options)
-    with held_run(spec, run_id, options["progress"], takeover=takeover) as hold:
-        return continue_run(run_id, spec, hold, step=None, **options)
+                return run_attempt(spec, AttemptOrigin(), options, on_run_id=begun)
+    with held_run(spec, run_id, options.progress, takeover=takeover) as hold:
+        return continue_run(run_id, spec, hold, options)

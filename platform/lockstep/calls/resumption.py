@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lockstep.calls.held import held_run, leads
-from lockstep.calls.training import run_attempt, train
+from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of
+from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
@@ -45,7 +46,28 @@ def resume(
     SpecError where another command works on the run; with `takeover` that one is asked to end after its next step, and
     stopped where it does not answer. Raises LockstepError.
     """
-    began_at, overrides, progress = began_at or time.time(), list(overrides), progress or Silent()
+    options = RunOptions(
+        progress=progress or Silent(),
+        local=local,
+        address=address,
+        verbose=verbose,
+        chaos=chaos,
+        began_at=began_at or time.time(),
+    )
+    return resume_with(options, run_id, list(overrides), step=step, fork=fork, uri=uri, takeover=takeover)
+
+
+def resume_with(
+    options: RunOptions,
+    run_id: str,
+    overrides: Sequence[str],
+    *,
+    step: int | None,
+    fork: bool,
+    uri: str | None,
+    takeover: bool,
+) -> Result:
+    """As `resume`, with the options of the call as one value."""
     store = tracking_uri(uri)
     where = load_spec(
         {"job": {"use": "any:Job"}}, [o for o in overrides if o.startswith(("record.", "checkpoint."))]
@@ -62,56 +84,33 @@ def resume(
             raise SpecError(
                 f"resume: run {run_id} has no checkpoint in {recorded_spec.checkpoint.storage!r} to fork from; start a new run"
             )
-        progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
+        options.progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
         parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)
-        return train(
-            spec.model_copy(update={"fork": parent, "initial_weights": None}),
-            local=local,
-            address=address,
-            progress=progress,
-            verbose=verbose,
-            began_at=began_at,
-            chaos=chaos,
-        )
+        forked = spec.model_copy(update={"fork": parent, "initial_weights": None})
+        return run_attempt(forked, AttemptOrigin(), options)
     refuse_changes(run_id, recorded_spec, spec)
     if found.status == "FINISHED":
-        return finished(found, spec, step, progress, began_at)
-    with held_run(spec, run_id, progress, takeover=takeover) as hold:
-        return continue_run(
-            run_id,
-            spec,
-            hold,
-            step=step,
-            local=local,
-            address=address,
-            progress=progress,
-            verbose=verbose,
-            began_at=began_at,
-            chaos=chaos,
-        )
+        return finished(found, spec, step, options)
+    with held_run(spec, run_id, options.progress, takeover=takeover) as hold:
+        return continue_run(run_id, spec, hold, options, step=step)
 
 
 def continue_run(
     run_id: str,
     spec: Spec,
     hold: Hold | None,
+    options: RunOptions,
     *,
-    step: int | None,
-    local: bool,
-    address: str | None,
-    progress: Progress,
-    verbose: bool,
-    began_at: float,
-    chaos: str | None = None,
+    step: int | None = None,
 ) -> Result:
     """Continue a recorded run, which this process holds, as `spec` places it. SpecError where `spec` is another run."""
     store = spec.record.uri or ""
     found = find_run(store, run_id, spec.folder)  # now that no other command changes it
     refuse_changes(run_id, load_spec(found.spec), spec)
     if found.status == "FINISHED":
-        return finished(found, spec, step, progress, began_at)
+        return finished(found, spec, step, options)
     if "://" not in spec.checkpoint.storage and leads():
-        fetch_copy(spec, store, run_id, step, progress)
+        fetch_copy(spec, store, run_id, step, options.progress)
     origin = claim(spec.checkpoint.storage, run_id, step) if leads() else AttemptOrigin(run_id, step=step)
     newest = next(iter(steps_of(spec.checkpoint.storage, run_id)), None)
     start = (
@@ -119,34 +118,26 @@ def continue_run(
         if step or newest
         else "the beginning: it has no checkpoint"
     )
-    progress.say(f"run {run_id} goes on from {start}")
-    return run_attempt(
-        spec,
-        origin,
-        progress,
-        local=local,
-        address=address,
-        verbose=verbose,
-        began_at=began_at,
-        chaos=chaos,
-        hold=hold,
-    )
+    options.progress.say(f"run {run_id} goes on from {start}")
+    return run_attempt(spec, origin, options, hold=hold)
 
 
-def finished(found: Recorded, spec: Spec, step: int | None, progress: Progress, began_at: float) -> Result:
+def finished(found: Recorded, spec: Spec, step: int | None, options: RunOptions) -> Result:
     """The result of a run that is left as it is. SpecError where it has no checkpoint of `step`."""
     run_id = found.run_id
     if step is not None:
         copies = [copy.step for copy in find_copies(spec.record.uri or "", run_id)]
         check_step(run_id, step, [*{*steps_of(spec.checkpoint.storage, run_id), *copies}])
-    progress.say(f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)")
+    options.progress.say(
+        f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"
+    )
     return result_of(
         {"first_step_at": None, "stopped": False, **found.summary},
         run_id=run_id,
         url=found.url,
         tracking_uri=spec.record.uri or "",
         folder=str(spec.folder / run_id),
-        began_at=began_at,
+        began_at=options.began_at,
         warnings=[],
         attempts=int(found.summary.get("attempts", 1)),
         signal_number=None,

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
@@ -42,32 +44,24 @@ def train(
     stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. `chaos`, such
     as `worker:0.02`, kills parts of the run on purpose. Raises LockstepError.
     """
-    progress = progress or Silent()
-    loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
-    return run_attempt(
-        loaded,
-        AttemptOrigin(),
-        progress,
+    options = RunOptions(
+        progress=progress or Silent(),
         local=local,
         address=address,
         verbose=verbose,
-        began_at=began_at or time.time(),
-        on_run_id=on_run_id,
         chaos=chaos,
+        began_at=began_at or time.time(),
     )
+    loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
+    return run_attempt(loaded, AttemptOrigin(), options, on_run_id=on_run_id)
 
 
 def run_attempt(
     spec: Spec,
     origin: AttemptOrigin,
-    progress: Progress,
+    options: RunOptions,
     *,
-    local: bool,
-    address: str | None,
-    verbose: bool,
-    began_at: float,
     on_run_id: Callable[[str], None] | None = None,
-    chaos: str | None = None,
     hold: Hold | None = None,
 ) -> Result:
     """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
@@ -75,14 +69,15 @@ def run_attempt(
         sys.path.insert(0, str(Path.cwd()))
     warnings = advise(spec)
     for text in warnings:
-        progress.say(f"warning: {text}")
+        options.progress.say(f"warning: {text}")
     spec = find_initial_weights(spec)
     check_job_source(spec.job.use)
-    check_job(spec, elsewhere=not local and cluster_address(address) != LOCAL)
+    check_job(spec, elsewhere=not options.local and cluster_address(options.address) != LOCAL)
     check_storage(spec)
-    if local and chaos is not None:
+    if options.local and options.chaos is not None:
         raise SpecError("chaos: kills what runs on Ray; leave out --local")
-    shown = HeldProgress(progress)
+    shown = HeldProgress(options.progress)
+    options = replace(options, progress=shown)
     with ExitStack() as stack, StopSignal() as stop:
 
         def keep(held: Hold | None) -> None:
@@ -92,32 +87,19 @@ def run_attempt(
 
         def begun(run_id: str) -> None:
             if hold is None:
-                keep(stack.enter_context(held_run(spec, run_id, progress)))
+                keep(stack.enter_context(held_run(spec, run_id, shown)))
             if on_run_id is not None:
                 on_run_id(run_id)
 
         keep(hold)
-        if local:
+        if options.local:
             from lockstep.driver.local import train_here
 
-            result = train_here(
-                spec, shown, stop, origin, began_at=began_at, warnings=warnings, on_run_id=begun
-            )
+            result = train_here(spec, options, stop, origin, warnings, begun)
         else:
             from lockstep.attempts.on_ray import train_on_ray
 
-            result = train_on_ray(
-                spec,
-                shown,
-                stop,
-                origin,
-                address=address,
-                verbose=verbose,
-                began_at=began_at,
-                warnings=warnings,
-                on_run_id=begun,
-                chaos=chaos,
-            )
+            result = train_on_ray(spec, options, stop, origin, warnings, begun)
         if result is not None and result.status == "KILLED" and shown.hold is not None:
             shown.hold.ensure()
     if result is None:

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ import typer
 from lockstep.errors import LockstepError
 
 if TYPE_CHECKING:
-    from lockstep.driver.progress import Progress
+    from lockstep.driver.options import RunOptions
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Uri = Annotated[
@@ -68,16 +68,23 @@ def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any],
 
 
 @contextmanager
-def shown(as_json: bool) -> Iterator[Progress]:
-    """The live line while a run goes on; nothing with `--json`."""
+def running(
+    as_json: bool, began_at: float, local: bool, address: str | None, verbose: bool, chaos: str | None
+) -> Iterator[RunOptions]:
+    """What a command was given, as one value. The live line is shown meanwhile; nothing with `--json`."""
+    from lockstep.driver.options import RunOptions
     from lockstep.driver.progress import Line, Silent
 
-    if as_json:
-        yield Silent()
-        return
-    line = Line()
-    with line.running():
-        yield line
+    line = None if as_json else Line()
+    with nullcontext() if line is None else line.running():
+        yield RunOptions(
+            progress=line or Silent(),
+            local=local,
+            address=address,
+            verbose=verbose,
+            chaos=chaos,
+            began_at=began_at,
+        )
 
 
 def uri_option(tracking_uri: str) -> str:

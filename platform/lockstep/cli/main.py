@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +24,7 @@ from lockstep.cli.answers import (
     Uri,
     Verbose,
     answered,
-    shown,
+    running,
     uri_option,
 )
 from lockstep.driver.signals import end_on_second_signal
@@ -36,8 +34,6 @@ from lockstep.spec.locations import RECORD_OFF
 if TYPE_CHECKING:
     from lockstep.driver.result import Result
     from lockstep.sweeps.driver import SweepResult
-
-Ran = TypeVar("Ran")
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -101,7 +97,7 @@ def train(
     verbose: Verbose = False,
 ) -> None:
     """Train one run to its end."""
-    options = RunOptions(json_, local, address, verbose, chaos)
+    began_at = began()
     with answered(json_, verbose) as answer:
         from lockstep.spec.fields import load_spec
 
@@ -115,8 +111,9 @@ def train(
             return
         from lockstep.calls.named_runs import train_named
 
-        result = options.run(partial(train_named, loaded, run_name, takeover=takeover))
-        answer(result.as_dict(), lambda: _result_text(result.as_dict()))
+        with running(json_, began_at, local, address, verbose, chaos) as options:
+            result = train_named(options, loaded, run_name, takeover=takeover)
+        answer(result.as_dict(), lambda: _result_text(result))
     _exit(result)
 
 
@@ -140,48 +137,32 @@ def resume(
     verbose: Verbose = False,
 ) -> None:
     """Resume a run from its newest good checkpoint, bit for bit."""
-    options = RunOptions(json_, local, address, verbose, chaos)
+    began_at = began()
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
-        from lockstep.calls.resumption import resume as resume_run
+        from lockstep.calls.resumption import resume_with
         from lockstep.sweeps.driver import resume_sweep
 
-        try:
-            result = options.run(
-                partial(
-                    resume_run, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
-                )
-            )
-        except NoSuchRunError as error:
+        result: Result | SweepResult | None
+        with running(json_, began_at, local, address, verbose, chaos) as options:
             try:
-                swept = options.run(
-                    partial(resume_sweep, run_id, overrides or [], uri=uri, takeover=takeover)
+                result = resume_with(
+                    options, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
                 )
-            except RecordError:  # the store has no sweep of this id either
-                raise error from None
-            if swept is None:
-                raise
-            answer(swept.as_dict(), lambda: sweeps.as_text(swept))
-            _exit(swept)
-            return
-        answer(result.as_dict(), lambda: _result_text(result.as_dict()))
+            except NoSuchRunError as error:
+                try:
+                    result = resume_sweep(options, run_id, overrides or [], uri=uri, takeover=takeover)
+                except RecordError:  # the store has no sweep of this id either
+                    raise error from None
+                if result is None:
+                    raise
+        answer(result.as_dict(), lambda: _as_text(result))
     _exit(result)
 
 
-class RunOptions:
-    """What every command that trains is given beside its spec, and how a run is lived under it."""
-
-    def __init__(
-        self, json_: bool, local: bool, address: str | None, verbose: bool, chaos: str | None
-    ) -> None:
-        self._as_json = json_
-        self._places = {"local": local, "address": address, "verbose": verbose, "chaos": chaos}
-        self._began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
-
-    def run(self, train: Callable[..., Ran]) -> Ran:
-        """The result of `train`, whose progress is shown meanwhile."""
-        with shown(self._as_json) as progress:
-            return train(progress=progress, began_at=self._began_at, **self._places)
+def began() -> float:
+    """When the command was given, Unix time in seconds: before this process started over, where it did."""
+    return float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
 
 
 def _exit(result: Result | SweepResult) -> None:
@@ -214,7 +195,14 @@ def _yaml(document: dict[str, Any]) -> str:
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None)
 
 
-def _result_text(result: dict[str, Any]) -> str:
+def _as_text(run: Result | SweepResult) -> str:
+    from lockstep.driver.result import Result
+
+    return _result_text(run) if isinstance(run, Result) else sweeps.as_text(run)
+
+
+def _result_text(run: Result) -> str:
+    result = run.as_dict()
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in result["metrics"].items())
     lines = [
         f"{result['status'].lower()}: step {result['step']}, epoch {result['epoch']}, {result['workers']} worker{'s' if result['workers'] > 1 else ''}",

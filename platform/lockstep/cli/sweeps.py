@@ -17,7 +17,7 @@ from lockstep.cli.answers import (
     Uri,
     Verbose,
     answered,
-    shown,
+    running,
     uri_option,
 )
 from lockstep.spec.locations import RECORD_OFF
@@ -56,10 +56,10 @@ def sweep(
             report = planned(loaded)
             answer(report, lambda: plan_as_text(report))
             return
-        from lockstep.sweeps.driver import sweep as run_sweep
+        from lockstep.sweeps.driver import run_sweep
 
-        with shown(json_) as progress:
-            result = run_sweep(loaded, address=address, progress=progress, verbose=verbose, began_at=began_at)
+        with running(json_, began_at, local=False, address=address, verbose=verbose, chaos=None) as options:
+            result = run_sweep(options, loaded)
         answer(result.as_dict(), lambda: as_text(result))
     if result.signal_number is not None:
         raise typer.Exit(128 + result.signal_number)

@@ -13,6 +13,7 @@ from pathlib import Path
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import pin_aliased
 from lockstep.driver.failed import with_run
+from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
@@ -103,13 +104,11 @@ def under_torchrun() -> bool:
 
 def train_here(
     spec: Spec,
-    progress: Progress,
+    options: RunOptions,
     stop: StopSignal,
     origin: AttemptOrigin,
-    *,
-    began_at: float,
     warnings: list[str],
-    on_run_id: Callable[[str], None] | None = None,
+    on_run_id: Callable[[str], None],
 ) -> Result | None:
     """Train in this process. Under torchrun every rank calls it, and all but rank 0 get None."""
     device = local_device(spec)
@@ -120,19 +119,19 @@ def train_here(
             job = load_job(spec.job.use, spec.job.params)
             fit(spec, job, group, tell_nobody, RankRequests(stop), origin)
             return None
-        run = _start(spec, progress, stop, origin, on_run_id)
+        run = _start(spec, options.progress, stop, origin, on_run_id)
         summary = _fit_recorded(spec, group, run, origin)
     recorder = run.recorder
     if recorder.violation:
         run.view.take(Warned(recorder.violation))
-        progress.say(f"warning: {recorder.violation}")
+        options.progress.say(f"warning: {recorder.violation}")
     return result_of(
         summary,
         run_id=recorder.run_id(),
         url=recorder.url(),
         tracking_uri=spec.record.uri or "",
         folder=str(recorder.run_folder()),
-        began_at=began_at,
+        began_at=options.began_at,
         warnings=[*warnings, *run.view.warnings],
         attempts=origin.attempt,
         signal_number=stop.number,
@@ -144,7 +143,7 @@ def _start(
     progress: Progress,
     stop: StopSignal,
     origin: AttemptOrigin,
-    on_run_id: Callable[[str], None] | None,
+    on_run_id: Callable[[str], None],
 ) -> LocalRun:
     apart = spec.record.uri != RECORD_OFF  # MLflow's part would take this process some 100 ms of each second
     recorder = Recorder(

@@ -19,6 +19,7 @@ import torch
 from lockstep.checkpoint.holder import Hold, holding
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checks.preflight import advise, check_storage, find_initial_weights
+from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SpecError
@@ -66,23 +67,27 @@ def sweep(
     source: SweepSpec | str | Path | Mapping[str, Any],
     overrides: Iterable[str] = (),
     *,
-    sweep_id: str | None = None,
     address: str | None = None,
     uri: str | None = None,
     progress: Progress | None = None,
     verbose: bool = False,
-    began_at: float | None = None,
-    hold: Hold | None = None,
 ) -> SweepResult:
     """Search the space of a sweep with Ray Tune, on the cluster at `address` or a local one.
 
-    `source` is a SweepSpec, a YAML file or plain data; with `sweep_id` the sweep of that id goes on, which `hold` holds. A SIGTERM or SIGINT
-    ends its trials after their next step with a checkpoint. Raises LockstepError.
+    `source` is a SweepSpec, a YAML file or plain data. A SIGTERM or SIGINT ends its trials after their next step with a
+    checkpoint. Raises LockstepError.
     """
-    began_at, progress = began_at or time.time(), progress or Silent()
+    options = RunOptions(progress=progress or Silent(), address=address, verbose=verbose)
+    loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
+    return run_sweep(options, loaded)
+
+
+def run_sweep(
+    options: RunOptions, loaded: SweepSpec, sweep_id: str | None = None, hold: Hold | None = None
+) -> SweepResult:
+    """As `sweep`, with the options of the call as one value; with `sweep_id` the sweep of that id goes on, which `hold` holds."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
     base = find_initial_weights(loaded.base)
     if base != loaded.base:
         loaded = load_sweep({**loaded.document(), "spec": base.document()})
@@ -91,21 +96,23 @@ def sweep(
     check_storage(base)
     from lockstep.clusters.connection import connected
 
-    with StopSignal() as stop, connected(address, verbose=verbose, for_workers=True, stop=stop):
-        return _Driver(loaded, sweep_id, progress, stop, warnings, began_at, hold, verbose=verbose).run()
+    verbose, say = options.verbose, options.progress.say
+    with (
+        StopSignal() as stop,
+        connected(options.address, verbose=verbose, for_workers=True, stop=stop, say=say),
+    ):
+        return _Driver(loaded, sweep_id, options, stop, warnings, hold).run()
 
 
 def resume_sweep(
+    options: RunOptions,
     sweep_id: str,
     overrides: Iterable[str] = (),
     *,
     uri: str | None = None,
-    local: bool = False,
-    chaos: str | None = None,
     takeover: bool = False,
-    **options: Any,
 ) -> SweepResult | None:
-    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may say where it lies (`record.folder`). `options` are those of `sweep`.
+    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may say where it lies (`record.folder`).
 
     SpecError where another command works on the sweep, unless it is taken over.
     """
@@ -117,12 +124,12 @@ def resume_sweep(
     document = find_sweep(store, sweep_id, where.folder)
     if document is None:
         return None
-    if local or chaos is not None:
+    if options.local or options.chaos is not None:
         raise SpecError("resume: a sweep runs on Ray, and kills nothing; leave out --local and --chaos")
     document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
     spec = load_sweep(document, [f"spec.{override}" for override in given])
     with held_sweep(spec, sweep_id, takeover=takeover) as hold:
-        return sweep(spec, sweep_id=sweep_id, hold=hold, **options)
+        return run_sweep(options, spec, sweep_id, hold)
 
 
 def held_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Hold]:
@@ -137,23 +144,14 @@ class _Driver:
         self,
         spec: SweepSpec,
         sweep_id: str | None,
-        progress: Progress,
+        options: RunOptions,
         stop: StopSignal,
         warnings: list[str],
-        began_at: float,
         hold: Hold | None,
-        *,
-        verbose: bool,
     ) -> None:
-        self.verbose, self._hold = verbose, hold
-        self.spec, self.progress, self.stop, self.warnings, self.began_at = (
-            spec,
-            progress,
-            stop,
-            warnings,
-            began_at,
-        )
-        self._sweep_id = sweep_id
+        self.spec, self.options, self.stop, self.warnings = spec, options, stop, warnings
+        self.progress = options.progress
+        self._sweep_id, self._hold = sweep_id, hold
 
     def run(self) -> SweepResult:
         """Search until the trials, the budget or a signal end it."""
@@ -216,7 +214,7 @@ class _Driver:
             trials=board.table,
             best=best_of(board.table, self.spec.mode),  # type: ignore[arg-type]
             counts=tally(board.table),
-            seconds=time.time() - self.began_at,
+            seconds=time.time() - self.options.began_at,
             url=url,
             tracking_uri=self.spec.base.record.uri or "",
             folder=folder,
@@ -256,7 +254,7 @@ class _Driver:
         os.environ.update({**TUNE_SETTINGS, "TUNE_MAX_PENDING_TRIALS_PG": str(begin)})
         from ray import tune
 
-        if not self.verbose:
+        if not self.options.verbose:
             logging.getLogger("ray.tune").setLevel(logging.ERROR)
 
         from lockstep.sweeps.trial import Trial

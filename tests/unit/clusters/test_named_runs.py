@@ -11,14 +11,12 @@ from lockstep import train
 from lockstep.calls.named_runs import train_named
 from lockstep.checkpoint.names import give_name, run_of_name
 from lockstep.checkpoint.storages import open_storage
-from lockstep.driver.progress import Silent
+from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec, load_spec
 
-OPTIONS: dict[str, Any] = {
-    "local": True, "address": None, "verbose": False, "progress": Silent(), "began_at": 1.0
-}  # fmt: skip
+OPTIONS = RunOptions(local=True, began_at=1.0)
 
 
 def spec(folder: Path, **changes: Any) -> Spec:
@@ -33,7 +31,7 @@ def spec(folder: Path, **changes: Any) -> Spec:
 
 
 def named(folder: Path, name: str = "night", **changes: Any) -> Result:
-    return train_named(spec(folder, **changes), name, **OPTIONS)
+    return train_named(OPTIONS, spec(folder, **changes), name)
 
 
 def test_a_run_that_broke_is_resumed_under_its_name_with_the_bits_of_one_that_did_not(

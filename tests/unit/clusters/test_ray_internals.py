@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -12,7 +14,15 @@ import pytest
 from lockstep.clusters import ray_internals
 from lockstep.clusters.noticeboard import Notice, Noticeboard
 from lockstep.clusters.packaging import pack
-from lockstep.clusters.ray_internals import NEEDED, PUBLIC_ONLY, Part, _differs, unavailable, warnings_of_ray
+from lockstep.clusters.ray_internals import (
+    _CONTROLLER,
+    NEEDED,
+    PUBLIC_ONLY,
+    Part,
+    _differs,
+    unavailable,
+    warnings_of_ray,
+)
 
 ROOT = Path(__file__).parents[3]
 DOOR = Path(ray_internals.__file__).parent
@@ -125,3 +135,15 @@ def test_without_private_parts_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch,
     board = Noticeboard("name", "off", 0.0)
     board._put(Notice("id", "name", "RUNNING", 0, 1, 0.0, 0.0, "off", "job"))  # no cluster: a call would fail
     assert pack(tmp_path) is None
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_a_process_that_made_an_actor_before_has_the_same_parts() -> None:
+    """Ray adds a parameter to each method of a class that it makes an actor, in place."""
+    import ray
+
+    module, _, name = _CONTROLLER.partition(":")
+    controller = getattr(importlib.import_module(module), name)
+    ray.remote(controller)
+    assert "_ray_trace_ctx" in inspect.signature(controller.run).parameters
+    assert unavailable("driver trainer") is None

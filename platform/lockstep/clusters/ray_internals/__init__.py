@@ -153,7 +153,8 @@ def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
         return f"{name} is not there ({type(error).__name__})"
     if parameters is None:
         return None
-    have = tuple(inspect.signature(found).parameters)
+    # Ray adds the parameter to a method when its class becomes an actor
+    have = tuple(name for name in inspect.signature(found).parameters if name != "_ray_trace_ctx")
     return None if have == parameters else f"{name} takes {', '.join(have) or 'nothing'}"
 
 

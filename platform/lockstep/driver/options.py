@@ -1,0 +1,25 @@
+"""What a call says of how it executes a run: where, and what is shown of it. None of it changes a bit of the run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from lockstep.driver.progress import Progress, Silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The options that train, resume and sweep have in common."""
+
+    progress: Progress = field(default_factory=Silent)
+    local: bool = False
+    """Train in this process without Ray, or as one rank under torchrun."""
+    address: str | None = None
+    """The Ray cluster, as `cluster_address` reads it."""
+    verbose: bool = False
+    """Show what Ray itself logs."""
+    chaos: str | None = None
+    """Parts of the run that are killed on purpose, such as `worker:0.02`."""
+    began_at: float = field(default_factory=time.time)
+    """When the command was given, Unix time in seconds."""
