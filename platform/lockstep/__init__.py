@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from lockstep.errors import LockstepError
     from lockstep.job.interface import Job, Loss, Mean, Params, Placement
     from lockstep.randomness import rng
-    from lockstep.spec.fields import Spec, load_spec
+    from lockstep.spec.fields import Spec
+    from lockstep.spec.loading import load_spec
     from lockstep.sweeps.driver import SweepResult, sweep
 
 __all__ = [
@@ -46,7 +47,7 @@ _HOME = {
     "Result": "lockstep.driver.result",
     "Spec": "lockstep.spec.fields",
     "SweepResult": "lockstep.sweeps.driver",
-    "load_spec": "lockstep.spec.fields",
+    "load_spec": "lockstep.spec.loading",
     "resume": "lockstep.calls.resumption",
     "rng": "lockstep.randomness",
     "sweep": "lockstep.sweeps.driver",

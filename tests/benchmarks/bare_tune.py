@@ -17,7 +17,7 @@ def train_trial(config):
 
     from lockstep.job.loading import load_job
     from lockstep.record.events import EvaluationRow
-    from lockstep.spec.fields import load_spec
+    from lockstep.spec.loading import load_spec
     from lockstep.training.group import Group
     from lockstep.training.loop import fit
     from lockstep.training.requests import NoRequests

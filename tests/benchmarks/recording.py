@@ -36,7 +36,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, StepRow, tell_nobody
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
 from lockstep.training.group import Group
 from lockstep.training.loop import fit

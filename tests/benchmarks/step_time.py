@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, Started, StepRow
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep
+from tests.fading import Fading
 from tests.untraced_jobs import UntracedDigits
 
 
@@ -99,19 +100,6 @@ class Dying(UntracedDigits):
         if self.seen > self.params.at_sample:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
-
-
-class Fading(torch.optim.SGD):
-    """Learns less with each step that it remembers, and keeps that in no state_dict."""
-
-    taken = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.taken += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.mul_(1.0 / (1.0 + 0.1 * self.taken))
-        return super().step(closure)
 
 
 class Forgetful(SlowDigits):

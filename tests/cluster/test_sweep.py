@@ -20,7 +20,7 @@ from lockstep import SweepResult, sweep, train
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
 from lockstep.record.stores import find_run
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 from lockstep.sweeps.driver import resume_sweep
 
 ROOT = Path(__file__).parents[2]

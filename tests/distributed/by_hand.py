@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from tests.distributed.training import Document

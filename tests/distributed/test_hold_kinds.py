@@ -12,6 +12,7 @@ from tests.distributed import kinds
 from tests.distributed.kinds import HELD, REFUSED, BackPropagationThroughTime, Kind, document, train_every
 from tests.distributed.pool import Pool
 from tests.distributed.training import train
+from tests.fading import Fading
 
 ALL = [kind for kind in HELD if kind is not BackPropagationThroughTime]
 """Jobs that several workers can share; the other one has a single micro-batch a step."""
@@ -139,17 +140,6 @@ class Forgetful(Kind):
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         return Fading(model.parameters(), lr=0.05)
-
-
-class Fading(torch.optim.SGD):
-    taken = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.taken += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.mul_(1.0 / (1.0 + 0.1 * self.taken))
-        return super().step(closure)
 
 
 class Unsaved(kinds.Thermostat):

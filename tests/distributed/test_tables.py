@@ -20,7 +20,7 @@ from lockstep.data import Table
 from lockstep.errors import DataError, DriftError, JobError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, Warned
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 from lockstep.training.group import Group
 from lockstep.training.setup import prepare
 from tests.distributed.pool import Pool

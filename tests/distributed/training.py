@@ -25,7 +25,7 @@ from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.record.events import CheckpointRow, EvaluationRow, Event, Finished, Restored, StepRow, Warned
 from lockstep.record.ledger import DETERMINISTIC
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.digest import weights_digest
 from lockstep.training.group import Group

@@ -22,7 +22,8 @@ from lockstep.cli.main import app
 from lockstep.driver.result import Result
 from lockstep.job.loading import load_job
 from lockstep.record.events import tell_nobody
-from lockstep.spec.fields import PLACEMENT, Spec, load_spec
+from lockstep.spec.fields import PLACEMENT, Spec
+from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
 from lockstep.training.group import Group
 from lockstep.training.loop import fit

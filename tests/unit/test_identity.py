@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.job.identity import changed_fields, identity_digest, identity_fields
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 
 FACTS = {"device": "cpu", "numerics_probe": "p", "data.train_samples": 100, "workers": 2}
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
-from lockstep.spec.fields import SGD, Batch, JobSpec, Spec, StepDecay, load_spec, validate
+from lockstep.spec.fields import SGD, Batch, JobSpec, Spec, StepDecay
+from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.messages import shown
 

@@ -19,7 +19,7 @@ from lockstep.attempts.worker_output import output_told
 from lockstep.job.loading import load_job
 from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
 from lockstep.record.system import sampled
-from lockstep.spec.fields import validate
+from lockstep.spec.loading import validate
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.loop import fit

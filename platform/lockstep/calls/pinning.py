@@ -10,7 +10,7 @@ from lockstep.checkpoint.runs import saved_steps
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 from lockstep.record.stores import find_run
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import tracking_uri
 
 

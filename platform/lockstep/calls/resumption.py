@@ -19,7 +19,8 @@ from lockstep.errors import SpecError, StorageError
 from lockstep.job.identity import changed_fields
 from lockstep.record.run_store import Recorded
 from lockstep.record.stores import find_copies, find_run
-from lockstep.spec.fields import Fork, Spec, load_spec
+from lockstep.spec.fields import Fork, Spec
+from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import tracking_uri
 
 

@@ -21,7 +21,8 @@ from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import SpecError
 from lockstep.job.source import check_job_source
-from lockstep.spec.fields import Spec, load_spec
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 
 
 def train(

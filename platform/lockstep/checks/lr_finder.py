@@ -12,7 +12,8 @@ from typing import Any
 from lockstep.errors import NumericsError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, StepRow
-from lockstep.spec.fields import Every, Length, Spec, StepDecay, load_spec
+from lockstep.spec.fields import Every, Length, Spec, StepDecay
+from lockstep.spec.loading import load_spec
 from lockstep.training.group import Group, local_device
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests

@@ -99,7 +99,7 @@ def train(
     """Train one run to its end."""
     began_at = began()
     with answered(json_, verbose) as answer:
-        from lockstep.spec.fields import load_spec
+        from lockstep.spec.loading import load_spec
 
         sys.path.insert(0, str(Path.cwd()))
         loaded = load_spec(spec, overrides or [], uri=uri)

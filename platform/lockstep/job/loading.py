@@ -15,6 +15,7 @@ from lockstep.errors import JobError, JobImportError, SpecError, first_line, nea
 from lockstep.job.frames import place_in_job
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
+from lockstep.job.source import class_of
 from lockstep.spec.messages import one_line
 
 
@@ -44,13 +45,7 @@ def placement_params(use: str) -> frozenset[str]:
 
 
 def _job_class(use: str) -> type[Job]:
-    module_name, colon, class_name = use.partition(":")
-    if not colon or not module_name or not class_name or "/" in module_name:
-        raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
-    if module_name == "__main__":
-        raise JobImportError(
-            f"job.use: got {use!r}, a class of the script that runs; workers cannot import it: put it into a module of its own"
-        )
+    module_name, class_name = class_of(use)
     module = _module(module_name)
     found = getattr(module, class_name, None)
     if found is None:

@@ -39,11 +39,8 @@ def job_sources(use: str) -> dict[str, Path]:
     return found
 
 
-def check_job_source(use: str) -> None:
-    """Find in milliseconds what would fail in a worker: no such module, a syntax error, no such class.
-
-    A name that is not plainly in the file is left to the import itself. Raises JobImportError.
-    """
+def class_of(use: str) -> tuple[str, str]:
+    """The module and the name of the class of a `job.use`. Raises JobImportError where it has not this form."""
     module, colon, class_name = use.partition(":")
     if not colon or not module or not class_name or "/" in module:
         raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
@@ -51,6 +48,15 @@ def check_job_source(use: str) -> None:
         raise JobImportError(
             f"job.use: got {use!r}, a class of the script that runs; workers cannot import it: put it into a module of its own"
         )
+    return module, class_name
+
+
+def check_job_source(use: str) -> None:
+    """Find in milliseconds what would fail in a worker: no such module, a syntax error, no such class.
+
+    A name that is not plainly in the file is left to the import itself. Raises JobImportError.
+    """
+    module, class_name = class_of(use)
     path = _file(module, _root(module.partition(".")[0]))
     if path is None:
         if _importable(module):

@@ -10,7 +10,8 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.record.events import Delivered
 from lockstep.record.journal import NAME, Journal
 from lockstep.record.recorder import Recorder
-from lockstep.spec.fields import Spec, load_spec
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 
 
 class Synced(NamedTuple):

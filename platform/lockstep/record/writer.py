@@ -14,33 +14,22 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from lockstep.errors import LockstepError, RecordError
-from lockstep.record.comparison import evaluation_difference, step_difference
+from lockstep.record.admission import Admission
 from lockstep.record.delivery import Delivery
-from lockstep.record.environment import git_state
 from lockstep.record.events import (
-    Alive,
-    Broke,
     CheckpointRow,
     Delivered,
-    EvaluationRow,
     Event,
     Failed,
     Finished,
-    Joined,
     Opened,
     Printed,
     Recorded,
-    Restored,
-    StageEnded,
-    Started,
-    StepRow,
-    Straggling,
-    Warned,
 )
 from lockstep.record.heartbeat import BEAT_S, process_tags
 from lockstep.record.journal import Journal
@@ -90,6 +79,7 @@ class Writer:
         self._patience_s = patience_s
         self._on_aliases = on_aliases
         self._source, self._replay = source, replay
+        self._admission: Admission
         self._store: RunStore
         self._journal: Journal
         self._page: Page
@@ -215,6 +205,7 @@ class Writer:
             dict(self._store.last_steps()),
             scaled=self.spec.precision == "fp16",
         )
+        self._admission = Admission(self._journal, self.spec, self._source, self._violated)
         self._page.keep_spec()
         self._outbox.deliver()  # before anyone learns of the run: from here on it can be resumed from its store
         self._page.describe(resumed=self._resumed is not None)
@@ -269,7 +260,7 @@ class Writer:
     def _add(self, events: Sequence[Event]) -> list[Recorded]:
         """Put into the journal what it is to have of these, and return that. RecordError where the disk refuses all of it."""
         try:
-            recorded = list(self._recorded(events))
+            recorded = list(self._admission.admit(events))
             self._journal.add(recorded)
         except RecordError:
             raise
@@ -289,53 +280,6 @@ class Writer:
             self._outbox.refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
             self._guarded(partial(self._page.take, Failed(str(error))))
 
-    def _recorded(self, events: Sequence[Event]) -> Iterator[Recorded]:
-        """What of these the journal is to have: rows that it has already are compared instead."""
-        new: dict[type[StepRow] | type[EvaluationRow], dict[int, StepRow | EvaluationRow]] = {
-            StepRow: {},
-            EvaluationRow: {},
-        }
-        for event in _with_rows(events):
-            match event:
-                case StepRow() | EvaluationRow():
-                    if self._is_new(event, new[type(event)].get(event.step)):
-                        new[type(event)][event.step] = event
-                        yield event
-                case Started() if self._source is not None and "git" not in event.facts:
-                    yield Started({**event.facts, "git": git_state(self._source)})
-                case (
-                    Alive()
-                    | Broke()
-                    | Joined()
-                    | Printed()
-                    | Restored()
-                    | StageEnded()
-                    | Straggling()
-                    | Warned()
-                ):
-                    pass
-                case _:
-                    yield event
-
-    def _is_new(self, row: StepRow | EvaluationRow, told: StepRow | EvaluationRow | None) -> bool:
-        """Whether neither the journal nor `told` has this row; where one has, the two are compared."""
-        if isinstance(row, StepRow):
-            before = told or (self._journal.step(row.step) if self._journal.has_step(row.step) else None)
-            if isinstance(before, StepRow):
-                self._judge(step_difference(before, row), row.step)
-            return before is None
-        known = told or self._journal.evaluation(row.step)
-        if isinstance(known, EvaluationRow):
-            self._judge(evaluation_difference(known, row), row.step)
-        return known is None
-
-    def _judge(self, difference: str, step: int) -> None:
-        exact = self.spec.determinism == "strict" and self.spec.reduction == "exact"
-        if not difference or not exact or self.violation:
-            return
-        self.violation = f"step {step} gave other bits when it was done again: {difference}"
-        self._page.violated(self.violation)
-
     def _take(self, events: Sequence[Recorded]) -> None:
         """Show what the journal has on the run's page."""
         for event in events:
@@ -347,6 +291,10 @@ class Writer:
             self._busy = False
             if isinstance(event, CheckpointRow):
                 self._outbox.send(self._tell_aliases)
+
+    def _violated(self, violation: str) -> None:
+        self.violation = violation
+        self._page.violated(violation)
 
     def _guarded(self, show: Callable[[], None]) -> None:
         try:
@@ -410,13 +358,3 @@ class Writer:
             raise
         except LockstepError as error:  # a store without a registry, say: what is pinned stays so
             self._page.log(f"aliases of checkpoints: {error}")
-
-
-def _with_rows(events: Sequence[Event]) -> Iterator[Event]:
-    """The events, with the rows of what was restored in its place."""
-    for event in events:
-        if isinstance(event, Restored):
-            yield from event.steps
-            yield from event.evaluations
-        else:
-            yield event

@@ -1,8 +1,5 @@
 """The validated configuration of a run.
 
-A spec is read once, in the driver: unknown keys are refused with the nearest real one, relative paths and
-URIs become absolute, defaults are filled in. What leaves this module is complete and immutable.
-
 Types are strict, for a spec is compared and digested: a number is no text and no truth value, "3" is not 3.
 A whole number will do where any number is wanted. (`job.params` are the job's own; pydantic's usual rules
 hold there.)
@@ -10,9 +7,7 @@ hold there.)
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -30,11 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from lockstep.errors import SpecError
 from lockstep.plan import Position, is_due
-from lockstep.spec.file import override, read_document
-from lockstep.spec.locations import absolute, absolute_weights, tracking_uri
-from lockstep.spec.messages import one_line
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; `data.loader_processes` and a job's placement params are others."""
@@ -368,50 +359,3 @@ class Spec(Section):
     def document(self) -> dict[str, Any]:
         """The spec as plain data, as a spec file would write it."""
         return self.model_dump(mode="json", by_alias=True)
-
-
-def load_spec(
-    source: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), *, uri: str | None = None
-) -> Spec:
-    """Read a spec from a YAML file or from plain data, apply `key=value` overrides, resolve paths.
-
-    An override replaces what is at its dotted key, whole sections included, and creates the sections above it.
-    Raises SpecError: one line that names the field, what was got and what is wanted.
-    """
-    document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
-    override(document, overrides)
-    spec = validate(document)
-    return _resolve(spec, default_name=spec.name or _default_name(source, spec), uri=uri)
-
-
-def validate(document: Mapping[str, Any]) -> Spec:
-    """The spec of a complete document; SpecError for the first thing that is wrong with it."""
-    try:
-        return Spec.model_validate(document, by_alias=True, by_name=False)
-    except pydantic.ValidationError as error:
-        raise SpecError(one_line(error, Spec, document)) from error
-
-
-def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
-    if not isinstance(source, Mapping) and Path(source).stem not in {"train", "spec"}:
-        return Path(source).stem
-    return spec.job.use.rpartition(":")[2].lower() or "run"
-
-
-def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
-    record, storage = spec.record, absolute(spec.checkpoint.storage)
-    folder = record.folder or ("runs" if "://" in storage else storage)
-    return spec.model_copy(
-        update={
-            "name": default_name,
-            "initial_weights": absolute_weights(spec.initial_weights) if spec.initial_weights else None,
-            "checkpoint": spec.checkpoint.model_copy(update={"storage": storage}),
-            "record": record.model_copy(
-                update={
-                    "uri": tracking_uri(uri or record.uri),
-                    "experiment": record.experiment or default_name,
-                    "folder": absolute(folder),
-                }
-            ),
-        }
-    )

@@ -28,8 +28,9 @@ from pydantic import (
 )
 
 from lockstep.errors import SpecError
-from lockstep.spec.fields import PLACEMENT, Section, Spec, load_spec
+from lockstep.spec.fields import PLACEMENT, Section, Spec
 from lockstep.spec.file import override, read_document
+from lockstep.spec.loading import load_spec
 from lockstep.spec.messages import one_line, shown
 
 _Bounds = Annotated[tuple[float, float], Field(strict=False)]

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 from tests.unit.clusters.schemas import (
     CLUSTER,
     FIELDS,

@@ -14,7 +14,8 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.spec.fields import Spec, load_spec
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 
 OPTIONS = RunOptions(local=True, began_at=1.0)
 

@@ -27,7 +27,7 @@ from lockstep.data.fingerprint import check_repeats, fingerprint, leaves
 from lockstep.data.leakage import find_leakage, leaked_rows
 from lockstep.errors import JobError
 from lockstep.randomness import seed_all
-from lockstep.spec.fields import load_spec
+from lockstep.spec.loading import load_spec
 
 
 def write(folder: Path, values: Any = range(100), file: str = "a.parquet", **more: Any) -> Path:

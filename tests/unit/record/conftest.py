@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.spec.fields import Spec, load_spec
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 
 THIRD_PARTY = (
     "ignore::DeprecationWarning",  # mlflow, sqlalchemy, alembic and what they import

@@ -433,7 +433,7 @@ def test_the_process_that_writes_ends_with_the_one_that_trains(tmp_path: Path) -
     script = (
         "import os, sys, time, psutil\n"
         "from lockstep.record.recorder import Recorder\n"
-        "from lockstep.spec.fields import load_spec\n"
+        "from lockstep.spec.loading import load_spec\n"
         "recorder = Recorder(load_spec({'job': {'use': 'jobs.digits.job:Digits'}, 'record': {'uri': 'off'},\n"
         f"    'checkpoint': {{'storage': {str(tmp_path)!r}}}}}), apart=True)\n"
         "recorder.start()\n"

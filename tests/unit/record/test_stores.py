@@ -16,7 +16,8 @@ from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.recorder import Recorder
 from lockstep.record.stores import reader
-from lockstep.spec.fields import Spec, load_spec
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 from tests.forked import script
 from tests.unit.record.postgresql import postgresql as running_postgresql
 from tests.unit.record.rows import evaluation_row, step_row
@@ -64,7 +65,7 @@ def run_once(spec: Spec, steps: int = 30) -> str:
 def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
     """Each whole: no run lost to a migration that another one was making."""
     text = (
-        "from lockstep.spec.fields import load_spec\n"
+        "from lockstep.spec.loading import load_spec\n"
         "from tests.unit.record.test_stores import run_once\n"
         "document = {'name': 'eight', 'job': {'use': 'jobs.digits.job:Digits'},\n"
         f"            'record': {{'uri': 'sqlite:///{tmp_path}/mlflow.db'}}, 'checkpoint': {{'storage': '{tmp_path}/runs'}}}}\n"

@@ -1,0 +1,92 @@
+"""Which of the events that a run tells go into its journal: each fact once, and a step that is done again is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from lockstep.record.comparison import evaluation_difference, step_difference
+from lockstep.record.environment import git_state
+from lockstep.record.events import (
+    Alive,
+    Broke,
+    EvaluationRow,
+    Event,
+    Joined,
+    Printed,
+    Recorded,
+    Restored,
+    StageEnded,
+    Started,
+    StepRow,
+    Straggling,
+    Warned,
+)
+from lockstep.record.journal import Journal
+from lockstep.spec.fields import Spec
+
+
+class Admission:
+    """Lets events into the journal of one run.
+
+    A row that the journal has already is compared with it instead: with `determinism: strict` and `reduction: exact` a step
+    that is done again has the same bits. The first that has others is told to `on_violation`, in one line.
+    """
+
+    def __init__(
+        self, journal: Journal, spec: Spec, source: Path | None, on_violation: Callable[[str], None]
+    ) -> None:
+        self._journal, self._source, self._on_violation = journal, source, on_violation
+        self._watched = spec.determinism == "strict" and spec.reduction == "exact"
+
+    def admit(self, events: Sequence[Event]) -> Iterator[Recorded]:
+        """What of these events the journal is to have, with the rows of what was restored in its place."""
+        steps: dict[int, StepRow] = {}
+        evaluations: dict[int, EvaluationRow] = {}
+        for event in _with_rows(events):
+            match event:
+                case StepRow(step=step):
+                    known = steps.get(step) or (
+                        self._journal.step(step) if self._journal.has_step(step) else None
+                    )
+                    if known is None:
+                        steps[step] = event
+                        yield event
+                    else:
+                        self._judge(step_difference(known, event), step)
+                case EvaluationRow(step=step):
+                    evaluated = evaluations.get(step) or self._journal.evaluation(step)
+                    if evaluated is None:
+                        evaluations[step] = event
+                        yield event
+                    else:
+                        self._judge(evaluation_difference(evaluated, event), step)
+                case Started() if self._source is not None and "git" not in event.facts:
+                    yield Started({**event.facts, "git": git_state(self._source)})
+                case (
+                    Alive()
+                    | Broke()
+                    | Joined()
+                    | Printed()
+                    | Restored()
+                    | StageEnded()
+                    | Straggling()
+                    | Warned()
+                ):
+                    pass
+                case _:
+                    yield event
+
+    def _judge(self, difference: str, step: int) -> None:
+        if difference and self._watched:
+            self._watched = False
+            self._on_violation(f"step {step} gave other bits when it was done again: {difference}")
+
+
+def _with_rows(events: Sequence[Event]) -> Iterator[Event]:
+    for event in events:
+        if isinstance(event, Restored):
+            yield from event.steps
+            yield from event.evaluations
+        else:
+            yield event
