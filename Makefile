@@ -30,7 +30,7 @@ imports: $(INSTALLED_TEST)
 	$(BIN)/lint-imports
 
 unit: $(INSTALLED_TEST)
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact

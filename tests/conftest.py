@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Before the first matrix product of this process, and for the processes that tests start.
 os.environ.setdefault("MKL_CBWR", "AVX2")
@@ -37,23 +38,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
-def together(item: pytest.Item) -> str:
-    """Which tests stay in one process where several run them: all that start Ray, those of the one pool, and those of a file.
+class Together(LoadScopeScheduling):
+    """Which tests stay in one process: all that start Ray, those of the one pool, and those of a file.
 
     One Ray cluster at a time: several on a machine of two cores wait for each other past every limit.
     """
-    if "cluster" in getattr(item, "fixturenames", ()):
-        return "ray"
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    return {"cluster": "ray", "chaos": "ray", "distributed": folder}.get(folder, item.path.as_posix())
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        folder = path.removeprefix("tests/").partition("/")[0]
+        return {"cluster": "ray", "chaos": "ray", "distributed": folder}.get(folder, path)
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
+@pytest.hookimpl(optionalhook=True)  # several processes or one
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Together:
+    return Together(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the full products to `-m exact`; the default run has a covering part of each."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(together(item)))
     if "exact" in config.option.markexpr:
         return
     left = [item for item in items if item.get_closest_marker("exact")]
