@@ -123,9 +123,9 @@ class Plan:
         return worker_ranges(self.micro_batches, workers)
 
 
-def clip(micro_batches: range, count: int) -> range:
+def clip(assigned: range, count: int) -> range:
     """The part of a worker's range that a step of `count` non-empty micro-batches has."""
-    return range(min(micro_batches.start, count), min(micro_batches.stop, count))
+    return range(min(assigned.start, count), min(assigned.stop, count))
 
 
 def evaluation_ranges(samples: int, micro_batch: int, workers: int) -> tuple[range, ...]:
@@ -156,10 +156,10 @@ def are_siblings(left: range, right: range, leaves: int) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def nodes(micro_batches: range, leaves: int) -> tuple[range, ...]:
+def nodes(assigned: range, leaves: int) -> tuple[range, ...]:
     """The fewest tree nodes that make up a range of leaves: the partial sums that a worker sends."""
     found: list[range] = []
-    start, stop = micro_batches.start, micro_batches.stop
+    start, stop = assigned.start, assigned.stop
     while start < stop:
         width = start & -start or 1 << leaves.bit_length()  # the widest node that begins here
         while min(start + width, leaves) > stop:
@@ -242,7 +242,7 @@ def stages(ranges: tuple[range, ...], leaves: int) -> tuple[Stage, ...]:
 
 
 def _stages(ways: Sequence[int], ranges: Sequence[range], leaves: int) -> tuple[Stage, ...]:
-    blocks, stride = [clip(own, leaves) for own in ranges], 1
+    blocks, stride = [clip(assigned, leaves) for assigned in ranges], 1
     found = []
     for each in ways:
         found.append(Stage(each, stride, tuple(nodes(block, leaves) for block in blocks)))
@@ -290,7 +290,7 @@ def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
         ranges = tuple(
             range(r.start * unit, min(r.stop * unit, micro_batches)) for r in _fewest_sums(units, workers)
         )
-        sums = [len(nodes(own, micro_batches)) for own in ranges]
+        sums = [len(nodes(assigned, micro_batches)) for assigned in ranges]
         found.append((max(sums), max(map(len, ranges)), sum(sums), unit, ranges))
         unit *= 2
     return min(found)[-1]

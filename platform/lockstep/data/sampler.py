@@ -36,14 +36,14 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
     """Yields the micro-batches of one worker from step `start` to the end of the run.
 
     Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
-    replicas of its range. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
+    replicas `assigned` to it. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
         plan: Plan,
-        micro_batches: range,
+        assigned: range,
         *,
         seed: int,
         shuffle: Shuffle,
@@ -53,7 +53,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         super().__init__(
             dataset,
             num_replicas=plan.micro_batches,
-            rank=micro_batches.start,
+            rank=assigned.start,
             shuffle=shuffle != "none",
             seed=seed,
             drop_last=plan.drop_last,
@@ -61,7 +61,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         if checks_order(dataset):
             dataset.check_order(shuffle, window)
         self.plan = plan
-        self.micro_batches = micro_batches
+        self.assigned = assigned
         self.order = shuffle
         self.window = window
         self.start = start
@@ -70,14 +70,14 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
 
     def __len__(self) -> int:
         positions = self.plan.positions(self.start)
-        return sum(len(clip(self.micro_batches, position.micro_batches)) for position in positions)
+        return sum(len(clip(self.assigned, position.micro_batches)) for position in positions)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         epoch, order = -1, None
         for position in self.plan.positions(self.start):
             if position.epoch != epoch or order is None:
                 epoch, order = position.epoch, self._order(position.epoch)
-            for m in clip(self.micro_batches, position.micro_batches):
+            for m in clip(self.assigned, position.micro_batches):
                 yield self._micro_batch(order, position, m)
 
     def _order(self, epoch: int) -> Order:

@@ -72,7 +72,7 @@ class Evaluation:
         self.micro_batch = micro_batch
         self.restore_buffers: Callable[[], None] = lambda: None
         """Puts back what evaluation wrote to buffers; it is called after each micro-batch, as in training."""
-        self.own = evaluation_ranges(self.samples, micro_batch, group.size)[group.rank]
+        self.assigned = evaluation_ranges(self.samples, micro_batch, group.size)[group.rank]
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Metrics by name, `eval/` in front, equal on every rank. `alive` is called for each micro-batch."""
@@ -136,11 +136,13 @@ class Evaluation:
         return _numbers(self._means(model, i, batch))
 
     def _own_totals(self, model: nn.Module, alive: Callable[[], None]) -> list[Row]:
-        keys = [MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.own]
-        loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.own)))
+        keys = [
+            MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.assigned
+        ]
+        loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.assigned)))
         try:
             means = []
-            for i, batch in zip(self.own, loader, strict=True):
+            for i, batch in zip(self.assigned, loader, strict=True):
                 means.append(self._means(model, i, batch))
                 alive()
         finally:

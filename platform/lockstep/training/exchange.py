@@ -126,8 +126,8 @@ class Exchange:
         self._messages = None
         rows = [
             message[i * self.width : (i + 1) * self.width]
-            for own, message in zip(self.ranges, messages, strict=True)
-            for i in range(len(clip(own, micro_batches)))
+            for assigned, message in zip(self.ranges, messages, strict=True)
+            for i in range(len(clip(assigned, micro_batches)))
         ]
         flags = messages[0][self.rows * self.width : -3]  # rank 0 is the one that runs micro-batch 0
         flagged = [b for b, value in enumerate(flags) if value]

@@ -75,7 +75,7 @@ class Run:
         sampler = MicroBatchSampler(
             self.batches.samples,
             self.plan,
-            self.step.own,
+            self.step.assigned,
             seed=self.spec.seed,
             shuffle=self.spec.data.shuffle,
             window=self.spec.data.window,

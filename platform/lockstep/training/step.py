@@ -107,7 +107,7 @@ class Stepper:
         self.plan = plan
         self.group = group
         self.state = state
-        self.own = plan.ranges(group.size)[group.rank]
+        self.assigned = plan.ranges(group.size)[group.rank]
         self.names = [name for name, p in state.model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in state.model.parameters() if p.requires_grad]
         self.norm = GradientNorm(self.parameters)
@@ -159,26 +159,26 @@ class Stepper:
 
     def _accumulate(self, position: Position, batches: Iterator[Any], scale_down: float) -> None:
         """Leave in every `.grad` the tree sum of all micro-batches' gradients, `scale_down` times too large by the weight."""
-        own = clip(self.own, position.micro_batches)
+        assigned = clip(self.assigned, position.micro_batches)
         tree = TreeSum(position.micro_batches)
         self._forget_gradients()
         self.watched.note()
-        for m in own[:-1]:
+        for m in assigned[:-1]:
             with self._no_sync():
                 self._backward(position, m, batches, scale_down, last=False)
             if self.spec.reduction == "exact":
                 tree.add(range(m, m + 1), self._take_gradients(position, m))
-        folded, apart = tree.close(own[-1]) if own else ([], [])
+        folded, apart = tree.close(assigned[-1]) if assigned else ([], [])
         if self.reduction is not None:
             self.reduction.begin(position, folded, apart)
-        if own:
-            self._backward(position, own[-1], batches, scale_down, last=True)
+        if assigned:
+            self._backward(position, assigned[-1], batches, scale_down, last=True)
         else:
             self._backward_nothing()
         if self.reduction is not None and not self.reduction.finished:
-            raise self._without_gradient(position, own[-1] if own else 0)
+            raise self._without_gradient(position, assigned[-1] if assigned else 0)
         if self.group.size == 1:
-            gradients = self._gradients(position, own[-1])
+            gradients = self._gradients(position, assigned[-1])
             for total in folded:
                 torch._foreach_add_(gradients, total)
 
