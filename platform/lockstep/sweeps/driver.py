@@ -335,11 +335,8 @@ def _prepared(sweep: SweepSpec, folder: str) -> dict[str, int]:
         ) from error
     return {
         "total_steps": run.plan.total_steps,
-        "first_evaluation": first_evaluation(spec, run.plan.steps_per_epoch, run.plan.total_steps),
+        "first_evaluation": next(
+            (position.number for position in run.plan.positions(0) if spec.evaluate.every.due(position)),
+            run.plan.total_steps,
+        ),
     }
-
-
-def first_evaluation(spec: Spec, steps_per_epoch: int, total_steps: int) -> int:
-    """The first step that ends with an evaluation."""
-    every = spec.evaluate.every
-    return min(total_steps, every.steps or (every.epochs or 1) * steps_per_epoch)
