@@ -25,7 +25,7 @@ from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.job.source import check_job_source
 from lockstep.record.stores import find_sweep
-from lockstep.spec.fields import KeepBest, Spec
+from lockstep.spec.fields import KeepBest
 from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.sweep_record import best_of, tally
