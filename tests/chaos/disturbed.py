@@ -38,8 +38,8 @@ RUNS = {
     "stdlib_gpt": ["jobs/stdlib_gpt/train.yaml", "job.params={depth: 2, heads: 2, head_width: 16, context: 64, corpus_bytes: 200000}", "evaluate.every.steps=40", "checkpoint.every.steps=10"],
     "forgetful": ["jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:Forgetful", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=7"],
 }  # fmt: skip
-RUNS["brief"] = [*RUNS["digits"], "length.epochs=12"]
-"""Long enough for three kills."""
+RUNS["brief"] = [*RUNS["digits"], "length.epochs=9"]
+"""Long enough for two kills."""
 
 CONTROL = "forgetful"
 """Loses something with each worker: what does not show here would show nowhere."""
