@@ -92,6 +92,7 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         f"{_TRAIN}.execution.failure_handling:FailureDecision.RETRY": None,
         f"{_TRAIN}.execution.failure_handling:FailureDecision.RAISE": None,
         f"{_TRAIN}.exceptions:WorkerGroupStartupTimeoutError": None,
+        f"{_TRAIN}.callbacks.datasets:DatasetsCallback": None,
         f"{_TRAIN}.callbacks.placement_group_callback:PlacementGroupCleanerCallback": None,
         "ray.train.torch:TorchTrainer._create_default_callbacks": ("self",),
         "ray.train.torch:TorchTrainer._initialize_and_run_controller": ("self", "controller_init_kwargs"),

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.train import Result
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
@@ -122,12 +123,11 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer whose controller runs in the thread that calls `fit`."""
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Without the actor that removes the placement group of a controller that died: Ray does so for a driver."""
-        return [
-            callback
-            for callback in super()._create_default_callbacks()
-            if not isinstance(callback, PlacementGroupCleanerCallback)
-        ]
+        """Without two actors, each a process: one removes the placement group of a controller that died, which Ray does
+        for a driver; the other hands out Ray's datasets, of which there are none.
+        """
+        unneeded = (PlacementGroupCleanerCallback, DatasetsCallback)
+        return [one for one in super()._create_default_callbacks() if not isinstance(one, unneeded)]
 
     def _initialize_and_run_controller(self, **settings: Any) -> Result:
         self._controller = DriverController(
