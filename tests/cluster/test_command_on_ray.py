@@ -145,6 +145,7 @@ def test_a_run_whose_whole_tree_was_killed_goes_on_with_other_workers(tmp_path: 
     assert len(ledgers[0]) == whole["step"]
 
 
+@pytest.mark.exact  # a minute; the kinds of failure have tests of their own
 def test_a_worker_without_memory_is_told_as_such(tmp_path: Path) -> None:
     """Ray's own memory monitor ends the worker; the one line says that, and what would help."""
     memory = psutil.virtual_memory()

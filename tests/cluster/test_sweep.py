@@ -119,6 +119,7 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
             assert [(point.step, point.value) for point in history] == [tuple(p) for p in trial["curve"]]
 
 
+@pytest.mark.exact  # a minute; a sweep that is killed halves as well
 def test_halving_stops_trials_and_gives_all_back(tmp_path: Path) -> None:
     """Of two workers a trial: the peer of one that is stopped in mid-step is free for the next trial at once."""
     given = document(

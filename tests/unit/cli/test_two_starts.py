@@ -183,9 +183,8 @@ def round_of(commands: Commands, place: Place, rng: random.Random, digest: str) 
     return {"wall_s": max(one.wall_s for one in ended if one.code == 2)}
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(2, marks=pytest.mark.exact), 5, 7]
-)  # a fresh start, a run that was killed, one that lives
+# a fresh start, a run that was killed, one that lives
+@pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.exact), 5, 7])
 def test_of_several_commands_at_once_one_goes_on(
     commands: Commands, digest: str, place: Callable[[Path], Place], tmp_path: Path, seed: int
 ) -> None:
