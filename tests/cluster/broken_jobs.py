@@ -118,10 +118,10 @@ class FailingDevice(SlowDigits):
     params: Params
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
-        import ray
+        import ray.train
 
         file, node = Path(self.params.file), ray.get_runtime_context().get_node_id()
-        if dist.is_initialized() and dist.get_rank() == 1 and not file.exists():
+        if ray.train.get_context().get_world_rank() == 1 and not file.exists():
             file.write_text(node)
         if file.exists() and file.read_text() == node:
             raise RuntimeError(
