@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.files import write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
-from lockstep.record.files import write_text
 from lockstep.record.heartbeat import vanished
 from lockstep.record.journal import newest_step
 from lockstep.record.points import Point
-from lockstep.record.run_store import Recorded, RunInfo, Status, no_such_run, recorded
+from lockstep.record.run_store import Recorded, RunInfo, Sent, Status, no_such_run, recorded
 from lockstep.spec.fields import Spec
 
 
@@ -119,8 +119,14 @@ class FolderStore:
     def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
         """Nothing: the weights are in the folder."""
 
-    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
+    def log_checkpoint(
+        self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
+    ) -> None:
         """Nothing: checkpoints have a folder of their own."""
+
+    def checkpoints(self) -> Mapping[int, bool]:
+        """None, likewise."""
+        return {}
 
     def aliased_steps(self) -> frozenset[int]:
         """None: a folder has no registry."""

@@ -168,12 +168,12 @@ class Writer:
             self._page.log(f"the store is away: {after}" if after else "the store is back")
 
     def _end_journal(self) -> None:
-        self._page.close(self._deadline())
+        copied = self._page.close(self._deadline())
         self._outbox.give_up(
             f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
         )
         try:
-            if self._outbox.failure() is None:
+            if copied and self._outbox.failure() is None:
                 self._journal.add([Delivered()])
             self._journal.close()
         except (OSError, RecordError) as error:
@@ -211,6 +211,7 @@ class Writer:
         self._page.describe(resumed=self._resumed is not None)
         self._tag_process()
         self.url = self._store.url()
+        self._page.take_up_copies()
         if self._replay:
             self._take(last_words(self._journal.events))
 

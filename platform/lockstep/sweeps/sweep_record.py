@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import RecordError
+from lockstep.files import write_text
 from lockstep.record import documents
-from lockstep.record.files import write_text
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.points import Point
 from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError

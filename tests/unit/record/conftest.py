@@ -24,7 +24,7 @@ MLFLOW = {
     "test_outage.py",
     "test_stores.py",
     "test_final_model.py",
-    "test_uploads.py",
+    "test_copies.py",
     "test_kept_checkpoints.py",
     "test_ui.py",
 }

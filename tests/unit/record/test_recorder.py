@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from lockstep.errors import RecordError, StorageError
+from lockstep.files import append_bounded
 from lockstep.record.events import Failed, Finished, Started, StepRow
-from lockstep.record.files import append_bounded
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.record.points import Point

@@ -14,7 +14,7 @@ from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
 from lockstep.record.heartbeat import vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
-from lockstep.record.mlflow_store.models import STEP, Models
+from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint
 from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
 
 
@@ -84,25 +84,19 @@ def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
     """The copies of a run's checkpoints that are READY in an MLflow store and have files, newest first."""
     with connecting(uri) as (client, _):
         experiment = client.get_run(run_id).info.experiment_id
-        found = Models(client, experiment, run_id).ready_models()
-    copies = [
-        CheckpointCopy(int(model.tags[STEP]), partial(_download, uri, model))
-        for model in found
-        if model.name.startswith("checkpoint-") and _files_of(uri, model).list_artifacts()
-    ]
+        models = Models(client, experiment, run_id)
+        copies = [
+            CheckpointCopy(int(model.tags[STEP]), partial(_download, uri, model))
+            for model in models.ready_models()
+            if is_checkpoint(model) and models.has_files(model)
+        ]
     return sorted(copies, key=lambda copy: -copy.step)
 
 
 def _download(uri: str, model: Any, folder: Path) -> None:
     """Put the files of a model into a folder that exists."""
     with translated(uri):
-        _files_of(uri, model).download_artifacts("", str(folder))
-
-
-def _files_of(uri: str, model: Any) -> Any:
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-    return get_artifact_repository(model.artifact_location, tracking_uri=uri)
+        files_of(uri, model).download_artifacts("", str(folder))
 
 
 _OURS = "tags.`lockstep.heartbeat` != ''"
