@@ -10,14 +10,21 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from lockstep.errors import StorageError
+
 _NEVER_FLUSHED = {errno.EINVAL, errno.ENOTSUP}  # file systems that know no fsync of a folder
 NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP})
 """What a file system says that can't give a file this second name, or never can."""
+
+_private_lock = threading.Lock()
+_private_masks: list[int] = []
+"""One for each thread that is in `private`: the mask from before the first of them."""
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -85,6 +92,40 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def own_path(base: Path) -> Path:
+    """Where this user's temporary files are below `base`, a folder that all users share."""
+    return base / f"lockstep-{os.getuid()}"
+
+
+def own_folder(folder: Path) -> Path:
+    """Make a folder that is this user's alone. StorageError where someone else made it, or it is a symbolic link."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        raise StorageError(f"{str(folder)!r} belongs to others or is open to them; delete it")
+    return folder
+
+
+@contextmanager
+def private(wanted: bool) -> Iterator[None]:
+    """Where it is wanted, make what this process creates meanwhile readable by its user alone: folders 0700, files 0600."""
+    if not wanted:
+        yield
+        return
+    with _private_lock:
+        if not _private_masks:
+            _private_masks.append(os.umask(0o077))
+        else:
+            _private_masks.append(_private_masks[0])
+    try:
+        yield
+    finally:
+        with _private_lock:
+            before = _private_masks.pop()
+            if not _private_masks:
+                os.umask(before)
 
 
 class NoLocksError(OSError):

@@ -110,27 +110,18 @@ def _there(path: Path | None) -> Path:
 
 def _root(name: str, size: int) -> Path:
     """The user's folder in memory where there is room for `size` bytes or the folder `name` is already, else on disk."""
-    candidates = [Path(base, f"lockstep-{os.getuid()}") for base in (MEMORY, tempfile.gettempdir())]
+    candidates = [files.own_path(base) for base in (MEMORY, Path(tempfile.gettempdir()))]
     for root in candidates:
         if (root / f"{name}.lock").exists():
-            return _private(root)
+            return files.own_folder(root)
     for root in candidates:
         if root.parent.is_dir() and shutil.disk_usage(root.parent).free >= ROOM * size:
-            return _private(root)
+            return files.own_folder(root)
     wanted = f"{ROOM * size / 2**20:.0f} MiB"
     raise StorageError(
         f"data: neither {MEMORY} nor {tempfile.gettempdir()} has {wanted} free for what the processes of a node share; "
         "make room, or set TMPDIR to a larger folder"
     )
-
-
-def _private(root: Path) -> Path:
-    """The folder, made for this user alone. StorageError where someone else made it."""
-    root.mkdir(mode=0o700, exist_ok=True)
-    found = root.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or root.is_symlink():
-        raise StorageError(f"data: {str(root)!r} belongs to others or is open to them; delete it")
-    return root
 
 
 def _held_lock(path: Path) -> int:

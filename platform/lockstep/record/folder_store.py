@@ -174,7 +174,7 @@ class FolderReader:
             ) from error
         except (OSError, ValueError) as error:
             raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
-        reason = vanished(known["tags"], time.time()) if known["status"] == "RUNNING" else ""
+        reason = vanished(run_id, known["tags"]) if known["status"] == "RUNNING" else ""
         if reason:
             known |= {"status": "FAILED", "ended": float(known["tags"]["lockstep.heartbeat"])}
             known["tags"] |= {"lockstep.vanished": reason, "lockstep.error": reason}

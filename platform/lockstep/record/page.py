@@ -215,6 +215,7 @@ class Page:
         metrics = documents.single_values(summary.get("metrics") or {})
         status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
         killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
+        self._tag({"vanished": "", "error": ""})  # what a reader may have said since the last beat
         self._final_model(status, files, summary)
         verdict = [
             f"**{status}**{killer} at step {summary.get('step', '?')}",

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.errors import LockstepError, RecordError
+from lockstep.files import private
 from lockstep.record.admission import Admission
 from lockstep.record.delivery import Delivery
 from lockstep.record.events import (
@@ -43,6 +44,8 @@ FLUSH_S = 1.0
 """How long points are gathered before they are sent."""
 OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may keep a run from starting."""
+NOT_VANISHED = {"lockstep.vanished": "", "lockstep.error": ""}
+"""Takes back what a reader said that could not see the run alive."""
 DISK_PATIENCE_S = 30.0
 """How long a disk that refuses the journal's last lines is tried again once the run has ended."""
 
@@ -136,6 +139,10 @@ class Writer:
     # --- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with private(self.spec.record.private):
+            self._record()
+
+    def _record(self) -> None:
         try:
             self._open()
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver waits to be told
@@ -196,6 +203,8 @@ class Writer:
     def _begin(self, run_id: str) -> None:
         self._folder = self.spec.folder / run_id
         self._journal = Journal(self._folder)
+        if self.spec.record.private:  # also where the folder was there
+            self._folder.chmod(0o700)
         self._store.set_status("RUNNING")
         self._journal.add([Opened(time.time(), process_tags(time.time()))])
         self._page = Page(self.spec, self._folder, self._journal, self._store, self._outbox.send)
@@ -328,7 +337,7 @@ class Writer:
 
     def _tag_process(self) -> None:
         self._beat_at = time.monotonic()
-        self._outbox.send(self._store.set_tags, process_tags(time.time()) | {"lockstep.vanished": ""})
+        self._outbox.send(self._store.set_tags, process_tags(time.time()) | NOT_VANISHED)
 
     def _deadline(self) -> float:
         """Until when a silent store is waited for, in monotonic seconds."""

@@ -27,6 +27,7 @@ MLFLOW = {
     "test_copies.py",
     "test_kept_checkpoints.py",
     "test_ui.py",
+    "test_liveness.py",
 }
 
 

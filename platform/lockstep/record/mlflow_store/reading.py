@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
-from lockstep.record.heartbeat import vanished
+from lockstep.record.heartbeat import same_beat, vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint
 from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
@@ -142,7 +141,7 @@ class MlflowReader:
                 yield file.path
 
     def _info(self, run: Any) -> RunInfo:
-        reason = vanished(run.data.tags, time.time()) if run.info.status == "RUNNING" else ""
+        reason = vanished(run.info.run_id, run.data.tags) if run.info.status == "RUNNING" else ""
         if reason:
             run = self._mark(run, reason)
         steps = {metric.key: metric.step for metric in run.data._metric_objs}
@@ -161,9 +160,12 @@ class MlflowReader:
         )
 
     def _mark(self, run: Any, reason: str) -> Any:
-        """Say of a run that its process has gone."""
+        """Say of a run that its process has gone, unless it has been heard since it was read."""
         run_id, tags = run.info.run_id, _epitaph(reason)
         with translated(self._uri):
+            now = self._client.get_run(run_id)
+            if now.info.status != "RUNNING" or not same_beat(run.data.tags, now.data.tags):
+                return now
             for name, text in tags.items():
                 self._client.set_tag(run_id, name, text)
             self._client.set_terminated(
