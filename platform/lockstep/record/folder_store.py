@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError, SpecError
-from lockstep.files import write_text
+from lockstep.files import replaced, write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
 from lockstep.record.heartbeat import vanished
@@ -109,8 +109,8 @@ class FolderStore:
         if kept == path:
             return
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, kept)
+            with replaced(kept) as aside:
+                shutil.copyfile(path, aside)
         except OSError as error:
             raise RecordError(
                 f"record: cannot copy {str(path)!r} to {str(kept)!r}: {error.strerror}"
