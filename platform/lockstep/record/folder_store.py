@@ -17,7 +17,7 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.files import replaced, write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
-from lockstep.record.heartbeat import vanished
+from lockstep.record.heartbeat import process_tags, vanished
 from lockstep.record.journal import newest_step
 from lockstep.record.points import Point
 from lockstep.record.run_store import Recorded, RunInfo, Sent, Status, no_such_run, recorded
@@ -69,7 +69,7 @@ class FolderStore:
                 "name": self._name,
                 "started": self._started_at,
                 "params": {},
-                "tags": {},
+                "tags": process_tags(time.time()),  # one that is killed in its first second is known as well
             }
         else:
             self._run = self._existing(run_id)

@@ -242,7 +242,7 @@ class Page:
 
     def output(self, name: str, text: str) -> None:
         """Keep what a worker has printed."""
-        append_bounded(self._folder / LOGS / f"{name}.txt", text)
+        append_bounded(self._folder / LOGS / f"{name}.txt", documents.without_password(text))
 
     def keep_output(self) -> None:
         """Send what the workers have printed: the last of it comes after the run's end was told."""

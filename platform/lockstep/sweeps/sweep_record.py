@@ -62,7 +62,7 @@ class SweepRecord:
         )
 
     def _shown(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(documents.without_password(json.dumps(self._sweep.document())))
+        document: dict[str, Any] = documents.shown_document(self._sweep.document())
         return document
 
     def update(self, trials: Trials) -> RecordError | None:

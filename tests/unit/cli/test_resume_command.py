@@ -263,7 +263,7 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Result:
     )
 
 
-@pytest.fixture(params=["sqlite", "server with S3"])
+@pytest.fixture(params=["sqlite", pytest.param("server with S3", marks=pytest.mark.exact)])
 def tracking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """URI of an MLflow store, and the file of its database. A server keeps its files in S3, a database beside itself."""
     if request.param == "sqlite":
