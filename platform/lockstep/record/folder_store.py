@@ -17,7 +17,7 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.files import replaced, write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
-from lockstep.record.heartbeat import process_tags, vanished
+from lockstep.record.heartbeat import process_tags, same_beat, vanished
 from lockstep.record.journal import newest_step
 from lockstep.record.points import Point
 from lockstep.record.run_store import Recorded, RunInfo, Sent, Status, no_such_run, recorded
@@ -175,7 +175,10 @@ class FolderReader:
         except (OSError, ValueError) as error:
             raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
         reason = vanished(run_id, known["tags"]) if known["status"] == "RUNNING" else ""
-        if reason:
+        now = json.loads(path.read_text(encoding="utf-8")) if reason else known
+        if now["status"] != "RUNNING" or not same_beat(known["tags"], now["tags"]):
+            known = now  # it has been heard since
+        elif reason:
             known |= {"status": "FAILED", "ended": float(known["tags"]["lockstep.heartbeat"])}
             known["tags"] |= {"lockstep.vanished": reason, "lockstep.error": reason}
             write_text(path, as_json(known))

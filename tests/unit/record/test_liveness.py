@@ -110,6 +110,7 @@ def test_a_run_that_never_said_anything_is_left_alone() -> None:
 
 READER = """
 import sys, time
+from pathlib import Path
 from lockstep.record import heartbeat
 from lockstep.record.stores import reader
 shift, uri, run_id = float(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -117,25 +118,33 @@ now = time.time
 time.time = lambda: now() + shift
 heartbeat.place = lambda: "another machine"
 heartbeat.SILENT_S = 3.0
-print(reader(uri, None).run(run_id).status)
+print(reader(uri, Path(sys.argv[4])).run(run_id).status)
 """
 
 
+@pytest.mark.parametrize("kept", ["off", pytest.param("mlflow", marks=pytest.mark.exact)])
 @pytest.mark.parametrize("shift_s", [-600.0, 600.0])
 def test_readers_with_wrong_clocks_leave_a_live_run_alone(
-    shift_s: float, database: str, spec: Callable[..., Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shift_s: float,
+    kept: str,
+    request: pytest.FixtureRequest,
+    spec: Callable[..., Spec],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One in another process looks at a real store; then one that is right marks a run that was cut off, and the run takes it back."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("lockstep.record.writer.BEAT_S", 0.2)
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.1)
-    recorder = Recorder(spec(database))
+    uri = kept if kept == "off" else request.getfixturevalue("database")
+    folder = tmp_path / "runs"
+    recorder = Recorder(spec(uri))
     recorder.start()
     run_id = recorder.run_id()
 
     def looked() -> str:
         return subprocess.run(
-            [sys.executable, "-c", READER, str(shift_s), database, run_id],
+            [sys.executable, "-c", READER, str(shift_s), uri, run_id, str(folder)],
             capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         ).stdout.strip()  # fmt: skip
 
@@ -147,13 +156,13 @@ def test_readers_with_wrong_clocks_leave_a_live_run_alone(
         time.sleep(3.0)
         assert looked() == "FAILED"
     until = time.monotonic() + 30
-    while (run := reader(database, tmp_path).run(run_id)).status != "RUNNING":
+    while (run := reader(uri, folder).run(run_id)).status != "RUNNING":
         assert time.monotonic() < until
         time.sleep(0.1)
     assert run.tags["lockstep.vanished"] == run.tags["lockstep.error"] == ""
     recorder.tell(Finished({}))
     recorder.close()
-    ended = reader(database, tmp_path).run(run_id)
+    ended = reader(uri, folder).run(run_id)
     assert (ended.status, ended.tags["lockstep.vanished"], ended.tags["lockstep.error"]) == (
         "FINISHED",
         "",

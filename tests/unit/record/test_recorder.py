@@ -362,7 +362,7 @@ def test_a_recorder_says_that_it_lives(shaky: Shaky, spec: Specs, monkeypatch: p
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.1)
     recorder = recorder_on(shaky, spec())
     recorder.run_id()
-    wait_until(lambda: "lockstep.heartbeat" in run_json(recorder)["tags"])
+    wait_until(lambda: "lockstep.vanished" in run_json(recorder)["tags"])  # its first beat
     marked = run_json(recorder)
     marked["status"], marked["tags"]["lockstep.vanished"] = "FAILED", "it seemed so"
     (recorder.run_folder() / "run.json").write_text(json.dumps(marked))
