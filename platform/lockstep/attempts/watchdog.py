@@ -7,6 +7,7 @@ before the first step of an attempt there is no limit.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import math
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import ray
 
+from lockstep.files import own_folder, own_path
 from lockstep.record.events import Joined
 
 TIMES_THE_LONGEST = 20.0
@@ -60,8 +62,9 @@ class Patience:
 @cache
 def listening(rank: int, imported_at: float = math.inf) -> Joined:
     """Have this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs."""
-    path = Path(tempfile.gettempdir(), f"lockstep-stacks-{os.getpid()}.txt")
-    stream = path.open("w", encoding="utf-8")  # open as long as the process lives
+    path = _stacks_file()
+    stream = path.open("x", encoding="utf-8")  # open as long as the process lives
+    atexit.register(path.unlink, missing_ok=True)
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     context = ray.get_runtime_context()
     return Joined(
@@ -72,6 +75,16 @@ def listening(rank: int, imported_at: float = math.inf) -> Joined:
         imported_at,
         context.get_runtime_env_string(),
     )
+
+
+def _stacks_file() -> Path:
+    """A name of this process in the user's own temporary folder, from which those of processes that were killed are deleted."""
+    folder = own_folder(own_path(Path(tempfile.gettempdir())))
+    for path in folder.glob("stacks-*.txt"):
+        pid = path.stem.removeprefix("stacks-")
+        if pid == str(os.getpid()) or (pid.isdigit() and not psutil.pid_exists(int(pid))):
+            path.unlink(missing_ok=True)
+    return folder / f"stacks-{os.getpid()}.txt"
 
 
 def end(members: Sequence[Joined]) -> str:

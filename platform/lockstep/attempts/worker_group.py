@@ -60,15 +60,18 @@ class WorkerGroup:
     def _fit(self) -> None:
         self.moments.at["decision"] = time.time()
         try:
-            self._trainer = self._make_trainer()
-            self._trainer.fit()
+            with tempfile.TemporaryDirectory(
+                prefix="lockstep-ray-train-", ignore_cleanup_errors=True
+            ) as storage:
+                self._trainer = self._make_trainer(storage)
+                self._trainer.fit()
         except Exception as error:  # noqa: BLE001 - whatever ended the attempt is told by the driver
             self.error = ClusterError(ended_by(error, self._place.workers))
         finally:
             self.moments.note("teardown")
             self.over.set()
 
-    def _make_trainer(self) -> Any:
+    def _make_trainer(self, storage: str) -> Any:
         """Ray Train for this attempt: with the controller in this process where Ray's private parts allow it."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig
@@ -90,7 +93,7 @@ class WorkerGroup:
         ahead = imports_ahead(self._config["folder"], self._spec.job.use.partition(":")[0])
         run = {
             "name": f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray resumes a name that it has seen
-            "storage_path": str(Path(tempfile.gettempdir(), "lockstep-ray-train")),
+            "storage_path": storage,
             "failure_config": FailureConfig(max_failures=0),
             "worker_runtime_env": {"env_vars": {**self._environment, **ahead}},
         }

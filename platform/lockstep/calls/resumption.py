@@ -11,7 +11,7 @@ from lockstep.calls.held import held_run, leads
 from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of
+from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of, whole_steps
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result, result_of
@@ -155,15 +155,21 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
 
 
 def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: Progress) -> None:
-    """Where the storage has no checkpoint of the run, or not that of `step`: download the newest good copy that its record has."""
+    """Where the storage has lost the run's newest checkpoint, or that of `step`: download the newest good copy that its record has.
+
+    Lost is what is not there and what lacks a file or a part of one.
+    """
     from lockstep.checkpoint.reader import checkpoint_at, verify
 
     there = steps_of(spec.checkpoint.storage, run_id)
-    if step in there or (step is None and there):
+    whole = whole_steps(spec.checkpoint.storage, run_id)
+    if step in whole or (step is None and there and there[:1] == whole[:1]):
         return
     for copy in find_copies(store, run_id):
         if step is not None and copy.step != step:
             continue
+        if step is None and whole and copy.step <= whole[0]:
+            return
         run_folder = Path(spec.checkpoint.storage, run_id)
         run_folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=run_folder, prefix=".download-") as folder:

@@ -18,11 +18,11 @@ from typing import NoReturn
 from lockstep.checkpoint.errors import LostFileError, TakenError
 from lockstep.checkpoint.storage import Item, Reading, Written, hashed
 from lockstep.errors import StorageError
+from lockstep.files import flush, make_folder
 
 ENDED = "ended-"
 """Front of the name of a staging folder that has ended and is not deleted yet."""
 
-_NEVER_FLUSHED = {errno.EINVAL, errno.ENOTSUP}  # file systems that know no fsync of a folder
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP}
 _LOST = {errno.ENOENT, errno.ENOTDIR, errno.EIO}
 
@@ -139,15 +139,6 @@ class LocalStorage:
             target.rmdir()
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each flushed into the one that holds it."""
-    if folder.is_dir():
-        return
-    make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    flush(folder.parent)
-
-
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -173,18 +164,6 @@ def _link(aside: Path, target: Path) -> None:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         os.close(descriptor)
         aside.replace(target)
-
-
-def flush(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NEVER_FLUSHED:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _item(entry: os.DirEntry[str]) -> Item:

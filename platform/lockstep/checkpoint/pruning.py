@@ -15,7 +15,7 @@ from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, NewerF
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.pins import pinned
 from lockstep.checkpoint.reader import Checkpoint, check_sizes, checkpoints_of, listed, verify
-from lockstep.checkpoint.retention import Keep, Known, StepFolder, leftovers, surplus
+from lockstep.checkpoint.retention import Keep, Known, StepFolder, essential, leftovers, surplus
 from lockstep.checkpoint.run_folder import Attempt
 
 
@@ -29,6 +29,8 @@ class Catalogue:
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self._known: dict[int, Known] | None = None
+        self.essential: list[int] = []
+        """After a `prune`: the newest good step, the best and those pinned, newest first."""
 
     def prune(self, keep: Keep, *, whole: int | None = None) -> list[int]:
         """Delete the checkpoints that `keep` does not ask for; the steps that were deleted. As the function `prune`."""
@@ -40,7 +42,9 @@ class Catalogue:
         else:
             known[whole] = found
         self._known = known
-        steps = surplus(known.values(), replace(keep, pinned=keep.pinned | pinned(self.attempt.run)))
+        keep = replace(keep, pinned=keep.pinned | pinned(self.attempt.run))
+        self.essential = essential(known.values(), keep)
+        steps = surplus(known.values(), keep)
         for step in steps:
             apply(self.attempt, [step])
             del known[step]

@@ -60,6 +60,14 @@ def surplus(known: Iterable[Known], keep: Keep) -> list[int]:
     ]
 
 
+def essential(known: Iterable[Known], keep: Keep) -> list[int]:
+    """The steps without which a run would lose something: the newest good one, the best and those pinned; newest first."""
+    good = sorted((one for one in known if one.good), key=lambda checkpoint: checkpoint.step)
+    newest = {checkpoint.step for checkpoint in good[-1:]}
+    pinned = {checkpoint.step for checkpoint in good if checkpoint.step in keep.pinned}
+    return sorted(newest | _best(good, keep) | pinned, reverse=True)
+
+
 def _best(good: list[Known], keep: Keep) -> set[int]:
     """The step with the best metric, in a set; none where no checkpoint has it."""
     sign = 1.0 if keep.mode == "min" else -1.0

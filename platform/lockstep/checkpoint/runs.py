@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.checkpoint.errors import LostFileError, StaleAttemptError
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, StaleAttemptError
 from lockstep.checkpoint.holder import ensure_held
 from lockstep.checkpoint.layout import manifests, step_folder
 from lockstep.checkpoint.pins import ALIAS, pin_exactly
-from lockstep.checkpoint.reader import listed
+from lockstep.checkpoint.reader import Checkpoint, checkpoints_of, listed, verify
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
+from lockstep.files import flush
 
 
 def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> AttemptOrigin:
@@ -53,6 +54,23 @@ def steps_of(storage: str, run_id: str) -> list[int]:
         return []
 
 
+def whole_steps(storage: str, run_id: str) -> list[int]:
+    """Those of them whose files are all there, with their sizes; their hashes are compared when one is read."""
+    try:
+        folder = RunFolder.open(open_storage(storage), run_id)
+    except LostFileError:
+        return []
+    return [step for step in saved_steps(folder) if any(map(_has_its_files, checkpoints_of(folder, step)))]
+
+
+def _has_its_files(checkpoint: Checkpoint) -> bool:
+    try:
+        verify(checkpoint, hashes=False)
+    except (BadCheckpointError, LostFileError):
+        return False
+    return True
+
+
 def opened(storage: str, run_id: str) -> RunFolder:
     """The run's folder, made where there is none: it ended before its first checkpoint, or on another machine."""
     place = open_storage(storage)
@@ -73,4 +91,8 @@ def adopt(storage: str, run_id: str, step: int, files: Path) -> None:
     place = Path(storage, opened(storage, run_id).path(step_folder(step)))
     if place.exists():  # what is there is no checkpoint
         shutil.rmtree(place)
+    for file in files.iterdir():
+        flush(file)
+    flush(files)
     files.rename(place)
+    flush(place.parent)

@@ -51,6 +51,8 @@ class Saved(NamedTuple):
     deleted: tuple[int, ...] = ()
     warning: str | None = None
     """What went wrong after the checkpoint was published, where anything did."""
+    essential: tuple[tuple[int, str], ...] = ()
+    """The newest checkpoint, the best and those that are pinned, newest first: step, and folder as a person is shown it."""
 
 
 class Failed(NamedTuple):
@@ -189,8 +191,11 @@ class _Save:
         deleted, warning = self._prune() if checkpoint is not None else ((), None)
         nbytes = self.copied.nbytes if isinstance(self.copied, Snapshot) else 0
         self.saver._done(
-            Saved(self.step, nbytes, written_s, self.pause, self.used, checkpoint, deleted, warning)
-        )
+            Saved(
+                self.step, nbytes, written_s, self.pause, self.used, checkpoint, deleted, warning,
+                self._essential() if checkpoint is not None else (),
+            )
+        )  # fmt: skip
 
     def _write(self) -> Checkpoint | None:
         """Write this rank's part; publish, as rank 0, when the other parts are there."""
@@ -240,6 +245,12 @@ class _Save:
             return tuple(saver._catalogue.prune(saver.keep, whole=self.step)), None
         except LockstepError as error:
             return (), str(error)
+
+    def _essential(self) -> tuple[tuple[int, str], ...]:
+        """As the last pruning found them; this checkpoint is one of them, whatever became of the pruning."""
+        steps = {self.step, *self.saver._catalogue.essential}
+        run = self.saver.attempt.run
+        return tuple((step, Checkpoint.of(run, step).shown) for step in sorted(steps, reverse=True))
 
     def _give_up(self, error: LockstepError) -> None:
         saver = self.saver

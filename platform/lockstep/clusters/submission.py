@@ -20,6 +20,7 @@ from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.noticeboard import notices
 from lockstep.clusters.packaging import NOTED, pack
 from lockstep.errors import ClusterError, SpecError
+from lockstep.record.documents import without_password
 
 POLL_S = 0.5
 """How often an ending job is asked whether it has ended."""
@@ -32,8 +33,6 @@ NO_AGENT = "No available agent"
 
 RUN_ID = re.compile(r"^run\s+([0-9a-f]{32})\s*$", re.MULTILINE)
 """The line by which a run says which one it is."""
-
-PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def job_api_error(error: Exception, address: str) -> ClusterError:
 def entrypoint(what: str, overrides: Sequence[str], name: str | None, folder: Path) -> list[str]:
     """The command that runs on the cluster: a run id is resumed, a spec trained. SpecError where that cannot work there."""
     for override in overrides:
-        if PASSWORD.search(override):
+        if without_password(override) != override:
             raise SpecError(
                 f"{override.partition('=')[0]}: contains a password, which every process list on the cluster would show; "
                 "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the cluster's nodes are started"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from lockstep.files import write_text
 
 
 def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
@@ -15,13 +18,10 @@ def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
         return path.read_text()
     except OSError:  # not there, or not readable: it is found again
         found = find()
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(found)
-        aside.replace(path)
-    except OSError:
-        pass  # a home that cannot be written costs the time to read the files again, and nothing else
+    with suppress(
+        OSError
+    ):  # a home that cannot be written costs the time to read the files again, and nothing else
+        write_text(path, found)  # flushed: an empty file would pass for what was found
     return found
 
 

@@ -7,7 +7,6 @@ one was killed, the next process that opens any folder here. A file that is dele
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from lockstep import files
 from lockstep.errors import StorageError
 
 MEMORY = Path("/dev/shm")
@@ -110,13 +110,13 @@ def _there(path: Path | None) -> Path:
 
 def _root(name: str, size: int) -> Path:
     """The user's folder in memory where there is room for `size` bytes or the folder `name` is already, else on disk."""
-    candidates = [Path(base, f"lockstep-{os.getuid()}") for base in (MEMORY, tempfile.gettempdir())]
+    candidates = [files.own_path(base) for base in (MEMORY, Path(tempfile.gettempdir()))]
     for root in candidates:
         if (root / f"{name}.lock").exists():
-            return _private(root)
+            return files.own_folder(root)
     for root in candidates:
         if root.parent.is_dir() and shutil.disk_usage(root.parent).free >= ROOM * size:
-            return _private(root)
+            return files.own_folder(root)
     wanted = f"{ROOM * size / 2**20:.0f} MiB"
     raise StorageError(
         f"data: neither {MEMORY} nor {tempfile.gettempdir()} has {wanted} free for what the processes of a node share; "
@@ -124,23 +124,24 @@ def _root(name: str, size: int) -> Path:
     )
 
 
-def _private(root: Path) -> Path:
-    """The folder, made for this user alone. StorageError where someone else made it."""
-    root.mkdir(mode=0o700, exist_ok=True)
-    found = root.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or root.is_symlink():
-        raise StorageError(f"data: {str(root)!r} belongs to others or is open to them; delete it")
-    return root
-
-
 def _held_lock(path: Path) -> int:
     """A descriptor that holds a shared lock on a file that is still the one at `path`."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        _lock(descriptor, path, shared=True, wait=True)
         if _is_at(descriptor, path):
             return descriptor
         os.close(descriptor)  # it was deleted between the two calls
+
+
+def _lock(descriptor: int, path: Path, *, shared: bool = False, wait: bool = False) -> None:
+    try:
+        files.lock(descriptor, shared=shared, wait=wait)
+    except files.NoLocksError as error:
+        raise StorageError(
+            f"data: no file can be locked on the file system of {str(path.parent)!r} ({error.strerror}); "
+            "set TMPDIR to a folder on a local disk"
+        ) from error
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -159,7 +160,7 @@ def _let_go(descriptor: int, folder: Path, lock: Path, owner: int) -> None:
 
 def _delete_if_unused(descriptor: int, folder: Path, lock: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor, lock)
     except BlockingIOError:
         return  # in use by another process
     if _is_at(descriptor, lock):
@@ -186,7 +187,7 @@ def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file.fileno(), path, wait=wait)
         except BlockingIOError:
             yield False
             return

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lockstep.record.comparison import evaluation_difference, step_difference
+from lockstep.record.documents import shown_document, without_password
 from lockstep.record.environment import git_state
 from lockstep.record.events import (
     Alive,
     Broke,
+    Document,
     EvaluationRow,
     Event,
+    Failed,
     Joined,
     Printed,
     Recorded,
@@ -62,7 +65,13 @@ class Admission:
                     else:
                         self._judge(evaluation_difference(evaluated, event), step)
                 case Started() if self._source is not None and "git" not in event.facts:
-                    yield Started({**event.facts, "git": git_state(self._source)})
+                    yield Started({**event.facts, "git": shown_document(git_state(self._source))})
+                case Failed():
+                    yield Failed(
+                        without_password(event.message), without_password(event.details), event.status
+                    )
+                case Document():
+                    yield Document(event.name, without_password(event.text))
                 case (
                     Alive()
                     | Broke()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.errors import RecordError
+from lockstep.files import NoLocksError, lock
 
 _PATIENCE_S = 60.0
 
@@ -25,13 +25,13 @@ def database_lock(uri: str) -> Iterator[Path | None]:
         return
     try:
         database.parent.mkdir(parents=True, exist_ok=True)
-        lock = database.with_name(f"{database.name}.lock").open("ab")
+        file = database.with_name(f"{database.name}.lock").open("ab")
     except OSError as error:
         raise RecordError(
             f"record.uri: cannot write beside {str(database)!r}: {error.strerror or error}; name another database with --uri"
         ) from error
-    with lock:  # closing the file lets go of the lock
-        _take(lock.fileno(), database)
+    with file:  # closing it lets go of the lock
+        _take(file.fileno(), database)
         yield database
 
 
@@ -46,12 +46,17 @@ def _database(uri: str) -> Path | None:
     return Path(path).absolute()
 
 
-def _take(lock: int, database: Path) -> None:
+def _take(descriptor: int, database: Path) -> None:
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
             return
+        except NoLocksError as error:
+            raise RecordError(
+                f"record.uri: no file can be locked on the file system of {str(database)!r} ({error.strerror}), and SQLite needs "
+                "locks; name a database elsewhere, or a server, with --uri"
+            ) from error
         except BlockingIOError as error:
             if time.monotonic() > until:
                 raise RecordError(

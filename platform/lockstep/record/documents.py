@@ -7,23 +7,93 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import yaml
 
 from lockstep.spec.fields import Spec
 
-_PASSWORD = re.compile(r"(://[^/@:\s]*):[^/@\s]+@")
+HIDDEN = "***"
+"""What stands where a secret was."""
+
+_URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s'\"<>`]+")
+_SECRET = re.compile(
+    r"pass(word|wd|phrase)?|pwd|.*(token|secret|signature|credential|api_?key)|sig|auth|key", re.I
+)
+"""Names of parameters whose values are secrets, as a whole; `-` counts as `_`."""
+_PORT = re.compile(r"\d{1,5}(/|$)")
 
 
 def without_password(text: str) -> str:
-    """`text` with the password of every URI in it hidden: `postgresql://me:***@host/db`."""
-    return _PASSWORD.sub(r"\1:***@", text)
+    """`text` with the secrets of every URI in it hidden: `postgresql://me:***@host/db`, `http://host/?token=***`.
+
+    Hidden are a password, also one with an unescaped `/`, `?`, `#` or `@`; the user of an http URI without a password, which is
+    a token; and the values of parameters that are named like secrets.
+    """
+    return _URI.sub(lambda found: _without_secrets(found[0]), text)
+
+
+def shown_document(value: Any) -> Any:
+    """Plain data with the secrets of every URI in its texts hidden. A text that is a URI as a whole may hold spaces and quotes."""
+    if isinstance(value, Mapping):
+        return {name: shown_document(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [shown_document(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return (
+        _without_secrets(value)
+        if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://\S", value)
+        else without_password(value)
+    )
+
+
+def _without_secrets(uri: str) -> str:
+    scheme, mark, rest = uri.partition("://")
+    rest = _without_user(scheme.lower(), rest)
+    parts = urlsplit(f"{scheme}{mark}{rest}")
+    query, fragment = (_without_values(part) for part in (parts.query, parts.fragment))
+    if (query, fragment) == (parts.query, parts.fragment):
+        return f"{scheme}{mark}{rest}"
+    before = rest.partition("?" if parts.query else "#")[0]
+    return (
+        f"{scheme}{mark}{before}{'?' if parts.query else ''}{query}{'#' if parts.fragment else ''}{fragment}"
+    )
+
+
+def _without_user(scheme: str, rest: str) -> str:
+    """What follows `://`. An `@` after a path belongs to that, unless what stands before it can only be a password."""
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    user, at, host = authority.rpartition("@")
+    if not at:
+        user, at, host = rest.rpartition("@")
+        name, colon, password = user.partition(":")
+        if not (at and colon) or _PORT.match(password) or re.search(r"[/?#]", name) or name.startswith("["):
+            return rest
+        return f"{name}:{HIDDEN}@{host}"
+    host += rest[len(authority) :]
+    name, colon, password = user.partition(":")
+    if colon:
+        return f"{name}:{HIDDEN}@{host.rpartition('@')[2] if _is_no_host(host) else host}"
+    return f"{HIDDEN}@{host}" if scheme in {"http", "https"} else rest
+
+
+def _is_no_host(rest: str) -> bool:
+    """Whether a password goes on here: `b/c@host/db` of `me:a@b/c@host/db`."""
+    return "@" in re.split(r"[?#]", rest, maxsplit=1)[0]
+
+
+def _without_values(query: str) -> str:
+    pairs = (pair.partition("=") for pair in query.split("&"))
+    return "&".join(
+        f"{name}={HIDDEN}" if value and _SECRET.fullmatch(name.replace("-", "_")) else f"{name}{mark}{value}"
+        for name, mark, value in pairs
+    )
 
 
 def spec_document(spec: Spec) -> dict[str, Any]:
     """The spec as plain data that may be shown."""
-    shown: dict[str, Any] = json.loads(without_password(json.dumps(spec.document())))
+    shown: dict[str, Any] = shown_document(spec.document())
     return shown
 
 

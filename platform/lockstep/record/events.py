@@ -94,6 +94,8 @@ class CheckpointRow(NamedTuple):
     """Unix time in seconds at which it was over."""
     deleted: tuple[int, ...] = ()
     """Steps whose checkpoints were deleted."""
+    essential: tuple[tuple[int, str], ...] = ()
+    """The newest checkpoint, the best and those that are pinned, newest first: step and URI. The store is to have them whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.files import replacing
 from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.record.files import replacing
 
 if TYPE_CHECKING:
     import numpy as np

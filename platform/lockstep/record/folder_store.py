@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.files import replaced, write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
-from lockstep.record.files import write_text
-from lockstep.record.heartbeat import vanished
+from lockstep.record.heartbeat import process_tags, same_beat, vanished
 from lockstep.record.journal import newest_step
 from lockstep.record.points import Point
-from lockstep.record.run_store import Recorded, RunInfo, Status, no_such_run, recorded
+from lockstep.record.run_store import Recorded, RunInfo, Sent, Status, no_such_run, recorded
 from lockstep.spec.fields import Spec
 
 
@@ -69,7 +69,7 @@ class FolderStore:
                 "name": self._name,
                 "started": self._started_at,
                 "params": {},
-                "tags": {},
+                "tags": process_tags(time.time()),  # one that is killed in its first second is known as well
             }
         else:
             self._run = self._existing(run_id)
@@ -109,8 +109,8 @@ class FolderStore:
         if kept == path:
             return
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, kept)
+            with replaced(kept) as aside:
+                shutil.copyfile(path, aside)
         except OSError as error:
             raise RecordError(
                 f"record: cannot copy {str(path)!r} to {str(kept)!r}: {error.strerror}"
@@ -119,8 +119,14 @@ class FolderStore:
     def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
         """Nothing: the weights are in the folder."""
 
-    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
+    def log_checkpoint(
+        self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
+    ) -> None:
         """Nothing: checkpoints have a folder of their own."""
+
+    def checkpoints(self) -> Mapping[int, bool]:
+        """None, likewise."""
+        return {}
 
     def aliased_steps(self) -> frozenset[int]:
         """None: a folder has no registry."""
@@ -168,8 +174,11 @@ class FolderReader:
             ) from error
         except (OSError, ValueError) as error:
             raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
-        reason = vanished(known["tags"], time.time()) if known["status"] == "RUNNING" else ""
-        if reason:
+        reason = vanished(run_id, known["tags"]) if known["status"] == "RUNNING" else ""
+        now = json.loads(path.read_text(encoding="utf-8")) if reason else known
+        if now["status"] != "RUNNING" or not same_beat(known["tags"], now["tags"]):
+            known = now  # it has been heard since
+        elif reason:
             known |= {"status": "FAILED", "ended": float(known["tags"]["lockstep.heartbeat"])}
             known["tags"] |= {"lockstep.vanished": reason, "lockstep.error": reason}
             write_text(path, as_json(known))

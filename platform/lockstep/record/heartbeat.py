@@ -1,42 +1,85 @@
-"""Whether the process that records a run still lives: its heartbeat, and on the same machine the process itself.
+"""Whether the process that records a run still lives: its beat, and on the same machine the process itself.
 
-A killed process leaves its run RUNNING. Whoever sees such a run later can tell, and marks it.
+A killed process leaves its run RUNNING. Whoever sees such a run later can tell, and marks it. No clocks are compared:
+a reader notes which beat it found, and when on its own clock; if a later look finds the same beat, time has passed in
+which the process said nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
 
 from lockstep.process import place, started
 
 BEAT_S = 20.0
 """How often a recorder says that it lives."""
 SILENT_S = 150.0
-"""How long a recorder may be silent before its run is taken for abandoned."""
+"""How long a reader must have seen a recorder say nothing before its run is taken for abandoned."""
+
+_beats = count(1)
+_SAID = ("lockstep.heartbeat", "lockstep.beat", "lockstep.process")
+"""The tags that change with every beat."""
 
 
 def process_tags(now: float) -> dict[str, str]:
-    """Tags by which others find this process: time, host, and where Linux tells it the very process."""
+    """Tags by which others find this process: a beat, its time for people, host, and where Linux tells it the very process."""
     return {
         "lockstep.heartbeat": f"{now:.0f}",
+        "lockstep.beat": str(next(_beats)),
         "lockstep.host": socket.gethostname(),
         "lockstep.process": f"{place()} {os.getpid()} {started(os.getpid())}",
     }
 
 
-def vanished(tags: Mapping[str, str], now: float) -> str:
+def same_beat(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
+    """Whether nothing was said between these two looks at a run's tags."""
+    return all(before.get(name) == after.get(name) for name in _SAID)
+
+
+def vanished(run_id: str, tags: Mapping[str, str]) -> str:
     """Why a run that its store has as RUNNING is not; nothing where it may well be."""
     if "lockstep.heartbeat" not in tags:
         return ""
     where, _, process = tags.get("lockstep.process", "").partition(" ")
     pid, _, began = process.partition(" ")
+    host = tags.get("lockstep.host", "?")
     if where and where == place() and pid.isdigit():
         if started(int(pid)) == began:
             return ""
-        return f"the process that recorded it is gone (host {tags.get('lockstep.host', '?')}, pid {pid})"
-    silent_s = now - float(tags["lockstep.heartbeat"])
+        return f"the process that recorded it is gone (host {host}, pid {pid})"
+    silent_s = _silent_s(run_id, [tags.get(name, "") for name in _SAID])
     if silent_s < SILENT_S:
         return ""
-    return f"nothing was heard for {silent_s:.0f} s from the process that recorded it (host {tags.get('lockstep.host', '?')})"
+    return f"nothing was heard for {silent_s:.0f} s from the process that recorded it (host {host})"
+
+
+def _silent_s(run_id: str, beat: list[str]) -> float:
+    """For how long this user on this machine has found the same beat; 0 where it is another than at the last look, or the first."""
+    note = _notes() / hashlib.sha256(run_id.encode()).hexdigest()[:32]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(note.read_text())
+        if found["beat"] == beat and found["boot"] == place():
+            return max(0.0, _now() - float(found["at"]))
+    with suppress(OSError):  # a home that cannot be written: then this reader never marks a run
+        note.parent.mkdir(parents=True, exist_ok=True)
+        aside = note.with_name(f"{note.name}.{os.getpid()}")
+        aside.write_text(json.dumps({"beat": beat, "boot": place(), "at": _now()}))
+        aside.replace(note)
+    return 0.0
+
+
+def _now() -> float:
+    """Seconds since this machine was started, which nobody sets."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _notes() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep", "beats")

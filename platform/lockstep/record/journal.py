@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import struct
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, assert_never
 
 from lockstep.errors import RecordError
+from lockstep.files import NoLocksError, flush, lock, make_folder
 from lockstep.record.events import (
     AttemptsSummarised,
     CheckpointRow,
@@ -56,7 +56,7 @@ class Journal:
         self._folder = folder
         self._path = folder / NAME
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _broken(self._path, error) from error
@@ -74,12 +74,22 @@ class Journal:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file)
+            flush(self._folder)  # a journal that was just made
         except BlockingIOError as error:
             os.close(self._file)
             raise RecordError(
                 f"run {self._path.parent.name}: another process records it now; wait for it, or end it"
             ) from error
+        except NoLocksError as error:
+            os.close(self._file)
+            raise RecordError(
+                f"record.folder: no file can be locked on the file system of {str(self._folder)!r} ({error.strerror}), so two "
+                "processes could write one record; name a folder elsewhere, or mount that one with locks (Lustre: -o flock)"
+            ) from error
+        except OSError as error:
+            os.close(self._file)
+            raise _broken(self._path, error) from error
 
     def _index(self) -> None:
         for entry in self.read(0):
@@ -287,7 +297,9 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
         case "evaluation":
             return EvaluationRow._make(_floats(value, EvaluationRow))
         case "checkpoint":
-            return CheckpointRow(**{**value, "deleted": tuple(value.get("deleted", ()))})
+            essential = tuple((step, uri) for step, uri in value.get("essential", ()))
+            deleted = tuple(value.get("deleted", ()))
+            return CheckpointRow(**{**value, "deleted": deleted, "essential": essential})
         case "opened":
             return Opened(value.pop("at"), value)
         case "started":

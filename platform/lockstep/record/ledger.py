@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.errors import StorageError
+from lockstep.files import replacing
 from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.record.files import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa  # 0.1 s to import: only the process that writes pays

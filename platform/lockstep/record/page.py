@@ -9,13 +9,16 @@ import hashlib
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, assert_never
 
 from lockstep.errors import RecordError, first_line
+from lockstep.files import append_bounded, write_text
 from lockstep.job.source import job_sources
 from lockstep.record import documents, figures, ledger
+from lockstep.record.copies import Copies
 from lockstep.record.data_sets import data_sets
 from lockstep.record.events import (
     AttemptsSummarised,
@@ -32,11 +35,10 @@ from lockstep.record.events import (
     Started,
     StepRow,
 )
-from lockstep.record.files import append_bounded, write_text
 from lockstep.record.journal import Journal
 from lockstep.record.run_store import RunStore, Status
-from lockstep.record.uploads import Uploads
 from lockstep.spec.fields import Spec
+from lockstep.spec.locations import RECORD_OFF
 
 LOGS = "logs"
 """The folder of what workers have printed."""
@@ -64,7 +66,7 @@ class Page:
         self._figures: list[str] = []
         self._stragglers: list[str] = []
         self.working = False
-        self._uploads = Uploads(store, self._not_copied)
+        self._copies = Copies(store, self._copied, _checkpoint_tags, spec.record.copy_mb_per_s)
         for event in journal.events:  # of a recorder before this one
             if isinstance(event, Started):
                 self._facts = _single_facts(event.facts)
@@ -146,24 +148,48 @@ class Page:
             self.log(f"no checkpoint of step {row.step}: {row.error}")
             return
         self._tag({"checkpoint": row.uri, "checkpoint_step": row.step, "checkpoint_error": ""})
-        folder = Path(row.uri)
-        tags = {"lockstep.uri": row.uri, **_manifest(folder)}
-        if self._spec.record.checkpoints == "artifact" and "://" not in row.uri:
-            self._uploads.send(row.step, folder, tags)
-        else:
-            self._send(self._store.log_checkpoint, row.step, tags, None)
+        if self._keeps_copies(row):
+            return
+        self._send(self._store.log_checkpoint, row.step, _checkpoint_tags(row.uri), None)
         for step in row.deleted:
-            if self._spec.record.checkpoints == "artifact":
-                self._uploads.delete(step)
-            else:
-                self._send(self._store.delete_checkpoint, step)
+            self._send(self._store.delete_checkpoint, step)
 
-    def close(self, deadline: float) -> None:
-        """Let what is sent beside the outbox come to its end."""
-        self._uploads.close(deadline)
+    def take_up_copies(self) -> None:
+        """Go on where a recorder before this one may have been ended."""
+        rows = [row for row in self._journal.events if isinstance(row, CheckpointRow) and row.uri]
+        if rows:
+            self._keeps_copies(rows[-1], {step for row in rows for step in (row.step, *row.deleted)})
 
-    def _not_copied(self, step: int, reason: str) -> None:
-        self.log(f"no copy of the checkpoint of step {step}: {reason}")
+    def _keeps_copies(self, row: CheckpointRow, known: Iterable[int] = ()) -> bool:
+        """Have whole what the run is to have whole after this save. False where its store is only told where checkpoints are."""
+        uri = row.uri or ""
+        if (
+            self._spec.record.checkpoints == "reference"
+            or self._spec.record.uri == RECORD_OFF
+            or "://" in uri
+        ):
+            return False
+        essential = row.essential or [(row.step, uri)]
+        self._copies.keep(essential, [*known, row.step, *row.deleted])
+        return True
+
+    def close(self, deadline: float) -> bool:
+        """Let what is sent beside the outbox come to its end, up to `deadline`. Whether it did."""
+        self.working = True
+        try:
+            return self._copies.close(deadline)
+        finally:
+            self.working = False
+
+    def _copied(self, step: int, failure: str | None) -> None:
+        """Told by the thread that makes copies."""
+        if failure is None:
+            tags = {"copied_step": str(step), "copy_error": ""}
+        else:
+            self.log(f"no copy of the checkpoint of step {step}: {failure}")
+            tags = {"copy_error": f"step {step}: {failure}"}
+        with suppress(RecordError):  # the log has it, and a copy is known by its model
+            self._store.set_tags({f"lockstep.{name}": text for name, text in tags.items()})
 
     def violated(self, violation: str) -> None:
         """The run's promise is broken."""
@@ -189,6 +215,7 @@ class Page:
         metrics = documents.single_values(summary.get("metrics") or {})
         status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
         killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
+        self._tag({"vanished": "", "error": ""})  # what a reader may have said since the last beat
         self._final_model(status, files, summary)
         verdict = [
             f"**{status}**{killer} at step {summary.get('step', '?')}",
@@ -215,7 +242,7 @@ class Page:
 
     def output(self, name: str, text: str) -> None:
         """Keep what a worker has printed."""
-        append_bounded(self._folder / LOGS / f"{name}.txt", text)
+        append_bounded(self._folder / LOGS / f"{name}.txt", documents.without_password(text))
 
     def keep_output(self) -> None:
         """Send what the workers have printed: the last of it comes after the run's end was told."""
@@ -288,6 +315,10 @@ class Page:
 def _single_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that are one value: tags of the run, and rows of its note."""
     return documents.single_values({name: facts[name] for name in facts if name not in _DOCUMENTS})
+
+
+def _checkpoint_tags(uri: str) -> dict[str, str]:
+    return {"lockstep.uri": uri, **_manifest(Path(uri))}
 
 
 def _manifest(folder: Path) -> dict[str, str]:

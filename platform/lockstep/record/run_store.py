@@ -23,6 +23,9 @@ SWEEP_FILE = "sweep.yaml"
 """The document by which the run of a sweep is known."""
 
 
+Sent = Callable[[int], None]
+
+
 class UnavailableError(RecordError):
     """The store does not answer now; the same call may succeed later. Example: the tracking server restarts."""
 
@@ -60,8 +63,16 @@ class RunStore(Protocol):
         Raises whatever the job's own code raises.
         """
 
-    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
-        """Keep a checkpoint with a copy of its folder, or by the reference that its tags are where there is none."""
+    def log_checkpoint(
+        self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
+    ) -> None:
+        """Keep a checkpoint with the files of its folder, or by the reference that its tags are where there is none.
+
+        `sent` is called after each file that was copied, with its size.
+        """
+
+    def checkpoints(self) -> Mapping[int, bool]:
+        """The steps whose checkpoints the store has something of, and whether that is whole, its files included."""
 
     def aliased_steps(self) -> frozenset[int]:
         """The steps whose checkpoints someone has given an alias in the store's registry of models."""

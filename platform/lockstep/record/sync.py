@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.record.documents import HIDDEN
 from lockstep.record.events import Delivered
 from lockstep.record.journal import NAME, Journal
 from lockstep.record.recorder import Recorder
@@ -55,7 +56,7 @@ def _spec(folder: Path, uri: str | None) -> Spec:
         spec = load_spec(folder / "spec.yaml", uri=uri)
     except SpecError as error:
         raise RecordError(f"run {folder.name}: its spec cannot be read: {error}") from error
-    if spec.record.uri is not None and "***@" in spec.record.uri:
+    if spec.record.uri is not None and HIDDEN in spec.record.uri:
         raise SpecError(
             f"run {folder.name}: the password of {spec.record.uri!r} is not recorded; give the whole --uri"
         )

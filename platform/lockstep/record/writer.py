@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.errors import LockstepError, RecordError
+from lockstep.files import private
 from lockstep.record.admission import Admission
 from lockstep.record.delivery import Delivery
 from lockstep.record.events import (
@@ -43,6 +44,8 @@ FLUSH_S = 1.0
 """How long points are gathered before they are sent."""
 OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may keep a run from starting."""
+NOT_VANISHED = {"lockstep.vanished": "", "lockstep.error": ""}
+"""Takes back what a reader said that could not see the run alive."""
 DISK_PATIENCE_S = 30.0
 """How long a disk that refuses the journal's last lines is tried again once the run has ended."""
 
@@ -136,6 +139,10 @@ class Writer:
     # --- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with private(self.spec.record.private):
+            self._record()
+
+    def _record(self) -> None:
         try:
             self._open()
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver waits to be told
@@ -168,12 +175,12 @@ class Writer:
             self._page.log(f"the store is away: {after}" if after else "the store is back")
 
     def _end_journal(self) -> None:
-        self._page.close(self._deadline())
+        copied = self._page.close(self._deadline())
         self._outbox.give_up(
             f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
         )
         try:
-            if self._outbox.failure() is None:
+            if copied and self._outbox.failure() is None:
                 self._journal.add([Delivered()])
             self._journal.close()
         except (OSError, RecordError) as error:
@@ -196,6 +203,8 @@ class Writer:
     def _begin(self, run_id: str) -> None:
         self._folder = self.spec.folder / run_id
         self._journal = Journal(self._folder)
+        if self.spec.record.private:  # also where the folder was there
+            self._folder.chmod(0o700)
         self._store.set_status("RUNNING")
         self._journal.add([Opened(time.time(), process_tags(time.time()))])
         self._page = Page(self.spec, self._folder, self._journal, self._store, self._outbox.send)
@@ -211,6 +220,7 @@ class Writer:
         self._page.describe(resumed=self._resumed is not None)
         self._tag_process()
         self.url = self._store.url()
+        self._page.take_up_copies()
         if self._replay:
             self._take(last_words(self._journal.events))
 
@@ -327,7 +337,7 @@ class Writer:
 
     def _tag_process(self) -> None:
         self._beat_at = time.monotonic()
-        self._outbox.send(self._store.set_tags, process_tags(time.time()) | {"lockstep.vanished": ""})
+        self._outbox.send(self._store.set_tags, process_tags(time.time()) | NOT_VANISHED)
 
     def _deadline(self) -> float:
         """Until when a silent store is waited for, in monotonic seconds."""

@@ -285,7 +285,9 @@ class Record(Section):
     uri: str | None = None
     experiment: str | None = None
     folder: str | None = None
-    checkpoints: Literal["reference", "artifact"] = "reference"
+    checkpoints: Literal["reference", "artifact"] = "artifact"
+    copy_mb_per_s: PositiveFloat | None = 100.0
+    private: bool = False
 
 
 class Faults(Section):

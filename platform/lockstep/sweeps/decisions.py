@@ -6,12 +6,11 @@ A sweep that is taken up again has its search and its scheduler live through thi
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.record.files import write_text
+from lockstep.files import flush, write_text
 
 NAME = "decisions.jsonl"
 
@@ -21,6 +20,7 @@ class Decisions:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
+        self._named = False  # for good, in its folder
         self.events: list[dict[str, Any]] = self._read()
         self.began: dict[int, dict[str, Any]] = {
             e["trial"]: e["fields"] for e in self.events if "fields" in e
@@ -65,8 +65,10 @@ class Decisions:
     def _add(self, event: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        flush(self._path)
+        if not self._named:
+            flush(self._path.parent)
+            self._named = True
 
 
 class WithoutState:

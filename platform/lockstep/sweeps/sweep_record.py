@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import RecordError
+from lockstep.files import write_text
 from lockstep.record import documents
-from lockstep.record.files import write_text
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.points import Point
 from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError
@@ -62,7 +62,7 @@ class SweepRecord:
         )
 
     def _shown(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(documents.without_password(json.dumps(self._sweep.document())))
+        document: dict[str, Any] = documents.shown_document(self._sweep.document())
         return document
 
     def update(self, trials: Trials) -> RecordError | None:

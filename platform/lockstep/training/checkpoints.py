@@ -322,6 +322,7 @@ class Checkpoints:
                 saved.written_s,
                 time.time(),
                 saved.deleted,
+                saved.essential,
             )
         )
         if saved.warning is not None:

@@ -9,8 +9,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.local_storage import flush, make_folder
 from lockstep.errors import SpecError, StorageError
+from lockstep.files import replaced
 
 
 def save_weights(folder: Path, weights: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
@@ -19,15 +19,11 @@ def save_weights(folder: Path, weights: Mapping[str, Mapping[str, Tensor]]) -> l
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
-    aside = path.with_suffix(".partial")
     # Tied weights share memory, which safetensors refuses: each name gets tensors of its own.
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     try:
-        make_folder(path.parent)
-        safetensors.torch.save_file(own, aside)
-        flush(aside)
-        aside.replace(path)
-        flush(path.parent)
+        with replaced(path) as aside:
+            safetensors.torch.save_file(own, aside)
     except (OSError, safetensors.SafetensorError) as error:
         raise StorageError(
             f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,8 @@ from tests.distributed.training import bits
 from tests.forked import ROOT, Forked, lockstep, script
 from tests.in_process import here
 from tests.unit.record.conftest import THIRD_PARTY
+from tests.unit.record.s3 import s3
+from tests.unit.record.server import Server
 
 pytestmark = [
     pytest.mark.filterwarnings(text) for text in THIRD_PARTY
@@ -247,21 +251,73 @@ def test_a_run_asked_to_stop_says_how_to_go_on_and_does(
     assert longer["run_id"] != run_id
 
 
-def test_a_run_is_resumed_from_its_record_alone(tmp_path: Path) -> None:
-    """G6: with copies in MLflow, nothing but the tracking URI is needed; the storage is empty, as on another machine."""
-    run_id, _ = stop(tmp_path, "checkpoint.every.steps=5", "record.checkpoints=artifact")
-    (tmp_path / "runs").rename(tmp_path / "gone")
-    process = start(
-        tmp_path, "resume", run_id, f"checkpoint.storage={tmp_path}/here", f"record.folder={tmp_path}/here"
+LONGER = [*UNTRACED, "length.epochs=12", "job.params.width=8"]
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """LONGER undisturbed, in this process and without MLflow."""
+    folder = tmp_path_factory.mktemp("longer")
+    return train(
+        ROOT / LONGER[0], [*LONGER[1:], f"checkpoint.storage={folder}", "record.uri=off"], local=True
     )
-    out, err = process.communicate(timeout=120)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("server with S3", marks=pytest.mark.exact)])
+def tracking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """URI of an MLflow store, and the file of its database. A server keeps its files in S3, a database beside itself."""
+    if request.param == "sqlite":
+        (tmp_path / "mlflow.db").write_bytes(empty_store())
+        yield f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "mlflow.db"
+        return
+    (tmp_path / "server.db").write_bytes(empty_store())
+    with s3() as (bucket, environment), Server(tmp_path, environment=environment, artifacts=bucket) as server:
+        yield server.uri, tmp_path / "server.db"
+
+
+def copied(database: Path) -> bool:
+    """Whether the store has a checkpoint whole."""
+    with sqlite3.connect(database) as store:
+        return bool(store.execute("select 1 from tags where key = 'lockstep.copied_step'").fetchall())
+
+
+def test_a_run_is_resumed_from_its_record_alone(
+    tmp_path: Path, tracking: tuple[str, Path], longer: Result
+) -> None:
+    """G6, as it comes by default: a killed run whose folder is deleted goes on from what MLflow has, with the same bits."""
+    uri, database = tracking
+    process = lockstep(
+        "train",
+        "--local",
+        "--uri",
+        uri,
+        *LONGER,
+        f"checkpoint.storage={tmp_path}/runs",
+        "checkpoint.every.steps=10",
+    )
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    while not copied(database):  # training hardly goes on, and its recorder does
+        assert time.monotonic() < deadline
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        if '{"checkpoint":' not in next(tmp_path.glob("runs/*/journal.jsonl")).read_text():
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    (run,) = [path.parent for path in tmp_path.glob("runs/*/owner.json")]
+    shutil.rmtree(run)
+    process = lockstep("resume", "--local", "--uri", uri, run.name)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     assert "was downloaded from the record" in err
-    undisturbed = whole(tmp_path)
-    assert undisturbed.weights_digest in out
+    assert longer.weights_digest in out
     rows = [
         [bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in read_parquet(folder / "ledger.parquet")]
-        for folder in (tmp_path / "here" / run_id, Path(undisturbed.folder))
+        for folder in (run, Path(longer.folder))
     ]  # fmt: skip
     assert rows[0] == rows[1]
-    assert not (tmp_path / "runs").exists()

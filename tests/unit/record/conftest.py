@@ -24,9 +24,10 @@ MLFLOW = {
     "test_outage.py",
     "test_stores.py",
     "test_final_model.py",
-    "test_uploads.py",
+    "test_copies.py",
     "test_kept_checkpoints.py",
     "test_ui.py",
+    "test_liveness.py",
 }
 
 

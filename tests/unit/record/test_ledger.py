@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import StorageError
+from lockstep.files import replacing
 from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.record.files import replacing
 from lockstep.record.ledger import (
     DETERMINISTIC,
     TIMING,

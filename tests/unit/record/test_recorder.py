@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from lockstep.errors import RecordError, StorageError
-from lockstep.record.events import Failed, Finished, Started, StepRow
-from lockstep.record.files import append_bounded
+from lockstep.files import append_bounded
+from lockstep.record.events import Document, Failed, Finished, Printed, Started, StepRow
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.record.points import Point
@@ -269,9 +269,17 @@ def test_telling_costs_the_training_thread_next_to_nothing(shaky: Shaky, spec: S
 
 
 def test_no_password_is_recorded(shaky: Shaky, spec: Specs) -> None:
+    """Nor where it is told: in what workers print, in a traceback, in a difference to the commit."""
+    secret = "http://me:hunter2@host/a?token=hunter2"
     recorder = recorder_on(shaky, spec("postgresql://me:hunter2@host/db"))
-    recorder.tell(Finished({}))
+    recorder.tell(Started({"identity": "abc", "git": {"dirty": True}}), Printed("rank-0", f"at {secret}\n"))
+    recorder.tell(
+        Document("stacks.txt", secret), Failed(f"cannot reach {secret}", f'File "{secret}", line 1')
+    )
     recorder.close()
+    for name in ("logs/rank-0.txt", "stacks.txt", "error.txt", "journal.jsonl"):
+        told = (recorder.run_folder() / name).read_text()
+        assert "http://me:***@host/a?token=***" in told or name == "journal.jsonl", told
     for file in recorder.run_folder().rglob("*"):
         assert file.is_dir() or b"hunter2" not in file.read_bytes()
     assert run_json(recorder)["params"]["record.uri"] == "postgresql://me:***@host/db"
@@ -354,7 +362,7 @@ def test_a_recorder_says_that_it_lives(shaky: Shaky, spec: Specs, monkeypatch: p
     monkeypatch.setattr("lockstep.record.writer.FLUSH_S", 0.1)
     recorder = recorder_on(shaky, spec())
     recorder.run_id()
-    wait_until(lambda: "lockstep.heartbeat" in run_json(recorder)["tags"])
+    wait_until(lambda: "lockstep.vanished" in run_json(recorder)["tags"])  # its first beat
     marked = run_json(recorder)
     marked["status"], marked["tags"]["lockstep.vanished"] = "FAILED", "it seemed so"
     (recorder.run_folder() / "run.json").write_text(json.dumps(marked))

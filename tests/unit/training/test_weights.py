@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from lockstep import files
 from lockstep.errors import SpecError, StorageError
-from lockstep.training import weights
 from lockstep.training.digest import weights_digest
 from lockstep.training.weights import load_weights, save_weights
 
@@ -115,10 +115,10 @@ def test_weights_stand_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["files", "folders"])
 def test_a_flush_that_is_left_out_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Negative control."""
-    real = weights.flush
+    real = files.flush
     recorded = Recorded(monkeypatch)
     monkeypatch.setattr(
-        weights, "flush", lambda path: None if path.is_dir() == (kind == "folders") else real(path)
+        files, "flush", lambda path: None if path.is_dir() == (kind == "folders") else real(path)
     )
     with pytest.raises(AssertionError):
         save_weights(tmp_path, {"final": {"w": torch.ones(3)}})

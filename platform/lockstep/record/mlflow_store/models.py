@@ -1,16 +1,24 @@
 """Models and checkpoints in MLflow: a two-phase commit, so that what is READY there is whole.
 
 A model is announced (PENDING), its files are sent, and only then is it READY and linked to the run at its step. One
-that is PENDING was cut short: it is sent again under the same name, and the torn one deleted with its files.
+that is PENDING was cut short: it is sent again under the same name, and the torn one deleted with its files. One that is
+deleted is FAILED first, then its files go, then the model.
+
+Where a model's artifacts are a folder of the file system that its files are on, they are linked rather than copied, and
+made read-only: a write to one would be a write to both.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.files import NO_LINKS, flush, make_folder
+from lockstep.record.run_store import Sent
 from lockstep.spec.fields import Spec
 
 if TYPE_CHECKING:
@@ -28,21 +36,28 @@ class Models:
         self._run_id = run_id
 
     def publish(
-        self, name: str, step: int, tags: Mapping[str, str], files: Callable[[str, Path], None] | Path | None
+        self,
+        name: str,
+        step: int,
+        tags: Mapping[str, str],
+        files: Callable[[str, Path], None] | Path | None,
+        sent: Sent = lambda nbytes: None,
     ) -> str:
-        """Publish a model of the run; its id. One of that name that is READY already is left as it is.
+        """Publish a model of the run; its id. One of that name that is READY already is left as it is, files or not.
 
         `files` is their folder, or what puts them into an empty one for a model of the given id, or None for a model
-        whose tags say where it lies.
+        whose tags say where it lies. Files take the place of a model without any.
         """
         ready, torn = self._known(name)
         for model in torn:
             self._delete(model)
-        if ready:
-            return str(ready[0].model_id)
-        model_id = self._announce(name, step, tags)
+        bare = [model for model in ready if isinstance(files, Path) and not self.has_files(model)]
+        if len(bare) < len(ready):
+            return str(next(model.model_id for model in ready if model not in bare))
+        model = self._announce(name, step, tags)
+        model_id = str(model.model_id)
         if isinstance(files, Path):
-            self._client.log_model_artifacts(model_id, str(files))
+            self._send(model, files, sent)
         elif files is not None:
             with tempfile.TemporaryDirectory(prefix="lockstep-model-") as folder:
                 try:
@@ -52,6 +67,8 @@ class Models:
                     raise
                 self._client.log_model_artifacts(model_id, folder)
         self._commit(model_id, step)
+        for model in bare:
+            self._delete(model)
         return model_id
 
     def delete(self, name: str) -> int:
@@ -67,7 +84,11 @@ class Models:
 
     def ready_models(self) -> list[Any]:
         """Every model of the run that is READY, as MLflow has it."""
-        return [model for model in self._all() if model.status == "READY"]
+        return [model for model in self.all() if model.status == "READY"]
+
+    def has_files(self, model: Any) -> bool:
+        """Whether a model is more than its tags."""
+        return bool(files_of(self._client.tracking_uri, model).list_artifacts())
 
     def aliased(self) -> list[Any]:
         """The models of the run that are READY and have an alias in the registry."""
@@ -80,15 +101,32 @@ class Models:
 
     # --- the two phases -----------------------------------------------------------------------------------
 
-    def _announce(self, name: str, step: int, tags: Mapping[str, str]) -> str:
-        model = self._client.create_logged_model(
+    def _announce(self, name: str, step: int, tags: Mapping[str, str]) -> Any:
+        return self._client.create_logged_model(
             experiment_id=self._experiment_id,
             name=name,
             source_run_id=self._run_id,
             tags={**tags, STEP: str(step), RUN: self._run_id},
             model_type="lockstep",
         )
-        return str(model.model_id)
+
+    def _send(self, model: Any, folder: Path, sent: Sent) -> None:
+        """The manifest comes last. What is on a disk of this machine is on it for good."""
+        from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+
+        repository = files_of(self._client.tracking_uri, model)
+        here = Path(repository.artifact_dir) if isinstance(repository, LocalArtifactRepository) else None
+        if here is not None:
+            make_folder(here)
+        for file in sorted(folder.iterdir(), key=lambda file: (file.name == "manifest.json", file.name)):
+            if here is not None and _linked(file, here):
+                continue
+            repository.log_artifact(str(file))
+            if here is not None:
+                flush(here / file.name)
+            sent(file.stat().st_size)
+        if here is not None:
+            flush(here)
 
     def _commit(self, model_id: str, step: int) -> None:
         from mlflow.entities import LoggedModelOutput
@@ -97,16 +135,17 @@ class Models:
         self._client.finalize_logged_model(model_id, "READY")
 
     def _known(self, name: str) -> tuple[list[Any], list[Any]]:
-        named = [model for model in self._all() if model.name == name]
+        named = [model for model in self.all(f" AND name = '{name}'") if model.name == name]
         return [m for m in named if m.status == "READY"], [m for m in named if m.status != "READY"]
 
-    def _all(self) -> list[Any]:
+    def all(self, further: str = "") -> list[Any]:
+        """Every model of the run that was not deleted, READY or not; `further` is added to MLflow's filter."""
         found: list[Any] = []
         token = None
         while True:
             page = self._client.search_logged_models(
                 [self._experiment_id],
-                filter_string=f"source_run_id = '{self._run_id}'",
+                filter_string=f"source_run_id = '{self._run_id}'{further}",
                 page_token=token,
             )
             found += page
@@ -115,13 +154,38 @@ class Models:
                 return found
 
     def _delete(self, model: Any) -> None:
-        """Files first: MLflow itself only hides a model that is deleted."""
-        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-        get_artifact_repository(
-            model.artifact_location, tracking_uri=self._client.tracking_uri
-        ).delete_artifacts()
+        """Never READY without its files; and files first: MLflow itself only hides a model that is deleted."""
+        if model.status == "READY":
+            self._client.finalize_logged_model(model.model_id, "FAILED")
+        files_of(self._client.tracking_uri, model).delete_artifacts()
         self._client.delete_logged_model(model.model_id)
+
+
+def is_checkpoint(model: Any) -> bool:
+    return bool(model.name.startswith("checkpoint-"))
+
+
+def files_of(uri: str, model: Any) -> Any:
+    """MLflow's repository of a model's files."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    return get_artifact_repository(model.artifact_location, tracking_uri=uri)
+
+
+def _linked(file: Path, folder: Path) -> bool:
+    """Give a file a second name in `folder`, and make it read-only. False where that can't be: it is to be copied."""
+    mode, linked = file.lstat().st_mode, folder / file.name
+    if not stat.S_ISREG(mode):
+        return False
+    try:
+        os.link(file, linked)
+        linked.chmod(stat.S_IMODE(mode) & 0o444)
+    except OSError as error:
+        linked.unlink(missing_ok=True)
+        if error.errno not in NO_LINKS:
+            raise
+        return False
+    return True
 
 
 def fill_final(spec: Spec, weights: Path) -> Callable[[str, Path], None] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,9 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
-from lockstep.record.heartbeat import vanished
+from lockstep.record.heartbeat import same_beat, vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
-from lockstep.record.mlflow_store.models import STEP, Models
+from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint
 from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
 
 
@@ -84,25 +83,19 @@ def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
     """The copies of a run's checkpoints that are READY in an MLflow store and have files, newest first."""
     with connecting(uri) as (client, _):
         experiment = client.get_run(run_id).info.experiment_id
-        found = Models(client, experiment, run_id).ready_models()
-    copies = [
-        CheckpointCopy(int(model.tags[STEP]), partial(_download, uri, model))
-        for model in found
-        if model.name.startswith("checkpoint-") and _files_of(uri, model).list_artifacts()
-    ]
+        models = Models(client, experiment, run_id)
+        copies = [
+            CheckpointCopy(int(model.tags[STEP]), partial(_download, uri, model))
+            for model in models.ready_models()
+            if is_checkpoint(model) and models.has_files(model)
+        ]
     return sorted(copies, key=lambda copy: -copy.step)
 
 
 def _download(uri: str, model: Any, folder: Path) -> None:
     """Put the files of a model into a folder that exists."""
     with translated(uri):
-        _files_of(uri, model).download_artifacts("", str(folder))
-
-
-def _files_of(uri: str, model: Any) -> Any:
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-    return get_artifact_repository(model.artifact_location, tracking_uri=uri)
+        files_of(uri, model).download_artifacts("", str(folder))
 
 
 _OURS = "tags.`lockstep.heartbeat` != ''"
@@ -148,7 +141,7 @@ class MlflowReader:
                 yield file.path
 
     def _info(self, run: Any) -> RunInfo:
-        reason = vanished(run.data.tags, time.time()) if run.info.status == "RUNNING" else ""
+        reason = vanished(run.info.run_id, run.data.tags) if run.info.status == "RUNNING" else ""
         if reason:
             run = self._mark(run, reason)
         steps = {metric.key: metric.step for metric in run.data._metric_objs}
@@ -167,9 +160,12 @@ class MlflowReader:
         )
 
     def _mark(self, run: Any, reason: str) -> Any:
-        """Say of a run that its process has gone."""
+        """Say of a run that its process has gone, unless it has been heard since it was read."""
         run_id, tags = run.info.run_id, _epitaph(reason)
         with translated(self._uri):
+            now = self._client.get_run(run_id)
+            if now.info.status != "RUNNING" or not same_beat(run.data.tags, now.data.tags):
+                return now
             for name, text in tags.items():
                 self._client.set_tag(run_id, name, text)
             self._client.set_terminated(

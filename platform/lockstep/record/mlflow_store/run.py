@@ -21,9 +21,9 @@ from lockstep.errors import RecordError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.mlflow_store.client import connecting, is_database, page_url, translated
-from lockstep.record.mlflow_store.models import STEP, Models, fill_final
+from lockstep.record.mlflow_store.models import STEP, Models, fill_final, is_checkpoint
 from lockstep.record.points import Point, store_key
-from lockstep.record.run_store import Status
+from lockstep.record.run_store import Sent, Status
 from lockstep.spec.fields import Spec
 
 _LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
@@ -175,14 +175,24 @@ class MlflowStore:
             with self._translated():
                 self._models().publish("final", step, {}, files)
 
-    def log_checkpoint(self, step: int, tags: Mapping[str, str], folder: Path | None) -> None:
+    def log_checkpoint(
+        self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
+    ) -> None:
         with self._translated():
-            self._models().publish(f"checkpoint-{step}", step, tags, folder)
+            self._models().publish(f"checkpoint-{step}", step, tags, folder, sent)
+
+    def checkpoints(self) -> Mapping[int, bool]:
+        with self._translated():
+            models = self._models()
+            found = [model for model in models.all() if is_checkpoint(model)]
+            return {
+                int(model.tags[STEP]): model.status == "READY" and models.has_files(model) for model in found
+            }
 
     def aliased_steps(self) -> frozenset[int]:
         with self._translated():
             return frozenset(
-                int(model.tags[STEP]) for model in self._models().aliased() if _is_checkpoint(model)
+                int(model.tags[STEP]) for model in self._models().aliased() if is_checkpoint(model)
             )
 
     def delete_checkpoint(self, step: int) -> None:
@@ -215,10 +225,6 @@ class MlflowStore:
 
     def _translated(self, *, again: bool = True) -> AbstractContextManager[None]:
         return translated(self._uri, again=again)
-
-
-def _is_checkpoint(model: Any) -> bool:
-    return bool(model.name.startswith("checkpoint-"))
 
 
 def _input(data: DataSet) -> Any:

@@ -1,0 +1,163 @@
+"""Files that survive a loss of power: each is written aside, flushed, renamed into place, and its folder flushed.
+
+Whoever looks sees a file whole or not at all, and what has its name keeps it. Locks are here as well, for file
+systems that know only some kinds.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from lockstep.errors import StorageError
+
+_NEVER_FLUSHED = {errno.EINVAL, errno.ENOTSUP}  # file systems that know no fsync of a folder
+NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What a file system says that can't give a file this second name, or never can."""
+
+_private_lock = threading.Lock()
+_private_masks: list[int] = []
+"""One for each thread that is in `private`: the mask from before the first of them."""
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """The name of a file to write, which takes the place of `path` when the block ends well; nothing is left when it does not."""
+    make_folder(path.parent)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield aside
+        flush(aside)
+        aside.replace(path)
+        flush(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """The same, open for writing."""
+    with replaced(path) as aside, aside.open("wb") as file:
+        yield file
+
+
+def write_text(path: Path, text: str) -> None:
+    """`text` as the whole of `path`, in UTF-8."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def append_bounded(path: Path, text: str, most: int = 1 << 20) -> None:
+    """Add `text` to a file of which at least the newest `most` bytes stay, and at most twice as many."""
+    make_folder(path.parent)
+    with path.open("ab") as file:
+        file.write(text.encode("utf-8"))
+        size = file.tell()
+    if size <= 2 * most:
+        return
+    with path.open("rb") as file:
+        file.seek(size - most)
+        file.readline()  # a part of a line
+        left = file.read()
+    with replacing(path) as file:
+        file.write(f"… what was here before was dropped: {len(left)} bytes are left of the file\n".encode())
+        file.write(left)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each flushed into the one that holds it."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    flush(folder.parent)
+
+
+def flush(path: Path) -> None:
+    """Make what a file holds, or the names in a folder, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NEVER_FLUSHED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def own_path(base: Path) -> Path:
+    """Where this user's temporary files are below `base`, a folder that all users share."""
+    return base / f"lockstep-{os.getuid()}"
+
+
+def own_folder(folder: Path) -> Path:
+    """Make a folder that is this user's alone. StorageError where someone else made it, or it is a symbolic link."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        raise StorageError(f"{str(folder)!r} belongs to others or is open to them; delete it")
+    return folder
+
+
+@contextmanager
+def private(wanted: bool) -> Iterator[None]:
+    """Where it is wanted, make what this process creates meanwhile readable by its user alone: folders 0700, files 0600."""
+    if not wanted:
+        yield
+        return
+    with _private_lock:
+        if not _private_masks:
+            _private_masks.append(os.umask(0o077))
+        else:
+            _private_masks.append(_private_masks[0])
+    try:
+        yield
+    finally:
+        with _private_lock:
+            before = _private_masks.pop()
+            if not _private_masks:
+                os.umask(before)
+
+
+class NoLocksError(OSError):
+    """A file system on which no file can be locked."""
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
+    """Lock an open file until it is closed, however its process ends. BlockingIOError where another process has it.
+
+    Where the file system knows no `flock` (Lustre mounted without it, some NFS), its locks of byte ranges are taken:
+    those of the open file, which like `flock` do not go when another descriptor of the file is closed. NoLocksError
+    where there are none either.
+    """
+    how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _lock_range(descriptor, shared=shared, wait=wait)
+
+
+def _lock_range(descriptor: int, *, shared: bool, wait: bool) -> None:
+    command = getattr(fcntl, "F_OFD_SETLKW" if wait else "F_OFD_SETLK", None)
+    if command is None:  # another system than Linux
+        raise NoLocksError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    whole_file = struct.pack("hhqqi4x", fcntl.F_RDLCK if shared else fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        fcntl.fcntl(descriptor, command, whole_file)
+    except OSError as error:
+        if error.errno == errno.EACCES:  # the other way of saying EAGAIN
+            raise BlockingIOError(errno.EAGAIN, error.strerror) from error
+        if error.errno in _NO_LOCKS | {errno.EINVAL}:
+            raise NoLocksError(error.errno, error.strerror) from error
+        raise

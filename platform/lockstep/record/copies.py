@@ -1,0 +1,186 @@
+"""Whole copies of a run's essential checkpoints in its store, made by a thread of their own beside training and record.
+
+Invariants:
+- What the store is to have is what was told last: the newest checkpoint, the best, the pinned ones. One is sent at a time.
+- One that is being sent is sent to its end, whatever is deleted meanwhile: its files are held by links of their own. So a
+  store that is slower than the checkpoints gets every so many of them, and the disk holds one checkpoint more at most.
+- A copy is taken away when it is no longer essential, and only after the newest checkpoint is whole in the store.
+- A copy that this run's journal does not know, of a storage that was lost, say, is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from lockstep.errors import LockstepError, first_line
+from lockstep.files import NO_LINKS
+from lockstep.record.run_store import RunStore, UnavailableError
+
+PAUSE_S = 2.0
+HELD = ".copying"
+"""The folder beside the checkpoints in which those are held that are being sent."""
+
+_NICE = 10
+
+
+class Copies:
+    """`told` hears, in the thread, which step is whole in the store, or why one is not; None for that it is.
+
+    `mb_per_s` bounds the mean rate at which files are sent, in megabytes per second.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        told: Callable[[int, str | None], None],
+        tags: Callable[[str], Mapping[str, str]],
+        mb_per_s: float | None = None,
+    ) -> None:
+        self._store = store
+        self._told = told
+        self._tags = tags
+        self._bytes_per_s = None if mb_per_s is None else mb_per_s * 1e6
+        self._changed = threading.Condition()
+        self._wanted: dict[int, str] = {}
+        """By step, newest first, where its folder is."""
+        self._known: set[int] = set()
+        self._whole: dict[int, bool] | None = None
+        """The checkpoints that the store has, and whether each is whole."""
+        self._new = self._closing = False
+        self._failed: set[int] = set()
+        self._deadline = float("inf")
+        self._thread: threading.Thread | None = None
+
+    def keep(self, essential: Iterable[tuple[int, str]], known: Iterable[int]) -> None:
+        """Have these checkpoints (step and folder) in the store, and no longer what else is `known` of the run. Returns at once."""
+        with self._changed:
+            self._wanted = dict(sorted(essential, reverse=True))
+            self._known.update(known, self._wanted)
+            self._new = True
+            self._failed.clear()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lockstep-copies", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self, deadline: float) -> bool:
+        """Finish what is to be done, up to `deadline` (monotonic seconds). Whether the store has what it is to have."""
+        if self._thread is None:
+            return True
+        with self._changed:
+            self._closing, self._deadline = True, deadline
+            self._changed.notify_all()
+        self._thread.join(max(0.0, deadline - time.monotonic()) + 0.5)
+        whole = self._whole or {}
+        missing = [step for step in self._wanted if not whole.get(step)]
+        for step in set(missing) - self._failed:
+            self._told(step, "the run ended before it was sent")
+        return not missing
+
+    # --- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # there a priority is a thread's own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while True:
+            with self._changed:
+                while not (self._new or self._closing):
+                    self._changed.wait()
+                if not self._new:
+                    return
+                self._new = False
+            self._reconcile()
+
+    def _reconcile(self) -> None:
+        if self._whole is None and not self._try(0, self._look):
+            return
+        assert self._whole is not None
+        wanted, whole = self._wanted, self._whole
+        for step, uri in wanted.items():
+            if not whole.get(step):
+                whole[step] = False
+                whole[step] = self._try(step, partial(self._send, step, Path(uri)))
+                if whole[step]:
+                    self._told(step, None)
+            if self._new:
+                return  # newer ones go first
+        newest = next(iter(wanted), None)
+        if newest is None or not whole.get(newest):
+            return
+        for step in sorted((set(whole) & self._known) - set(wanted)):
+            if self._try(step, partial(self._store.delete_checkpoint, step)):
+                del whole[step]
+
+    def _look(self) -> None:
+        self._whole = dict(self._store.checkpoints())
+
+    def _send(self, step: int, folder: Path) -> None:
+        with _held(folder) as held:
+            self._began = time.monotonic()
+            self._store.log_checkpoint(step, self._tags(str(folder)), held, self._sent)
+
+    def _sent(self, nbytes: int) -> None:
+        """Rest after a file, so that the mean rate is kept; not when the run has ended."""
+        if self._bytes_per_s is None:
+            return
+        until = self._began + nbytes / self._bytes_per_s
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, max(0.0, until - time.monotonic()))
+        self._began = time.monotonic()
+
+    def _try(self, step: int, call: Callable[[], None]) -> bool:
+        """Make a call, again while the store is away and nothing newer waits. Whether it was made."""
+        while True:
+            try:
+                call()
+                return True
+            except UnavailableError as error:
+                failure = str(error)
+                if self._new or time.monotonic() + PAUSE_S > self._deadline:
+                    break
+                with self._changed:
+                    self._changed.wait(PAUSE_S)
+            except Exception as error:  # noqa: BLE001 - one copy that cannot be made must not cost those after it
+                failure = str(error) if isinstance(error, LockstepError) else first_line(error)
+                break
+        if not self._new:  # else it was deleted under the call, or is tried again
+            self._failed.add(step)
+            self._told(step, failure)
+        return False
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[Path]:
+    """The files of a checkpoint, which stay while they are sent. OSError where they are gone already.
+
+    The manifest is linked first, and those that it names after it, so that they are of one checkpoint. Where the file
+    system has no links the folder itself is given: a checkpoint that is deleted before it is sent is then given up.
+    """
+    held = folder.parent / HELD / folder.name
+    shutil.rmtree(held, ignore_errors=True)  # of a recorder that was killed
+    try:
+        try:
+            held.mkdir(parents=True)
+            os.link(folder / "manifest.json", held / "manifest.json")
+            for entry in json.loads((held / "manifest.json").read_bytes())["files"]:
+                os.link(folder / entry["name"], held / entry["name"])
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            yield folder
+            return
+        yield held
+    finally:
+        shutil.rmtree(held, ignore_errors=True)
+        with suppress(OSError):  # another step's are in it
+            held.parent.rmdir()
