@@ -8,6 +8,7 @@ whatever interruption, draws the same numbers, and there is no generator state t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from contextvars import ContextVar
 
@@ -17,6 +18,8 @@ import torch
 Key = tuple[int | str, ...]
 
 _current: ContextVar[Key | None] = ContextVar("lockstep_key", default=None)
+_streams = itertools.count()
+"""How many generators `rng` has given."""
 
 
 def digest64(key: Key) -> int:
@@ -62,4 +65,21 @@ def rng(stream: str = "") -> np.random.Generator:
         raise RuntimeError(
             "lockstep.rng() is keyed by the micro-batch at hand: call it in loss, metrics or a dataset"
         )
+    next(_streams)
     return np.random.Generator(np.random.Philox(key=digest64((*key, "rng", stream))))
+
+
+class Draws:
+    """What is drawn from here on: two pieces of work that draw alike from one seed leave the same `state`."""
+
+    def __init__(self) -> None:
+        self._before = next(_streams)
+
+    def state(self) -> tuple[object, ...]:
+        """Where the default generators stand, and how many were asked of `rng` since."""
+        return (
+            next(_streams) - self._before,
+            random.getstate(),
+            torch.default_generator.get_state().numpy().tobytes(),
+            repr(np.random.mtrand._rand.get_state(legacy=False)),
+        )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -16,24 +18,65 @@ from lockstep.job.frames import place_in_job
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of
+from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
+
+_RANK = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+)
+"""Variables by which launchers tell a process its place among others."""
+
+
+@contextmanager
+def rank_out_of_sight() -> Iterator[None]:
+    """Take the rank and the number of workers out of the environment while the job's own code runs."""
+    told = {name: os.environ.pop(name) for name in _RANK if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(told)
 
 
 def load_job(use: str, params: Mapping[str, Any]) -> Job:
     """The job that `use` names, such as `"jobs.digits.job:Digits"`, built with `params`.
 
-    Raises JobImportError where the name leads nowhere and SpecError where the params do not fit.
+    The generators are seeded alike before its module is imported and before it is made: a fixed target that its `__init__`
+    draws is the same in every process. Raises JobImportError where the name leads nowhere and SpecError where the params do
+    not fit.
     """
+    with rank_out_of_sight():
+        return _made(use, params)
+
+
+def _made(use: str, params: Mapping[str, Any]) -> Job:
+    seed_all("import", use)
     job_class = _job_class(use)
     check_methods(job_class, use)
-    try:
-        checked = job_class.Params.model_validate(dict(params))
-    except pydantic.ValidationError as error:
-        raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
+    checked = _checked(job_class, params)
+    seed_all("job", use)
     try:
         return job_class(checked)
     except (Exception, SystemExit) as error:  # __init__ is the job's own code
         raise JobError(f"job: {use!r} cannot be made{place_in_job(error)}: {first_line(error)}") from error
+
+
+def check_params(use: str, params: Mapping[str, Any]) -> None:
+    """SpecError where `params` do not fit the job that `use` names, JobImportError where that leads nowhere."""
+    _checked(_job_class(use), params)
+
+
+def _checked(job_class: type[Job], params: Mapping[str, Any]) -> Params:
+    try:
+        return job_class.Params.model_validate(dict(params))
+    except pydantic.ValidationError as error:
+        raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
 
 
 def placement_params(use: str) -> frozenset[str]:

@@ -39,7 +39,7 @@ from lockstep.training.checkpoints import (
     find_start,
     restore,
 )
-from lockstep.training.determinism import numerics_probe
+from lockstep.training.determinism import check_kept, numerics_probe
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error
@@ -137,6 +137,7 @@ def prepare(
             processes=spec.data.loader_processes,
         )
         _check_metric(spec, evaluate.rehearse(model, repeat=extent != "off"))
+    check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before

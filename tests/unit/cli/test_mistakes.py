@@ -1,7 +1,7 @@
 """G7: what a user can get wrong, through the command: one line that says what and where, the exit code, and what is left.
 
 Mistakes in a spec are in test_spec.py, those in a loss's values, in gradients and in the machine in test_mistakes.py of
-tests/distributed. A mistake that is found before a run exists leaves nothing behind; one that is found later leaves a run
+tests/distributed. A mistake that is found before the first step leaves nothing behind; one that is found later leaves a run
 that FAILED, and the line names it and its traceback.
 """
 
@@ -179,6 +179,45 @@ def test_a_mistake_in_the_params(mistake: str, where: str, call: Call, tmp_path:
     assert ray.is_initialized() == connected
 
 
+@pytest.mark.parametrize("mistake", PARAMS)
+def test_a_mistake_in_a_sweeps_params(mistake: str, call: Call, tmp_path: Path) -> None:
+    """In the spec that its trials share as in the space that they are drawn from: before Ray is started."""
+    import ray
+
+    connected = ray.is_initialized()
+    declared, given, message = PARAMS[mistake]
+    source = f"class Wrong(Right):\n  class Params(lockstep.Params):\n    {declared}"
+    spaces: list[dict[str, Any]] = [{"optimizer.lr": {"choice": [0.1, 0.01]}}]
+    spaces += [{f"job.params.{name}": {"grid": [value, value]}} for name, value in given.items()]
+    for i, space in enumerate(spaces):
+        document = {
+            "spec": {**SPEC, "job": {"use": "theirs:Wrong", "params": {} if i else given}},
+            "space": space,
+        }
+        (tmp_path / "sweep.yaml").write_text(json.dumps({**document, "trials": 2}))
+        began = time.process_time()
+        code, _, err = call("sweep", "sweep.yaml", source=source)
+        assert time.process_time() - began < 2
+        assert (code, left(tmp_path)) == (2, ["sweep.yaml"])
+        assert only_line(err) == f"lockstep: {message}"
+        assert ray.is_initialized() == connected
+        sys.modules.pop("theirs", None)
+
+
+LATE_TRIAL = "class Wrong(Right):\n  class Params(lockstep.Params):\n    width: int = 4"
+
+
+def test_a_mistake_in_a_later_trial_of_a_sweep(call: Call, tmp_path: Path) -> None:
+    document = {
+        "spec": {**SPEC, "job": {"use": "theirs:Wrong"}},
+        "space": {"job.params.width": {"grid": [4, "wide"]}},
+    }
+    (tmp_path / "sweep.yaml").write_text(json.dumps(document))
+    code, _, err = call("sweep", "sweep.yaml", source=LATE_TRIAL)
+    assert (code, left(tmp_path)) == (2, ["sweep.yaml"])
+    assert only_line(err) == "lockstep: job.params.width: got 'wide', wanted a whole number"
+
+
 def test_a_class_of_the_script_that_runs(call: Call, tmp_path: Path) -> None:
     code, _, err = call("train", "spec.yaml", "--local", job={"use": "__main__:Wrong"})
     assert (code, left(tmp_path)) == (2, [])
@@ -273,10 +312,7 @@ def test_a_mistake_in_the_data(mistake: str, how: str, call: Call, tmp_path: Pat
     check(line, words, source)
     assert code == wanted
     assert json.loads(out)["error"] == line.removeprefix("lockstep: ")
-    if how == "--dry-run":
-        assert left(tmp_path) == []
-    else:
-        failed_run(tmp_path, line)
+    assert left(tmp_path) == []
 
 
 def check(line: str, words: list[str], source: str) -> None:
@@ -374,8 +410,52 @@ def test_a_mistake_that_is_found_before_the_first_step(mistake: str, call: Call,
     code, _, err = call("train", "spec.yaml", "--local", "--json", source=source)
     line = only_line(err)
     check(line, words, source)
+    assert (code, left(tmp_path)) == (1, [])
+    assert line.startswith("lockstep: the job failed (") == line.endswith("; --verbose shows the traceback")
+
+
+LATER = """
+class Wrong(Right):
+    def train_data(self):
+        return Torn()
+class Torn(Items):
+    def item(self, index):
+        if index == 13:
+            raise ValueError("torn file")
+        return points(32)[index]
+"""
+
+
+def test_a_mistake_that_is_found_later_leaves_a_run_with_its_traceback(call: Call, tmp_path: Path) -> None:
+    code, _, err = call("train", "spec.yaml", "--local", "--json", source=LATER, data={"shuffle": "none"})
+    line = only_line(err)
+    check(
+        line, ["data: sample 13 failed (step 2, micro-batch 1, theirs.py:@raise ValueError in item)"], LATER
+    )
     assert code == 1
     failed_run(tmp_path, line)
+
+
+WITNESS = """
+from pathlib import Path
+
+class Wrong(Right):
+    def loss(self, model, batch):
+        if model.training:
+            print(f"{len([*Path('runs').glob('*')])} runs", file=sys.stderr, flush=True)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.parametrize("uri", ["off", "sqlite:///record.db"])
+def test_the_runs_id_is_told_before_the_first_step(uri: str, call: Call, tmp_path: Path) -> None:
+    """There is no run while it is rehearsed, and no step before whoever looks on can name the run to resume."""
+    code, _, err = call("train", "spec.yaml", "--local", source=WITNESS, rehearsal="off", record={"uri": uri})
+    assert code == 0, err
+    (run,) = (tmp_path / "runs").glob("*")
+    lines = re.findall(rf"0 runs|1 runs|run {run.name}$", err, re.MULTILINE)
+    assert lines[:3] == ["0 runs", f"run {run.name}", "1 runs"]
+    assert lines.count("0 runs") == 1
 
 
 def test_the_right_job_is_told_nothing(call: Call) -> None:
