@@ -54,7 +54,7 @@ class Witness(UntracedDigits):
 
 
 def _rank() -> int:
-    """Ray's own way, for a job sees neither a process group nor the environment's RANK."""
+    """Ray's own way: a job sees neither a process group nor RANK in the environment."""
     import ray.train
 
     try:

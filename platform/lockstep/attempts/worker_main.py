@@ -91,6 +91,4 @@ def _train(config: dict[str, Any], group: Group, sender: Sender, tell: Tell, req
 
     spec = validate(config["spec"])
     with system_recorded(sender.tell), output_told(print_on):
-        with group.out_of_sight():
-            job = load_job(spec.job.use, spec.job.params)
-        fit(spec, job, group, tell, requests, config["origin"])
+        fit(spec, load_job(spec.job.use, spec.job.params), group, tell, requests, config["origin"])

@@ -122,8 +122,7 @@ def train_here(
     with distributed(backend) if under_torchrun() else nullcontext():
         group = Group.join(device)
         if group.rank > 0:
-            with group.out_of_sight():
-                job = load_job(spec.job.use, spec.job.params)
+            job = load_job(spec.job.use, spec.job.params)
             fit(spec, job, group, tell_nobody, RankRequests(stop), origin)
             return None
         run = _start(spec, options.progress, stop, origin, on_run_id)
@@ -175,9 +174,7 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
 
     try:
         with run.shown(), sampled(sample):
-            with group.out_of_sight():
-                job = load_job(spec.job.use, spec.job.params)
-            summary = fit(spec, job, group, run.tell, run, origin)
+            summary = fit(spec, load_job(spec.job.use, spec.job.params), group, run.tell, run, origin)
         run.show()
     except BaseException as error:
         if not recorder.started:

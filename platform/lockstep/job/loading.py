@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pydantic
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
@@ -35,13 +36,20 @@ _RANK = (
 
 
 @contextmanager
-def rank_out_of_sight() -> Iterator[None]:
-    """Take the rank and the number of workers out of the environment while the job's own code runs."""
+def others_out_of_sight() -> Iterator[None]:
+    """Keep the other workers from the job's code: no initialised process group, and no rank in the environment.
+
+    A metric that gathers over the default group, as torchmetrics' do, would give other values on another number of
+    workers, or wait for ever where ranks call it unequally often; a rate that is multiplied by WORLD_SIZE would be another
+    one. Lockstep itself talks on the channel of its Group.
+    """
+    default, dist.group.WORLD = dist.group.WORLD, None
     told = {name: os.environ.pop(name) for name in _RANK if name in os.environ}
     try:
         yield
     finally:
         os.environ.update(told)
+        dist.group.WORLD = default
 
 
 def load_job(use: str, params: Mapping[str, Any]) -> Job:
@@ -51,12 +59,11 @@ def load_job(use: str, params: Mapping[str, Any]) -> Job:
     draws is the same in every process. Raises JobImportError where the name leads nowhere and SpecError where the params do
     not fit.
     """
-    with rank_out_of_sight():
+    with others_out_of_sight():
         return _made(use, params)
 
 
 def _made(use: str, params: Mapping[str, Any]) -> Job:
-    seed_all("import", use)
     job_class = _job_class(use)
     check_methods(job_class, use)
     checked = _checked(job_class, params)
@@ -89,7 +96,7 @@ def placement_params(use: str) -> frozenset[str]:
 
 def _job_class(use: str) -> type[Job]:
     module_name, class_name = class_of(use)
-    module = _module(module_name)
+    module = import_job(module_name)
     found = getattr(module, class_name, None)
     if found is None:
         classes = [name for name, value in vars(module).items() if _is_job(value) and value is not Job]
@@ -107,7 +114,9 @@ def _is_job(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Job)
 
 
-def _module(name: str) -> ModuleType:
+def import_job(name: str) -> ModuleType:
+    """The job's module, imported with the generators seeded, for it may draw. Raises JobImportError."""
+    seed_all("import", name)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits

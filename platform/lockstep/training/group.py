@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.job.loading import rank_out_of_sight
 from lockstep.spec.fields import Spec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
@@ -41,21 +40,6 @@ class Group:
             return cls(rank=0, size=1, device=device)
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
         return cls(dist.get_rank(), dist.get_world_size(), device, channel)
-
-    @contextmanager
-    def out_of_sight(self) -> Iterator[None]:
-        """Keep the default process group from the job's code: `torch.distributed.is_initialized()` is False meanwhile.
-
-        A metric that gathers over the default group, as torchmetrics' do, would give other values on another number of
-        workers, or wait for ever where ranks call it unequally often. Lockstep itself talks on the channel. A rate that is
-        multiplied by WORLD_SIZE would be another one as well, so the environment does not say it.
-        """
-        default, dist.group.WORLD = dist.group.WORLD, None
-        try:
-            with rank_out_of_sight():
-                yield
-        finally:
-            dist.group.WORLD = default
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank. For small objects outside the step."""

@@ -14,6 +14,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.errors import DriftError
 from lockstep.job.interface import Job
+from lockstep.job.loading import others_out_of_sight
 from lockstep.plan import Position
 from lockstep.record.events import (
     Alive,
@@ -47,7 +48,7 @@ def fit(
     more of the run: nothing is told of such an end. `origin` tells which attempt of which run this is; without one nothing is
     saved and nothing taken up. Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
     """
-    with determinism(spec.determinism, spec.threads), group.out_of_sight():
+    with determinism(spec.determinism, spec.threads), others_out_of_sight():
         run = prepare(spec, job, group, tell, origin)
         tell(Started(run.facts))
         tell(Restored(tuple(run.history.steps), tuple(run.history.evaluations)))  # the lists grow
