@@ -37,22 +37,6 @@ class LabelsOutOfRangeLater(LabelsOutOfRange):
         return (LabelsOutOfRange if self.calls > 8 else UntracedDigits).loss(self, model, batch)
 
 
-class Witness(UntracedDigits):
-    """Writes down how many runs there are whenever its loss is computed, and how many have been told."""
-
-    class Params(UntracedDigits.Params):
-        runs: str
-        told: str
-
-    params: Params
-
-    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
-        runs, told = len([*Path(self.params.runs).glob("*")]), Path(self.params.told).exists()
-        with Path(self.params.told).with_suffix(".seen").open("a") as file:
-            file.write(f"{runs} {told} {model.training}\n")
-        return super().loss(model, batch)
-
-
 def _rank() -> int:
     """Ray's own way: a job sees neither a process group nor RANK in the environment."""
     import ray.train
@@ -119,6 +103,22 @@ class Talking(UntracedDigits):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         print(f"a batch of {len(batch[1])}")
         print(f"to standard error é {len(batch[1])}", file=sys.stderr)
+        return super().loss(model, batch)
+
+
+class Witness(Talking):
+    """Writes down how many runs there are whenever its loss is computed, and how many have been told."""
+
+    class Params(Talking.Params):
+        runs: str
+        told: str
+
+    params: Params
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        runs, told = len([*Path(self.params.runs).glob("*")]), Path(self.params.told).exists()
+        with Path(self.params.told).with_suffix(".seen").open("a") as file:
+            file.write(f"{runs} {told} {model.training}\n")
         return super().loss(model, batch)
 
 

@@ -173,28 +173,6 @@ def test_a_mistake_that_is_found_before_the_first_step_leaves_nothing_behind(tmp
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_a_runs_id_is_told_before_its_first_step(tmp_path: Path) -> None:
-    """No run exists while it is rehearsed, and no step is taken before the driver has told its id."""
-    told = tmp_path / "told"
-    result = train(
-        spec(
-            tmp_path,
-            job={
-                "use": "tests.cluster.broken_jobs:Witness",
-                "params": {"runs": str(tmp_path / "runs"), "told": str(told)},
-            },
-            rehearsal="off",
-            length={"steps": 4},
-        ),
-        on_run_id=told.write_text,
-    )
-    assert told.read_text() == result.run_id
-    seen = told.with_suffix(".seen").read_text().splitlines()
-    before = [line for line in seen if line == "0 False True"]
-    assert len(before) == result.workers  # each rank's rehearsal
-    assert {line for line in seen if line.endswith(" True")} == {"0 False True", "1 True True"}
-
-
 @pytest.mark.exact
 def test_a_rank_that_keeps_the_other_waiting_is_named(tmp_path: Path) -> None:
     """In the account and as a warning, by rank, host and steps; what the run computes is that of a run without it."""
