@@ -20,7 +20,7 @@ from tests.distributed.kinds import (
     train_every,
 )
 from tests.distributed.pool import Pool
-from tests.distributed.training import train
+from tests.distributed.training import train, train_updates_forgotten
 from tests.fading import Fading
 
 HELD = [*kinds.HELD, *further_kinds.HELD]
@@ -145,6 +145,18 @@ def test_without_a_rehearsal_two_workers_get_other_bits(pool: Pool) -> None:
     one, two = train_every(documents), pool.run(2, train_every, documents)[0]
     assert [run[0] for run in one] == [run[0] for run in two]
     assert all(a[1] != b[1] for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [further_kinds.TeacherMovedByHook, further_kinds.TeacherReplacedByHook, further_kinds.WeightAverage],
+)
+def test_without_what_hooks_write_two_workers_get_other_bits(pool: Pool, kind: type[Kind]) -> None:
+    """The negative control: buffers that an update moves, as the step's rule alone would treat them."""
+    one = train_updates_forgotten(document(kind))
+    two = pool.run(2, train_updates_forgotten, document(kind))[0]
+    assert one.identity == two.identity
+    assert (one.digests, one.evaluations) != (two.digests, two.evaluations)
 
 
 def test_a_parameter_that_is_written_later_is_found_in_the_step() -> None:

@@ -106,7 +106,7 @@ METHODS = {
     "forward": "the model is the nn.Module that model() returns", "metric": "write metrics(model, batch)",
     "collate_fn": "write collate(samples)", "train_dataloader": "write train_data()",
     "val_dataloader": "write eval_data()", "dataloader": "write train_data()", "prepare_data": "write train_data()",
-    "lr_scheduler": "set schedule in the spec", "on_epoch_end": "Lockstep calls no hooks", "fit": "Lockstep holds the loop",
+    "lr_scheduler": "set schedule in the spec", "sampler": "set data.shuffle in the spec", "on_epoch_end": "Lockstep calls no hooks", "fit": "Lockstep holds the loop",
     "optimiser": "did you mean optimizer()?", "metrcs": "did you mean metrics()?", "colate": "did you mean collate()?",
 }  # fmt: skip
 
@@ -502,6 +502,28 @@ def test_one_split_in_train_data_and_eval_data_leaks_nothing(call: Call) -> None
         assert bool(report["plan"]["leakage"]["rows"]) == leaks
         for name in [name for name in sys.modules if name.startswith("theirs")]:
             del sys.modules[name]
+
+
+CURRICULUM = """
+class Harder(Items):
+    epoch = 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def item(self, index):
+        x, y = points(32)[index]
+        return x * (1 + self.epoch), y
+
+class Wrong(Right):
+    def train_data(self):
+        return Harder()
+"""
+
+
+def test_a_curriculum_that_nobody_moves_is_told(call: Call) -> None:
+    code, out, err = call("train", "spec.yaml", "--local", "--json", source=CURRICULUM)
+    assert code == 0, err
+    (told,) = json.loads(out)["warnings"]
+    assert told.startswith("data: nothing calls set_epoch() of Harder")
 
 
 OBJECTS = """
