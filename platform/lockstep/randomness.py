@@ -8,6 +8,7 @@ whatever interruption, draws the same numbers, and there is no generator state t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from contextvars import ContextVar
 
@@ -17,6 +18,8 @@ import torch
 Key = tuple[int | str, ...]
 
 _current: ContextVar[Key | None] = ContextVar("lockstep_key", default=None)
+_streams = itertools.count()
+"""How many generators `rng` has given."""
 
 
 def digest64(key: Key) -> int:
@@ -46,6 +49,7 @@ def seeds(seed: int) -> dict[str, str]:
         "train_data and eval_data, each opened": str(digest64((seed, "train data"))),
         "micro-batch m of step t, computed": f"digest64(({seed}, 'step', t, m))",
         "micro-batch m of step t, fetched": f"digest64(({seed}, 'data', t, m))",
+        "update t of an optimizer with code of the job's own": f"digest64(({seed}, 'update', t))",
         "order of epoch e": f"torch.Generator seeded with {seed} + e",
         "generators": "torch: those 64 bits; numpy: their lower 32; python: all of them",
     }
@@ -62,4 +66,21 @@ def rng(stream: str = "") -> np.random.Generator:
         raise RuntimeError(
             "lockstep.rng() is keyed by the micro-batch at hand: call it in loss, metrics or a dataset"
         )
+    next(_streams)
     return np.random.Generator(np.random.Philox(key=digest64((*key, "rng", stream))))
+
+
+class Draws:
+    """What is drawn from here on: two pieces of work that draw alike from one seed leave the same `state`."""
+
+    def __init__(self) -> None:
+        self._before = next(_streams)
+
+    def state(self) -> tuple[object, ...]:
+        """Where the default generators stand, and how many were asked of `rng` since."""
+        return (
+            next(_streams) - self._before,
+            random.getstate(),
+            torch.default_generator.get_state().numpy().tobytes(),
+            repr(np.random.mtrand._rand.get_state(legacy=False)),
+        )

@@ -1,6 +1,7 @@
 """Time from the command to the first step: `lockstep train` beside a bare Ray Train script, in turn.
 
-Each starts a Ray cluster of its own, with two workers; the record goes to a fresh SQLite file.
+Each starts a Ray cluster of its own, with two workers; the record goes to a fresh SQLite file. With `--rehearsal`: what each
+extent of the rehearsal adds to that time, in one process.
 """
 
 from __future__ import annotations
@@ -33,6 +34,29 @@ def lockstep() -> float:
     return float(json.loads(out)["first_step_s"])
 
 
+def rehearsed(job: str, extent: str) -> float:
+    """Seconds to the first step of one of the jobs here in one process, with so much of a rehearsal."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            "length.epochs=null",
+            "length.steps=1",
+            f"checkpoint.storage={folder}",
+            f"rehearsal={extent}",
+        ]
+        command = [sys.executable, "-m", "lockstep", "train", f"jobs/{job}/train.yaml", "--local", "--json"]
+        out = run([*command, "--uri", "off", *overrides])
+    return float(json.loads(out)["first_step_s"])
+
+
+def rehearsals(pairs: int) -> None:
+    """The median of each extent, the three in turn."""
+    for job in ("digits", "stdlib_gpt"):
+        rows = [{extent: rehearsed(job, extent) for extent in ("off", "quick", "full")} for _ in range(pairs)]
+        medians = {extent: statistics.median(row[extent] for row in rows) for extent in rows[0]}
+        told = ", ".join(f"{extent} {seconds:.2f} s" for extent, seconds in medians.items())
+        print(f"{job}: command to first step, rehearsal {told} (medians of {pairs})", flush=True)
+
+
 def run(command: list[str]) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "platform")}
     done = subprocess.run(
@@ -46,7 +70,12 @@ def run(command: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5)
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--rehearsal", action="store_true")
+    given = parser.parse_args()
+    pairs = given.pairs
+    if given.rehearsal:
+        rehearsals(pairs)
+        return
     rows = []
     for pair in range(pairs):
         order = (bare_ray, lockstep) if pair % 2 == 0 else (lockstep, bare_ray)

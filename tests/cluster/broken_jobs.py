@@ -27,6 +27,26 @@ class LabelsOutOfRange(UntracedDigits):
         return lockstep.Loss(F.cross_entropy(model(images)[:, :9], labels, reduction="sum"), len(labels))
 
 
+class LabelsOutOfRangeLater(LabelsOutOfRange):
+    """As if such labels came late."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        self.calls += 1
+        return (LabelsOutOfRange if self.calls > 8 else UntracedDigits).loss(self, model, batch)
+
+
+def _rank() -> int:
+    """Ray's own way: a job sees neither a process group nor RANK in the environment."""
+    import ray.train
+
+    try:
+        return ray.train.get_context().get_world_rank() or 0
+    except RuntimeError:  # no worker
+        return 0
+
+
 class SlowDigits(UntracedDigits):
     """Gives a test the time to do something to a run."""
 
@@ -45,7 +65,7 @@ class Uneven(SlowDigits):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0  # later the job sees no group
+        self.rank = _rank()
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         if self.rank != 1:
@@ -83,6 +103,22 @@ class Talking(UntracedDigits):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         print(f"a batch of {len(batch[1])}")
         print(f"to standard error é {len(batch[1])}", file=sys.stderr)
+        return super().loss(model, batch)
+
+
+class Witness(Talking):
+    """Writes down how many runs there are whenever its loss is computed, and how many have been told."""
+
+    class Params(Talking.Params):
+        runs: str
+        told: str
+
+    params: Params
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        runs, told = len([*Path(self.params.runs).glob("*")]), Path(self.params.told).exists()
+        with Path(self.params.told).with_suffix(".seen").open("a") as file:
+            file.write(f"{runs} {told} {model.training}\n")
         return super().loss(model, batch)
 
 

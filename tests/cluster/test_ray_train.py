@@ -76,10 +76,23 @@ def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_each_worker_prints_is_in_the_record(tmp_path: Path) -> None:
-    """Both streams of both ranks, the last words before the end among them, and nothing of Ray's own marks."""
+    """Both streams of both ranks, the last words before the end among them, and nothing of Ray's own marks.
+
+    And no run exists while it is rehearsed, and no step is taken before the driver has told its id.
+    """
+    told = tmp_path / "told"
+    params = {"runs": str(tmp_path / "runs"), "told": str(told)}
     result = train(
-        spec(tmp_path, job={"use": "tests.cluster.broken_jobs:Talking"}, workers={"min": 2, "max": 2})
+        spec(
+            tmp_path,
+            job={"use": "tests.cluster.broken_jobs:Witness", "params": params},
+            workers={"min": 2, "max": 2},
+        ),
+        on_run_id=told.write_text,
     )
+    assert told.read_text() == result.run_id
+    seen = told.with_suffix(".seen").read_text().splitlines()
+    assert {line for line in seen if line.endswith(" True")} == {"0 False True", "1 True True"}
     logs = {path.name: path.read_text() for path in Path(result.folder, "logs").iterdir()}
     assert {
         f"attempt-1-rank-{rank}-{stream}.txt" for rank in (0, 1) for stream in ("stdout", "stderr")

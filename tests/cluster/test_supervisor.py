@@ -149,7 +149,13 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None
 def test_an_error_of_the_job_reaches_the_driver_as_one_line_and_is_not_tried_again(tmp_path: Path) -> None:
     """G7: told with its place, in one attempt; the run keeps the user's own traceback."""
     with pytest.raises(JobError, match="a label is out of range") as caught:
-        train(spec(tmp_path, job={"use": "tests.cluster.broken_jobs:LabelsOutOfRange", "params": {}}))
+        train(
+            spec(
+                tmp_path,
+                job={"use": "tests.cluster.broken_jobs:LabelsOutOfRangeLater", "params": {}},
+                rehearsal="off",
+            )
+        )
     assert "\n" not in str(caught.value)
     (run,) = (tmp_path / "runs").iterdir()
     (account,) = json.loads((run / "attempts.json").read_text())
@@ -157,6 +163,14 @@ def test_an_error_of_the_job_reaches_the_driver_as_one_line_and_is_not_tried_aga
     assert os.path.basename(__file__) not in (run / "error.txt").read_text()  # noqa: PTH119
     assert "broken_jobs.py" in (run / "error.txt").read_text()
     assert "IndexError" in (run / "error.txt").read_text()
+
+
+def test_a_mistake_that_is_found_before_the_first_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    """G7: the rehearsal finds it in a worker, and there is no run of which it could be told."""
+    with pytest.raises(JobError, match="a label is out of range") as caught:
+        train(spec(tmp_path, job={"use": "tests.cluster.broken_jobs:LabelsOutOfRange", "params": {}}))
+    assert "run " not in str(caught.value)
+    assert list(tmp_path.rglob("*")) == []
 
 
 @pytest.mark.exact

@@ -17,8 +17,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Loss, Mean
-from tests.distributed.training import train
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs import claim
+from tests.distributed.training import train, train_attempt
 
+RUN = "run"
 FEATURES, CLASSES = 6, 3
 
 
@@ -826,6 +829,17 @@ def train_every(documents: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """One run after another in the process group at hand: all that must be the same bits of each, and its warnings."""
     runs = [train(one) for one in documents]
     return [(run.identity, run.digests, run.rows, run.evaluations, run.warnings) for run in runs]
+
+
+def train_attempts(attempts: list[tuple[dict[str, Any], AttemptOrigin]], stop_after: int | None) -> list[Any]:
+    """One attempt of each run after another, stopped after a step or to its end: the same of each, without warnings."""
+    runs = [train_attempt(one, RUN, origin, stop_after) for one, origin in attempts]
+    return [(run.identity, run.digests, run.rows, run.evaluations) for run in runs]
+
+
+def taken_up(one: dict[str, Any]) -> AttemptOrigin:
+    """The next attempt of the run that `one` describes, from its newest checkpoint."""
+    return claim(one["checkpoint"]["storage"], RUN, None)
 
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {

@@ -100,6 +100,11 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             function = getattr(importlib.import_module(module), name)
+            os.environ |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(workers),
+                "LOCAL_RANK": str(rank),
+            }  # as launchers do
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
             )

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import LockstepError
-from tests.distributed import kinds
-from tests.distributed.kinds import HELD, REFUSED, BackPropagationThroughTime, Kind, document, train_every
+from tests.distributed import further_kinds, kinds
+from tests.distributed.kinds import (
+    BackPropagationThroughTime,
+    Kind,
+    document,
+    taken_up,
+    train_attempts,
+    train_every,
+)
 from tests.distributed.pool import Pool
-from tests.distributed.training import train
+from tests.distributed.training import train, train_updates_forgotten
 from tests.fading import Fading
+
+HELD = [*kinds.HELD, *further_kinds.HELD]
+REFUSED = {**kinds.REFUSED, **further_kinds.REFUSED}
 
 ALL = [kind for kind in HELD if kind is not BackPropagationThroughTime]
 """Jobs that several workers can share; the other one has a single micro-batch a step."""
 
-TOLD = {kinds.RateByHook, kinds.BuffersInEvaluation}
+TOLD = {
+    kinds.RateByHook,
+    kinds.BuffersInEvaluation,
+    BackPropagationThroughTime,
+    further_kinds.CodesByMovingAverage,
+    further_kinds.FakeQuantised,
+    further_kinds.SelfDistillation,
+    further_kinds.QueueInABuffer,
+}
 """Jobs that are warned of something and exact all the same."""
 
 
@@ -29,37 +49,65 @@ def alone() -> dict[type[Kind], Any]:
 
 def test_there_are_jobs_of_many_kinds(alone: dict[type[Kind], Any]) -> None:
     """Each learns something, and none is warned of without a reason."""
-    assert len(HELD) >= 40
+    assert len(HELD) >= 100
+    assert len(REFUSED) >= 25
     for kind, (_, digests, rows, evaluations, warnings) in alone.items():
         assert len(set(digests)) == len(rows) == 3, kind
         assert evaluations, kind
-        assert not warnings or kind in {*TOLD, BackPropagationThroughTime}, (kind, warnings)
+        assert not warnings or kind in TOLD, (kind, warnings)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_every_kind_has_one_value(pool: Pool, alone: dict[type[Kind], Any], workers: int) -> None:
-    """Every other job on two workers, the rest on three; loader processes for a few."""
-    own = ALL[workers % 2 :: 2]
-    documents = [
-        document(kind, data={"drop_last": False, "loader_processes": int(i % 8 == 0)})
-        for i, kind in enumerate(own)
-    ]
-    for ranks in zip(own, *pool.run(workers, train_every, documents), strict=True):
-        kind, values = ranks[0], ranks[1:]
-        assert [value[:4] for value in values] == [alone[kind][:4]] * workers, kind
+def on(kind: type[Kind], processes: int, storage: Path) -> dict[str, Any]:
+    """A job's run with so many loader processes, whose checkpoints are kept apart from the other jobs'."""
+    data = {"drop_last": False, "loader_processes": processes}
+    return document(kind, data=data, checkpoint={"storage": str(storage / kind.__name__), "every": None})
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_every_kind_has_one_value(
+    pool: Pool, alone: dict[type[Kind], Any], before: int, after: int, tmp_path: Path
+) -> None:
+    """Stopped after a step, and taken up by another number of workers; loader processes for a few.
+
+    Half of the jobs begin on two workers and end on three, the others the other way round.
+    """
+    own = ALL[before % 2 :: 2]
+    runs = [
+        {**on(kind, int(i % 8 == 0), tmp_path), "rehearsal": "off"} for i, kind in enumerate(own)
+    ]  # `alone` had one
+    begun = pool.run(before, train_attempts, [(run, AttemptOrigin()) for run in runs], 1)
+    ended = pool.run(after, train_attempts, [(run, taken_up(run)) for run in runs], None)
+    for i, kind in enumerate(own):
+        check(kind, alone[kind], [rank[i] for rank in begun], 0, 1)
+        check(kind, alone[kind], [rank[i] for rank in ended], 1, 3)
+
+
+def check(kind: type[Kind], whole: Any, ranks: list[Any], start: int, stop: int) -> None:
+    """Each rank took the steps `start` … `stop` to the bits of one plain process; rank 0 has the ledger up to there."""
+    identity, digests, rows, evaluations = whole[:4]
+    for rank in ranks:
+        assert (rank[0], rank[1]) == (identity, digests[start:stop]), kind
+    assert ranks[0][2] == rows[:stop], kind
+    assert ranks[0][3] == (evaluations if stop == 3 else ()), kind
 
 
 @pytest.mark.exact
+@pytest.mark.parametrize("stopped", [0, 1, 2])
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_every_kind_has_one_value_on_any_number_of_workers(
-    pool: Pool, alone: dict[type[Kind], Any], workers: int, processes: int
+    pool: Pool, alone: dict[type[Kind], Any], workers: int, processes: int, stopped: int, tmp_path: Path
 ) -> None:
+    """From the beginning, and from the checkpoint that one worker left after a step."""
     own = HELD if workers == 1 else ALL
-    documents = [document(kind, data={"drop_last": False, "loader_processes": processes}) for kind in own]
-    for ranks in zip(own, *pool.run(workers, train_every, documents), strict=True):
-        kind, values = ranks[0], ranks[1:]
-        assert [value[:4] for value in values] == [alone[kind][:4]] * workers, kind
+    runs = [on(kind, processes, tmp_path) for kind in own]
+    origins = [AttemptOrigin() for _ in runs]
+    if stopped:
+        train_attempts(list(zip(runs, origins, strict=True)), stopped)
+        origins = [taken_up(run) for run in runs]
+    ended = pool.run(workers, train_attempts, list(zip(runs, origins, strict=True)), None)
+    for i, kind in enumerate(own):
+        check(kind, alone[kind], [rank[i] for rank in ended], stopped, 3)
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
@@ -97,6 +145,18 @@ def test_without_a_rehearsal_two_workers_get_other_bits(pool: Pool) -> None:
     one, two = train_every(documents), pool.run(2, train_every, documents)[0]
     assert [run[0] for run in one] == [run[0] for run in two]
     assert all(a[1] != b[1] for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [further_kinds.TeacherMovedByHook, further_kinds.TeacherReplacedByHook, further_kinds.WeightAverage],
+)
+def test_without_what_hooks_write_two_workers_get_other_bits(pool: Pool, kind: type[Kind]) -> None:
+    """The negative control: buffers that an update moves, as the step's rule alone would treat them."""
+    one = train_updates_forgotten(document(kind))
+    two = pool.run(2, train_updates_forgotten, document(kind))[0]
+    assert one.identity == two.identity
+    assert (one.digests, one.evaluations) != (two.digests, two.evaluations)
 
 
 def test_a_parameter_that_is_written_later_is_found_in_the_step() -> None:

@@ -246,6 +246,12 @@ def train_buffers_left(document: Document) -> Trained:
         return train(document)
 
 
+def train_updates_forgotten(document: Document) -> Trained:
+    """What a hook of the optimizer writes to buffers is not taken over: micro-batches after a worker's first see the step before."""
+    with mock.patch.object(StepBuffers, "take_over", lambda self: None):
+        return train(document)
+
+
 def train_buffers_apart(document: Document) -> Trained:
     """Every rank keeps the buffers of its own micro-batches."""
 

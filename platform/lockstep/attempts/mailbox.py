@@ -74,6 +74,7 @@ class Mailbox:
         self._told = 0
         self._recorder = RecorderState()
         self._closed = False
+        self._named = False
 
     # --- for workers ------------------------------------------------------------------------------------------
 
@@ -91,7 +92,15 @@ class Mailbox:
         """The run's id; what went wrong where it will have none, and None as long as it may come."""
         return self._recorder.run_id or self._recorder.failure
 
+    def named(self) -> bool | RecordError:
+        """Whether the driver has told the run's id; what went wrong where it will have none."""
+        return self._named or self._recorder.failure or False
+
     # --- for the driver ---------------------------------------------------------------------------------------
+
+    def name(self) -> None:
+        """The run's id is told: its steps may begin."""
+        self._named = True
 
     def begin(self, attempt: int) -> None:
         """Another attempt begins."""
@@ -153,6 +162,14 @@ def on_this_node(kind: type, environment: dict[str, str], **settings: Any) -> An
     if environment:
         options["runtime_env"] = {"env_vars": environment}
     return ray.remote(num_cpus=0, **settings)(kind).options(**options)
+
+
+def wait_until_named(mailbox: Any) -> None:
+    """Wait until the driver has told the run's id. RecordError where the store could not be opened."""
+    while not (named := ray.get(mailbox.named.remote())):
+        time.sleep(0.05)
+    if isinstance(named, RecordError):
+        raise named
 
 
 def wait_for_run_id(mailbox: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,24 @@ import ray
 from lockstep.attempts.mailbox import Fetched, RecorderState, on_this_node
 from lockstep.checkpoint.runs import pin_aliased
 from lockstep.errors import RecordError
-from lockstep.record.events import Event, Failed, Finished, Started
+from lockstep.record.events import Event, Failed, Finished, Started, StepRow
 from lockstep.record.recorder import Recorder
+from lockstep.record.stores import warm_up
 from lockstep.spec.fields import Spec
 
 FETCH_S = 0.2
 """How often the mailbox is looked into."""
 
 
+_BEGUN = (Started, StepRow, Finished, Failed)
+"""Events that belong to a run: with the first of them it is created, or opened by the recorder that replaces a lost one."""
+
+
 class RecorderActor:
     """Records one run from its mailbox until that is closed.
 
-    The store is opened with the first facts that a worker tells, just before the first step: opening MLflow takes
-    some four seconds of a processor, which would else be missing while the workers start.
+    The run is created with the first facts that a worker tells, just before the first step: what is found before, in the job
+    or its data, leaves nothing behind. What that needs is imported ahead, where the processors have nothing better to do.
     """
 
     def __init__(self, spec: Spec, run_id: str | None, mailbox: Any, source: str) -> None:
@@ -37,14 +43,15 @@ class RecorderActor:
             source=Path(source),
         )
         self._mailbox = mailbox
-        self._started = False
         self._done = self._sent = 0
+        threading.Thread(target=_import_aside, args=(spec,), name="lockstep-import", daemon=True).start()
 
     def record(self) -> RecordError | None:
         """Until the mailbox is closed and all of it is written. Returns, rather than raises, what could not be: Ray would wrap it."""
         while not (fetched := self._fetch()).closed:
             time.sleep(0.0 if fetched.events else FETCH_S)
-        self._start()
+        if not self._recorder.started:
+            return None
         failures: list[RecordError] = []
         closing = threading.Thread(target=self._close, args=(failures,), name="lockstep-close")
         closing.start()
@@ -61,7 +68,7 @@ class RecorderActor:
         if not self._sent:
             self._done = fetched.last - len(fetched.events)  # what the recorder before this one has written
         self._sent = fetched.last
-        if any(isinstance(event, Started | Finished | Failed) for event in fetched.events):
+        if any(isinstance(event, _BEGUN) for event in fetched.events):
             self._start()
         self._tell(fetched.events)
         return fetched
@@ -71,8 +78,7 @@ class RecorderActor:
             self._recorder.tell(*events)
 
     def _start(self) -> None:
-        if not self._started:
-            self._started = True
+        if not self._recorder.started:
             self._recorder.start()
 
     def _close(self, failures: list[RecordError]) -> None:
@@ -93,6 +99,13 @@ class RecorderActor:
             recorder.violation,
             os.getpid(),
         )
+
+
+def _import_aside(spec: Spec) -> None:
+    """MLflow takes four seconds of a processor, which must not be missing while the workers start: this thread stands back."""
+    with suppress(Exception):  # whatever is wrong with it is told when the store is opened
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        warm_up(spec)
 
 
 def start_recorder(spec: Spec, environment: dict[str, str], run_id: str | None, mailbox: Any) -> Any:

@@ -43,6 +43,7 @@ class Recording:
         self._open()
 
     def _open(self) -> None:
+        self._named = False
         self.mailbox: Any = start_mailbox(self._environment)
         self._start_recorder()
 
@@ -82,6 +83,12 @@ class Recording:
         """The workers of the attempt at hand, by rank."""
         view = self.status().view
         return [view.members[rank] for rank in sorted(view.members)]
+
+    def named(self) -> None:
+        """The run's id is told: the workers need not wait for it any more."""
+        if not self._named:
+            self._named = True
+            self.mailbox.name.remote()
 
     def tell(self, *events: Event) -> None:
         """Have events of the driver's own recorded."""

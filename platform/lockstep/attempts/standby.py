@@ -52,7 +52,7 @@ def import_ahead() -> None:
     for name in AHEAD:
         importlib.import_module(name)
     with suppress(Exception):  # whatever is wrong with it, `load_job` tells it with its place
-        importlib.import_module(module)
+        importlib.import_module("lockstep.job.loading").import_job(module)
     os.environ[IMPORTED] = str(time.time())
 
 

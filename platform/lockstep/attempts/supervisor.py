@@ -56,6 +56,7 @@ class Supervisor:
     ) -> None:
         self.spec = spec
         self.progress, self.began_at = options.progress, options.began_at
+        self._verbose = options.verbose
         self.stop = stop
         self.origin = origin
         self.environment = dict(environment)
@@ -135,7 +136,12 @@ class Supervisor:
                 decision = budget.decide(outcome_of(error), self._saved_step())
                 if not decision.again or self.stop.asked:
                     more = "" if len(self.summaries) == 1 else f" (attempt {account.attempt}; {decision.why})"
-                    self._end(f"{error}{more}", ended.details, "FAILED")
+                    if self._recording.run_id is not None or isinstance(error, ClusterError):
+                        self._end(f"{error}{more}", ended.details, "FAILED")
+                    elif (
+                        self._verbose
+                    ):  # a mistake that was found before there was a run: nothing is left of it
+                        self.progress.say(ended.details)
                     raise error if not more else type(error)(f"{error}{more}")
                 self.progress.say(f"attempt {account.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
@@ -218,10 +224,13 @@ class Supervisor:
     def _name(self) -> None:
         """Tell once which run this is, as soon as it exists: what is lost later can be resumed."""
         run_id = self._recording.run_id
-        if not self._named and run_id is not None:
+        if run_id is None:
+            return
+        if not self._named:
             self._named = True
             self._board.begins(run_id, self.summaries[-1].workers)
             self._on_run_id(run_id)
+        self._recording.named()
 
     def _end_hung(self, attempt: WorkerGroup, bound_s: float, view: RunView) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""

@@ -11,7 +11,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from lockstep.attempts.mailbox import wait_for_run_id
+from lockstep.attempts.mailbox import wait_for_run_id, wait_until_named
 from lockstep.attempts.sender import Sender
 from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
@@ -31,6 +31,7 @@ class RankZeroRequests:
 
     def __init__(self, sender: Sender, mailbox: Any) -> None:
         self._sender, self._mailbox = sender, mailbox
+        self._named = False
 
     def stop(self) -> bool:
         return self._sender.stop()
@@ -42,6 +43,10 @@ class RankZeroRequests:
         return wait_for_run_id(self._mailbox)
 
     def go_on(self) -> bool:
+        """Before the first step, once the run's id is told: whoever stops the run from then on can resume it."""
+        if not self._named:
+            wait_until_named(self._mailbox)
+            self._named = True
         return True
 
 

@@ -6,11 +6,16 @@ import os
 import re
 import tempfile
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import JobImportError, SpecError, StorageError
 from lockstep.spec.fields import Spec
+from lockstep.spec.sweep import SweepSpec
+
+MOST_TRIALS = 100
+"""So many trials of a sweep have their params checked before it starts."""
 
 
 def advise(spec: Spec) -> list[str]:
@@ -66,6 +71,19 @@ def check_object_storage(uri: str) -> None:
     storage, name = open_storage(uri), f".lockstep-{uuid.uuid4().hex}"
     storage.create(name, b"")
     storage.delete(name)
+
+
+def check_sweep(sweep: SweepSpec, *, elsewhere: bool) -> None:
+    """Load the job of the first trial, and check the params of all that are known, before anything is started. Raises SpecError."""
+    from lockstep.job.loading import check_params
+
+    check_job(sweep.trial(sweep.sample(0)), elsewhere=elsewhere)
+    if sweep.search == "optuna" or not any(field.startswith("job.") for field in sweep.space):
+        return
+    for index in range(1, min(sweep.total, MOST_TRIALS)):
+        job = sweep.trial(sweep.sample(index)).job
+        with suppress(JobImportError):  # told of the first trial, unless the modules are elsewhere
+            check_params(job.use, job.params)
 
 
 def check_job(spec: Spec, *, elsewhere: bool) -> None:

@@ -280,7 +280,11 @@ def nothing_collected_in_children() -> Iterator[None]:
 
 
 def _begin(begun: Semaphore, _number: int) -> None:
-    """The first thing that a loader process does."""
+    """The first thing that a loader process does.
+
+    A dataset sees no worker info: what it gave by the number of its process would be another sample without processes.
+    """
+    torch.utils.data._utils.worker._worker_info = None
     begun.release()
 
 

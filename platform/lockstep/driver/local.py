@@ -21,7 +21,7 @@ from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
-from lockstep.record.events import Event, Failed, Finished, Sampled, Straggling, Warned, tell_nobody
+from lockstep.record.events import Event, Failed, Finished, Sampled, Started, Straggling, Warned, tell_nobody
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
@@ -49,14 +49,21 @@ class LocalRun:
         recorder: Recorder,
         stop: StopSignal,
         progress: Progress,
-        on_run_id: Callable[[str], None] | None = None,
+        on_run_id: Callable[[str], None],
     ) -> None:
         self.recorder, self.view = recorder, RunView()
         self._stop, self._progress, self._on_run_id = stop, progress, on_run_id
         self._named = False
 
     def tell(self, event: Event) -> None:
-        """Take an event of the run."""
+        """Take an event of the run. The run is created with its first facts: what is found before leaves nothing behind."""
+        if isinstance(event, Started):
+            if not self.recorder.started:
+                self.recorder.start()
+            if (
+                not self.recorder.apart
+            ):  # loader processes, forked while its thread imports, could wait for that for ever
+                self.recorder.run_id()
         if isinstance(event, Straggling):
             event = Warned(
                 event.text
@@ -79,17 +86,16 @@ class LocalRun:
         return self.recorder.run_id()
 
     def go_on(self) -> bool:
-        """At once; a run that someone waits to give a name waits for its id before its first step."""
-        if self._on_run_id is not None:
-            on_run_id, self._on_run_id = self._on_run_id, None
-            on_run_id(self.recorder.run_id())
+        """Before the first step, once the run's id is told: whoever stops the run from then on can resume it."""
+        if not self._named:
+            self._named = True
+            run_id = self.recorder.run_id()
+            self._progress.say(f"run {run_id}")
+            self._on_run_id(run_id)
         return True
 
     def show(self) -> None:
-        """Bring the progress line up to now; the run's id as soon as there is one."""
-        if self.recorder.opened and not self._named:
-            self._named = True
-            self._progress.say(f"run {self.recorder.run_id()}")
+        """Bring the progress line up to now."""
         self._progress.show(self.view.step, self.view.evaluation, self.view.total_steps)
 
     def shown(self) -> AbstractContextManager[None]:
@@ -153,11 +159,9 @@ def _start(
         source=Path.cwd(),
         apart=apart,
     )
-    recorder.start()
-    if (
-        spec.data.loader_processes and not apart
-    ):  # forked while the recorder's thread imports, they could wait for that for ever
-        recorder.run_id()
+    recorder.warm_up()
+    if origin.run_id is not None:  # it exists: how this attempt ends belongs to it
+        recorder.start()
     return LocalRun(recorder, stop, progress, on_run_id)
 
 
@@ -173,6 +177,11 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
             summary = fit(spec, load_job(spec.job.use, spec.job.params), group, run.tell, run, origin)
         run.show()
     except BaseException as error:
+        if not recorder.started:
+            recorder.close()
+            if isinstance(error, LockstepError):
+                raise with_run(error, None, spec.folder) from error
+            raise
         signalled = isinstance(error, KeyboardInterrupt)
         recorder.tell(
             Failed(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import pydantic
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
@@ -16,24 +19,71 @@ from lockstep.job.frames import place_in_job
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
 from lockstep.job.source import class_of
+from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
+
+_RANK = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+)
+"""Variables by which launchers tell a process its place among others."""
+
+
+@contextmanager
+def others_out_of_sight() -> Iterator[None]:
+    """Keep the other workers from the job's code: no initialised process group, and no rank in the environment.
+
+    A metric that gathers over the default group, as torchmetrics' do, would give other values on another number of
+    workers, or wait for ever where ranks call it unequally often; a rate that is multiplied by WORLD_SIZE would be another
+    one. Lockstep itself talks on the channel of its Group.
+    """
+    default, dist.group.WORLD = dist.group.WORLD, None
+    told = {name: os.environ.pop(name) for name in _RANK if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(told)
+        dist.group.WORLD = default
 
 
 def load_job(use: str, params: Mapping[str, Any]) -> Job:
     """The job that `use` names, such as `"jobs.digits.job:Digits"`, built with `params`.
 
-    Raises JobImportError where the name leads nowhere and SpecError where the params do not fit.
+    The generators are seeded alike before its module is imported and before it is made: a fixed target that its `__init__`
+    draws is the same in every process. Raises JobImportError where the name leads nowhere and SpecError where the params do
+    not fit.
     """
+    with others_out_of_sight():
+        return _made(use, params)
+
+
+def _made(use: str, params: Mapping[str, Any]) -> Job:
     job_class = _job_class(use)
     check_methods(job_class, use)
-    try:
-        checked = job_class.Params.model_validate(dict(params))
-    except pydantic.ValidationError as error:
-        raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
+    checked = _checked(job_class, params)
+    seed_all("job", use)
     try:
         return job_class(checked)
     except (Exception, SystemExit) as error:  # __init__ is the job's own code
         raise JobError(f"job: {use!r} cannot be made{place_in_job(error)}: {first_line(error)}") from error
+
+
+def check_params(use: str, params: Mapping[str, Any]) -> None:
+    """SpecError where `params` do not fit the job that `use` names, JobImportError where that leads nowhere."""
+    _checked(_job_class(use), params)
+
+
+def _checked(job_class: type[Job], params: Mapping[str, Any]) -> Params:
+    try:
+        return job_class.Params.model_validate(dict(params))
+    except pydantic.ValidationError as error:
+        raise SpecError(one_line(error, job_class.Params, params, within="job.params")) from error
 
 
 def placement_params(use: str) -> frozenset[str]:
@@ -46,7 +96,7 @@ def placement_params(use: str) -> frozenset[str]:
 
 def _job_class(use: str) -> type[Job]:
     module_name, class_name = class_of(use)
-    module = _module(module_name)
+    module = import_job(module_name)
     found = getattr(module, class_name, None)
     if found is None:
         classes = [name for name, value in vars(module).items() if _is_job(value) and value is not Job]
@@ -64,7 +114,9 @@ def _is_job(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Job)
 
 
-def _module(name: str) -> ModuleType:
+def import_job(name: str) -> ModuleType:
+    """The job's module, imported with the generators seeded, for it may draw. Raises JobImportError."""
+    seed_all("import", name)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits

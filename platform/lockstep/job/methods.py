@@ -26,6 +26,7 @@ _OPTIMIZER = "set optimizer and schedule in the spec, or write optimizer(model)"
 _SCHEDULE = "set schedule in the spec"
 _TRAIN = "write train_data(), which returns a map-style dataset; batch.global and data.* in the spec say how it is read"
 _EVAL = "write eval_data(), which returns a map-style dataset"
+_ORDER = "set data.shuffle in the spec, for Lockstep orders the data"
 _LOOP = "Lockstep holds the loop: write loss(model, batch)"
 _NO_HOOK = "Lockstep calls no hooks: write what it should do into model, loss or metrics"
 
@@ -43,6 +44,7 @@ MEANT = {
         "train_dataset", "training_data", "get_dataset", "setup", "prepare_data"), _TRAIN),
     **dict.fromkeys(("val_dataloader", "eval_dataloader", "test_dataloader", "val_loader", "get_eval_dataloader", "val_data",
         "valid_data", "validation_data", "test_data", "eval_dataset", "val_dataset"), _EVAL),
+    **dict.fromkeys(("sampler", "train_sampler", "batch_sampler", "get_train_sampler"), _ORDER),
     **dict.fromkeys(("train", "fit", "train_epoch", "training_loop", "backward"), _LOOP),
     **dict.fromkeys(("on_train_start", "on_train_end", "on_epoch_end", "on_epoch_start", "on_train_epoch_start",
         "on_train_epoch_end", "on_validation_epoch_end", "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step",

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from lockstep.errors import JobImportError, nearest
@@ -102,9 +103,19 @@ def _file(name: str, root: Path | None) -> Path | None:
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
-def _imports(path: Path, name: str) -> Iterator[str]:
+def _imports(path: Path, name: str) -> tuple[str, ...]:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    return _imports_in(path.read_bytes(), package)
+
+
+@lru_cache(maxsize=1024)
+def _imports_in(source: bytes, package: str) -> tuple[str, ...]:
+    """The modules that a module of `package` may import; a trial of a sweep asks for the same ones as the trial before."""
+    return tuple(_imported(ast.parse(source), package))
+
+
+def _imported(tree: ast.Module, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def environment(spec: Spec) -> dict[str, Any]:
     return {**_versions(), **_machine(), **_device(spec), **_determinism()}
 
 
+@cache
 def _versions() -> dict[str, str]:
     """Of the libraries, without importing them; one that is not installed is left out."""
     found = {"python": platform.python_version(), "python_implementation": sys.implementation.name}

@@ -49,9 +49,18 @@ class Recorder:
         make_store = store_factory or partial(store_for, started_at=time.time())
         writer = WriterProcess if apart else Writer
         self._writer = writer(spec, make_store, run_id, patience_s, on_aliases, source, replay)
+        self.apart = apart
+        self.started = False
+        """Whether `start` was called: before it nothing of the run exists anywhere."""
+
+    def warm_up(self) -> None:
+        """Have the process of its own start and import what the store needs; nothing is created. A thread would be in the way."""
+        if isinstance(self._writer, WriterProcess):
+            self._writer.warm_up()
 
     def start(self) -> None:
         """Start the thread; it opens the store and creates the run."""
+        self.started = True
         self._writer.start()
 
     def tell(self, *events: Event) -> None:

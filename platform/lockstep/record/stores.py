@@ -29,6 +29,14 @@ def store_for(spec: Spec, started_at: float) -> RunStore:
     return MlflowStore(uri, experiment, spec.name, f"{spec.folder.as_uri()}/mlartifacts", started_at)
 
 
+def warm_up(spec: Spec) -> None:
+    """Import what the store of `spec` needs, ahead of its opening: of MLflow that takes some seconds."""
+    if spec.record.uri != RECORD_OFF:
+        from lockstep.record.mlflow_store.client import import_mlflow
+
+        import_mlflow()
+
+
 def find_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
     """The whole copies of a run's checkpoints in the store at `uri`, newest first."""
     from lockstep.record.mlflow_store import checkpoint_copies

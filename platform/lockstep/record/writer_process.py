@@ -21,6 +21,7 @@ from typing import BinaryIO, NamedTuple
 from lockstep.errors import RecordError
 from lockstep.record.events import Event
 from lockstep.record.run_store import RunStore
+from lockstep.record.stores import warm_up
 from lockstep.record.writer import Aliases, Writer
 from lockstep.spec.fields import Spec
 
@@ -69,6 +70,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._inbox: queue.SimpleQueue[Sequence[Event] | Close] = queue.SimpleQueue()
         self._wake = threading.Event()
+        self._started = threading.Event()
 
     @property
     def run_id(self) -> str | None:
@@ -91,7 +93,13 @@ class WriterProcess:
         return self._state.failure
 
     def start(self) -> None:
-        """Start the process; it opens the store and creates the run."""
+        """Have the process open the store and create the run."""
+        self._started.set()
+        if self._process is None:
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Start the process, which imports what its store needs and waits for `start`."""
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
             stdin=subprocess.PIPE,
@@ -109,6 +117,13 @@ class WriterProcess:
         """Write what is left and end the process, as the Writer's own close."""
         if self._process is None:
             return
+        if not self._started.is_set():  # nothing exists that could be written
+            self._state = State(closed=True)
+            self._process.kill()
+            self._process.wait()
+            self._closed.wait()
+            self._started.set()
+            return
         self._inbox.put(Close(timeout_s))
         self._wake.set()
         self._closed.wait()
@@ -121,6 +136,10 @@ class WriterProcess:
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # its end is heard in the other thread
             pickle.dump(self._arguments, pipe)
             pipe.flush()
+            self._started.wait()
+            if not self._closed.is_set():
+                pickle.dump([], pipe)
+                pipe.flush()
             while not self._closed.is_set():
                 self._wake.wait(GATHER_S)
                 events, close = self._gathered()
@@ -164,7 +183,7 @@ class WriterProcess:
 
 
 def main() -> None:
-    """Write a record as the parent tells, until it says so or ends."""
+    """Write a record as the parent tells, until it says so or ends. The run is created with the first thing that it tells."""
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -175,8 +194,10 @@ def main() -> None:
     writer = Writer(*pickle.load(told))
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(writer, said, os.getppid(), over), daemon=True)
-    writer.start()
     watch.start()
+    with suppress(Exception):  # whatever is wrong with it is told when the store is opened
+        warm_up(writer.spec)
+    started = False
     while True:
         try:
             message: list[Event] | Close = pickle.load(told)
@@ -188,6 +209,9 @@ def main() -> None:
             watch.join()
             _say(said, _state(writer)._replace(closed=True))
             return
+        if not started:
+            started = True
+            writer.start()
         writer.tell(message)
 
 

@@ -18,7 +18,8 @@ import torch
 
 from lockstep.checkpoint.holder import Hold, holding
 from lockstep.checkpoint.local_storage import LocalStorage
-from lockstep.checks.preflight import advise, check_storage, find_initial_weights
+from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
+from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.signals import StopSignal
@@ -94,6 +95,7 @@ def run_sweep(
         loaded = load_sweep({**loaded.document(), "spec": base.document()})
     warnings = advise(base)
     check_job_source(base.job.use)
+    check_sweep(loaded, elsewhere=cluster_address(options.address) != LOCAL)
     check_storage(base)
     from lockstep.clusters.connection import connected
 

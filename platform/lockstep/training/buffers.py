@@ -86,6 +86,18 @@ class StepBuffers:
                 self._versions[i] = self.buffers[i]._version
         self._kept = {}
 
+    def take_over(self) -> None:
+        """Take the buffers as an update's hooks have left them, the same on every rank: the next step starts from that."""
+        if not self.buffers:
+            return
+        with torch.no_grad():
+            for i, (held, name) in enumerate(self._owners):
+                if held[name] is not self.buffers[i]:
+                    self.buffers[i].copy_(self._kept_value(i))
+                    held[name] = self.buffers[i]
+                self._before[i].copy_(self.buffers[i])
+                self._versions[i] = self.buffers[i]._version
+
 
 class KeptBuffers:
     """The model's buffers at one moment, values and objects: they can be put back, whatever was written."""

@@ -55,6 +55,21 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         cudnn.benchmark = before[3]
 
 
+def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
+    """DeterminismError where the job's own code has changed what `determinism` set: its bits would be another machine's."""
+    found = {
+        "torch.set_num_threads": (torch.get_num_threads(), threads, "the spec's threads"),
+        "torch.use_deterministic_algorithms": (torch.are_deterministic_algorithms_enabled(), True, "strict"),
+        "torch.backends.cudnn.benchmark": (torch.backends.cudnn.benchmark, False, "strict"),
+    }
+    for name, (value, wanted, why) in found.items() if kind == "strict" else ():
+        if value != wanted:
+            raise DeterminismError(
+                f"determinism strict: the job has set {name} to {value}, wanted {wanted} ({why}); take that out of the job, and "
+                "set threads or determinism in the spec"
+            )
+
+
 @contextmanager
 def filled_memory(on: bool) -> Iterator[None]:
     """Whether newly allocated tensors are filled with NaN (strict determinism only)."""

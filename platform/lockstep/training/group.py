@@ -41,19 +41,6 @@ class Group:
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
         return cls(dist.get_rank(), dist.get_world_size(), device, channel)
 
-    @contextmanager
-    def out_of_sight(self) -> Iterator[None]:
-        """Keep the default process group from the job's code: `torch.distributed.is_initialized()` is False meanwhile.
-
-        A metric that gathers over the default group, as torchmetrics' do, would give other values on another number of
-        workers, or wait for ever where ranks call it unequally often. Lockstep itself talks on the channel.
-        """
-        default, dist.group.WORLD = dist.group.WORLD, None
-        try:
-            yield
-        finally:
-            dist.group.WORLD = default
-
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank. For small objects outside the step."""
         if self.size == 1:

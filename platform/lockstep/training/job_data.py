@@ -35,6 +35,16 @@ def open_data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
     return train_data, eval_data
 
 
+def warnings_of(train_data: object) -> list[str]:
+    """What of the data is likely not meant."""
+    if not callable(getattr(train_data, "set_epoch", None)):
+        return []
+    return [
+        f"data: nothing calls set_epoch() of {type(train_data).__name__}, so what it changes by the epoch stays as in the first; the "
+        "order is another one in every epoch (data.shuffle), and random draws are other ones at every fetch"
+    ]
+
+
 def check_rules(spec: Spec, eval_data: object) -> None:
     """SpecError for a rule that goes by a metric of the evaluation where there is none."""
     if eval_data is None and (spec.early_stop is not None or spec.checkpoint.keep_best is not None):

@@ -15,6 +15,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import DriftError
 from lockstep.files import private
 from lockstep.job.interface import Job
+from lockstep.job.loading import others_out_of_sight
 from lockstep.plan import Position
 from lockstep.record.events import (
     Alive,
@@ -50,7 +51,7 @@ def fit(
     """
     with (
         determinism(spec.determinism, spec.threads),
-        group.out_of_sight(),
+        others_out_of_sight(),
         private(spec.record.private),
     ):
         run = prepare(spec, job, group, tell, origin)

@@ -27,6 +27,7 @@ class ParameterWatch:
                     seen.add(id(parameter))
                     full = f"{prefix}.{name}" if prefix else name
                     self._held.append((full, parameter, module._parameters, name))
+        self._asking = [parameter.requires_grad for _, parameter, _, _ in self._held]
         self._versions: list[int] = []
         self.note()
 
@@ -39,6 +40,17 @@ class ParameterWatch:
         for (full, parameter, place, name), version in zip(self._held, self._versions, strict=True):
             if parameter._version != version or place.get(name) is not parameter:
                 raise written_parameter(full, where)
+        self.check_asking(where)
+
+    def check_asking(self, where: str) -> None:
+        """Raise JobError where one asks for a gradient that did not before, or no longer does."""
+        for (full, parameter, _, _), asking in zip(self._held, self._asking, strict=True):
+            if parameter.requires_grad != asking:
+                raise JobError(
+                    f"parameter {full!r} {'no longer asks' if asking else 'now asks'} for a gradient ({where}): what learns is settled "
+                    "before the first step, for the sum over the workers is made for it; let requires_grad stand as job.model "
+                    "leaves it, and set a group's learning rate to 0 for as long as it is to rest (register_step_pre_hook)"
+                )
 
 
 def written_parameter(name: str, where: str) -> JobError:

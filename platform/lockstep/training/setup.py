@@ -39,12 +39,12 @@ from lockstep.training.checkpoints import (
     find_start,
     restore,
 )
-from lockstep.training.determinism import numerics_probe
+from lockstep.training.determinism import check_kept, numerics_probe
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
-from lockstep.training.job_data import check_rules, open_data
+from lockstep.training.job_data import check_rules, open_data, warnings_of
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.micro_batch import check_model
@@ -119,6 +119,8 @@ def prepare(
     tell(StageEnded("checkpoint", time.time()))
     train_data, eval_data = open_data(job, spec.seed)
     check_rules(spec, eval_data)
+    for text in warnings_of(train_data):
+        warn(text)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
     precision = Precision(spec.precision, group.device)
@@ -137,6 +139,7 @@ def prepare(
             processes=spec.data.loader_processes,
         )
         _check_metric(spec, evaluate.rehearse(model, repeat=extent != "off"))
+    check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before

@@ -114,6 +114,7 @@ class Stepper:
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.watched = ParameterWatch(state.model)
+        self.updates_by_job = runs_own_code(state.optimizer)
         self.rates = Rates(state.optimizer, state.base_rates)
         self.module = LossModule(job, state.model)
         self.reduction: Reduction | None = None
@@ -275,7 +276,11 @@ class Stepper:
             )
         rate = rate_factor(spec.schedule, state.counters.updates, self.plan.total_steps)
         self.rates.set(rate)
+        if self.updates_by_job:  # else 30 us a step for nothing
+            seed_all(spec.seed, "update", position.step, cuda=self._cuda)
         skipped = not state.precision.update(state.optimizer)
+        if self.updates_by_job:
+            self.buffers.take_over()
         state.advance(position, skipped=skipped, weight=totals.weight)
         parts = {
             name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()
@@ -297,6 +302,12 @@ class Stepper:
 
     def _where(self, position: Position, m: int) -> str:
         return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}"
+
+
+def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
+    hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def named_hook(reduction: Reduction) -> Any:

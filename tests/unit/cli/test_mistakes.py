@@ -1,7 +1,7 @@
 """G7: what a user can get wrong, through the command: one line that says what and where, the exit code, and what is left.
 
 Mistakes in a spec are in test_spec.py, those in a loss's values, in gradients and in the machine in test_mistakes.py of
-tests/distributed. A mistake that is found before a run exists leaves nothing behind; one that is found later leaves a run
+tests/distributed. A mistake that is found before the first step leaves nothing behind; one that is found later leaves a run
 that FAILED, and the line names it and its traceback.
 """
 
@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lockstep.driver.local  # noqa: F401 - what it imports is not what is timed here
 from tests.in_process import here
 from tests.unit.cli.test_command import ROOT, command, environment
 
@@ -79,6 +81,14 @@ def call(
         del sys.modules[name]
 
 
+@contextmanager
+def quick() -> Iterator[None]:
+    """What needs no training is told within two seconds of this process, in which all that trains is imported already."""
+    began = time.process_time()
+    yield
+    assert time.process_time() - began < 2
+
+
 def line_of(source: str, text: str) -> int:
     """The line of theirs.py that holds `text`."""
     (found,) = (i for i, line in enumerate((RIGHT + source).splitlines(), 1) if text in line)
@@ -106,7 +116,7 @@ METHODS = {
     "forward": "the model is the nn.Module that model() returns", "metric": "write metrics(model, batch)",
     "collate_fn": "write collate(samples)", "train_dataloader": "write train_data()",
     "val_dataloader": "write eval_data()", "dataloader": "write train_data()", "prepare_data": "write train_data()",
-    "lr_scheduler": "set schedule in the spec", "on_epoch_end": "Lockstep calls no hooks", "fit": "Lockstep holds the loop",
+    "lr_scheduler": "set schedule in the spec", "sampler": "set data.shuffle in the spec", "on_epoch_end": "Lockstep calls no hooks", "fit": "Lockstep holds the loop",
     "optimiser": "did you mean optimizer()?", "metrcs": "did you mean metrics()?", "colate": "did you mean collate()?",
 }  # fmt: skip
 
@@ -138,7 +148,8 @@ JOBS: dict[str, tuple[str, list[str]]] = {
 @pytest.mark.parametrize("mistake", JOBS)
 def test_a_mistake_in_the_jobs_class(mistake: str, call: Call, tmp_path: Path) -> None:
     source, words = JOBS[mistake]
-    code, out, err = call("train", "spec.yaml", "--local", source=source)
+    with quick():
+        code, out, err = call("train", "spec.yaml", "--local", source=source)
     line = only_line(err)
     assert (code, out, left(tmp_path)) == (2, "", []), line
     assert line.startswith("lockstep: job.use: ")
@@ -169,14 +180,51 @@ def test_a_mistake_in_the_params(mistake: str, where: str, call: Call, tmp_path:
     connected = ray.is_initialized()  # by a test that ran before, in the same process
     declared, given, message = PARAMS[mistake]
     source = f"class Wrong(Right):\n  class Params(lockstep.Params):\n    {declared}"
-    began = time.process_time()
     words = ["--local"] if where == "--local" else []
-    code, _, err = call(
-        "train", "spec.yaml", *words, source=source, job={"use": "theirs:Wrong", "params": given}
-    )
-    assert time.process_time() - began < 2
+    with quick():
+        code, _, err = call(
+            "train", "spec.yaml", *words, source=source, job={"use": "theirs:Wrong", "params": given}
+        )
     assert (code, only_line(err), left(tmp_path)) == (2, f"lockstep: {message}", [])
     assert ray.is_initialized() == connected
+
+
+@pytest.mark.parametrize("mistake", PARAMS)
+def test_a_mistake_in_a_sweeps_params(mistake: str, call: Call, tmp_path: Path) -> None:
+    """In the spec that its trials share as in the space that they are drawn from: before Ray is started."""
+    import ray
+
+    connected = ray.is_initialized()
+    declared, given, message = PARAMS[mistake]
+    source = f"class Wrong(Right):\n  class Params(lockstep.Params):\n    {declared}"
+    spaces: list[dict[str, Any]] = [{"optimizer.lr": {"choice": [0.1, 0.01]}}]
+    spaces += [{f"job.params.{name}": {"grid": [value, value]}} for name, value in given.items()]
+    for i, space in enumerate(spaces):
+        document = {
+            "spec": {**SPEC, "job": {"use": "theirs:Wrong", "params": {} if i else given}},
+            "space": space,
+        }
+        (tmp_path / "sweep.yaml").write_text(json.dumps({**document, "trials": 2}))
+        with quick():
+            code, _, err = call("sweep", "sweep.yaml", source=source)
+        assert (code, left(tmp_path)) == (2, ["sweep.yaml"])
+        assert only_line(err) == f"lockstep: {message}"
+        assert ray.is_initialized() == connected
+        sys.modules.pop("theirs", None)
+
+
+LATE_TRIAL = "class Wrong(Right):\n  class Params(lockstep.Params):\n    width: int = 4"
+
+
+def test_a_mistake_in_a_later_trial_of_a_sweep(call: Call, tmp_path: Path) -> None:
+    document = {
+        "spec": {**SPEC, "job": {"use": "theirs:Wrong"}},
+        "space": {"job.params.width": {"grid": [4, "wide"]}},
+    }
+    (tmp_path / "sweep.yaml").write_text(json.dumps(document))
+    code, _, err = call("sweep", "sweep.yaml", source=LATE_TRIAL)
+    assert (code, left(tmp_path)) == (2, ["sweep.yaml"])
+    assert only_line(err) == "lockstep: job.params.width: got 'wide', wanted a whole number"
 
 
 def test_a_class_of_the_script_that_runs(call: Call, tmp_path: Path) -> None:
@@ -268,15 +316,13 @@ class Endless:
 def test_a_mistake_in_the_data(mistake: str, how: str, call: Call, tmp_path: Path) -> None:
     body, spec, wanted, words = DATA[mistake]
     source = f"{STREAMS}class Wrong(Right):\n  {body}"
-    code, out, err = call("train", "spec.yaml", how, "--json", source=source, **spec)
+    with quick():
+        code, out, err = call("train", "spec.yaml", how, "--json", source=source, **spec)
     line = only_line(err)
     check(line, words, source)
     assert code == wanted
     assert json.loads(out)["error"] == line.removeprefix("lockstep: ")
-    if how == "--dry-run":
-        assert left(tmp_path) == []
-    else:
-        failed_run(tmp_path, line)
+    assert left(tmp_path) == []
 
 
 def check(line: str, words: list[str], source: str) -> None:
@@ -374,8 +420,52 @@ def test_a_mistake_that_is_found_before_the_first_step(mistake: str, call: Call,
     code, _, err = call("train", "spec.yaml", "--local", "--json", source=source)
     line = only_line(err)
     check(line, words, source)
+    assert (code, left(tmp_path)) == (1, [])
+    assert line.startswith("lockstep: the job failed (") == line.endswith("; --verbose shows the traceback")
+
+
+LATER = """
+class Wrong(Right):
+    def train_data(self):
+        return Torn()
+class Torn(Items):
+    def item(self, index):
+        if index == 13:
+            raise ValueError("torn file")
+        return points(32)[index]
+"""
+
+
+def test_a_mistake_that_is_found_later_leaves_a_run_with_its_traceback(call: Call, tmp_path: Path) -> None:
+    code, _, err = call("train", "spec.yaml", "--local", "--json", source=LATER, data={"shuffle": "none"})
+    line = only_line(err)
+    check(
+        line, ["data: sample 13 failed (step 2, micro-batch 1, theirs.py:@raise ValueError in item)"], LATER
+    )
     assert code == 1
     failed_run(tmp_path, line)
+
+
+WITNESS = """
+from pathlib import Path
+
+class Wrong(Right):
+    def loss(self, model, batch):
+        if model.training:
+            print(f"{len([*Path('runs').glob('*')])} runs", file=sys.stderr, flush=True)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.parametrize("uri", ["off", "sqlite:///record.db"])
+def test_the_runs_id_is_told_before_the_first_step(uri: str, call: Call, tmp_path: Path) -> None:
+    """There is no run while it is rehearsed, and no step before whoever looks on can name the run to resume."""
+    code, _, err = call("train", "spec.yaml", "--local", source=WITNESS, rehearsal="off", record={"uri": uri})
+    assert code == 0, err
+    (run,) = (tmp_path / "runs").glob("*")
+    lines = re.findall(rf"0 runs|1 runs|run {run.name}$", err, re.MULTILINE)
+    assert lines[:3] == ["0 runs", f"run {run.name}", "1 runs"]
+    assert lines.count("0 runs") == 1
 
 
 def test_the_right_job_is_told_nothing(call: Call) -> None:
@@ -422,6 +512,28 @@ def test_one_split_in_train_data_and_eval_data_leaks_nothing(call: Call) -> None
         assert bool(report["plan"]["leakage"]["rows"]) == leaks
         for name in [name for name in sys.modules if name.startswith("theirs")]:
             del sys.modules[name]
+
+
+CURRICULUM = """
+class Harder(Items):
+    epoch = 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def item(self, index):
+        x, y = points(32)[index]
+        return x * (1 + self.epoch), y
+
+class Wrong(Right):
+    def train_data(self):
+        return Harder()
+"""
+
+
+def test_a_curriculum_that_nobody_moves_is_told(call: Call) -> None:
+    code, out, err = call("train", "spec.yaml", "--local", "--json", source=CURRICULUM)
+    assert code == 0, err
+    (told,) = json.loads(out)["warnings"]
+    assert told.startswith("data: nothing calls set_epoch() of Harder")
 
 
 OBJECTS = """
@@ -491,7 +603,8 @@ GONE = "0" * 32
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_command(words: list[str], wanted: int, told: str, call: Call, tmp_path: Path) -> None:
-    code, out, err = call(*words)
+    with quick():
+        code, out, err = call(*words)
     line = only_line(err)
     assert (code, out, left(tmp_path)) == (wanted, "", []), line
     assert told in line, line

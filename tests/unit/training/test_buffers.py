@@ -51,6 +51,29 @@ def test_the_update_of_micro_batch_0_is_the_one_that_stays() -> None:
     assert model.norm.num_batches_tracked == 3
 
 
+@pytest.mark.parametrize("write", ["counted", "past torch", "replaced"])
+def test_what_an_update_writes_is_seen_by_every_micro_batch_of_the_next_step(write: str) -> None:
+    """By the second one too, and by whoever restores the buffers in an evaluation between."""
+    model = Counting()
+    buffers = StepBuffers(model, ALONE, frozenset())
+    step(model, buffers, [torch.randn(4, 2) for _ in range(2)])
+    match write:
+        case "counted":
+            model.constant += 1  # type: ignore[operator]
+        case "past torch":
+            model.constant.data.add_(1)  # type: ignore[operator, union-attr]
+        case "replaced":
+            model.constant = model.constant + 1  # type: ignore[operator]
+    buffers.take_over()
+    seen = []
+    for _ in range(2):
+        model(torch.randn(4, 2))
+        seen.append(model.constant.tolist())  # type: ignore[operator, union-attr]
+        buffers.restore()
+    assert seen == [[1.0, 1.0]] * 2
+    assert model.constant.tolist() == [1.0, 1.0]  # type: ignore[operator, union-attr]
+
+
 def test_every_micro_batch_begins_with_the_steps_buffers() -> None:
     model = Counting()
     buffers = StepBuffers(model, ALONE, frozenset())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,12 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     """Refuse what cannot be exact, and what would break in the ragged tail of an epoch."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise JobError(
+                f"job.model: parameter {name!r} is {parameter.dtype}, whose gradients have no order of addition here; hold it as "
+                "real numbers with one dimension more, and use torch.view_as_complex(parameter) in the forward"
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise JobError(
@@ -99,6 +106,7 @@ def compute(
                 loss = module(batch)
             _check_loss(loss, precision, first=m == 0)
             parameters.check(where)
+            _check_untouched(model, values, where)
             loss.total.backward()
         except LockstepError:
             raise
@@ -114,6 +122,21 @@ def compute(
     finally:
         buffers.restore()
         model.zero_grad(set_to_none=True)
+
+
+def _check_untouched(model: nn.Module, before: Container[str], where: str) -> None:
+    """Refuse a loss that makes parameters, or that has gone backward by itself."""
+    for name, parameter in model.named_parameters():
+        if name not in before:
+            raise JobError(
+                f"parameter {name!r} was made by the loss ({where}), so no optimizer holds it; make it in job.model, "
+                "or with one of torch's lazy modules"
+            )
+        if parameter.grad is not None:
+            raise JobError(
+                f"job.loss: it has called backward() ({where}: {name!r} has a gradient already), which Lockstep does; "
+                "return the total, and take inner gradients with torch.autograd.grad"
+            )
 
 
 def _gradients(model: nn.Module, where: str) -> dict[str, Tensor]:

@@ -25,12 +25,13 @@ from lockstep.data.sampler import MicroBatch, MicroBatchSampler
 from lockstep.errors import DeterminismError, JobError, LockstepError
 from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
-from lockstep.randomness import seed_all
+from lockstep.randomness import Draws, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.determinism import filled_memory
 from lockstep.training.digest import tree_digest
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.parameters import ParameterWatch
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
 from lockstep.training.rehearsal.sums import check_sum
@@ -127,12 +128,24 @@ class StepRehearsal:
 
     def _fetched_twice(self, keys: Sequence[MicroBatch]) -> Any:
         """Micro-batch 0. Under strict it is fetched again after the next one, and must be the same."""
-        once = self._fetch(keys[0])
-        if self.spec.determinism == "strict":
-            if len(keys) > 1:
-                self._fetch(keys[1])
-            check_repeats(once, self._fetch(keys[0]), opaque=is_fingerprinted(self.batches.samples))
+        if self.spec.determinism != "strict":
+            return self._fetch(keys[0])
+        once, drawn = self._fetch_drawing(keys[0])
+        if len(keys) > 1:
+            self._fetch(keys[1])
+        again, drawn_again = self._fetch_drawing(keys[0])
+        check_repeats(once, again, opaque=is_fingerprinted(self.batches.samples))
+        if drawn != drawn_again:
+            raise JobError(
+                "data: train_data keeps what it drew: the first micro-batch, fetched again under one seed, draws other random numbers, "
+                "so each sample has the draw of the process that met it first; keep what is read, and draw anew at each fetch"
+            )
         return once
+
+    def _fetch_drawing(self, key: MicroBatch) -> tuple[Any, tuple[object, ...]]:
+        """A micro-batch, and where the generators stand after it."""
+        draws = Draws()
+        return self._fetch(key), draws.state()
 
     def _give_shapes(self, module: LossModule, key: MicroBatch) -> None:
         """Make the parameters that a lazy module leaves to its first forward, from one seed on every worker."""
@@ -280,10 +293,13 @@ class StepRehearsal:
             for parameter, gradient in zip(asking, gradients, strict=True):
                 parameter.grad = gradient / weight
             set_rates(optimizer, state.base_rates, rate_factor(spec.schedule, 0, self.plan.total_steps))
+            seed_all(spec.seed, "update", 0, cuda=self.device if self.device.type == "cuda" else None)
+            watch = ParameterWatch(model)
             try:
                 optimizer.step()
             except (Exception, SystemExit) as error:
                 raise as_lockstep_error(error, "first update, before training") from error
+            watch.check_asking("after the first update, before training")
             if tell:
                 own = Memory({"optimizer": optimizer}, apart=model.parameters()).changed_since(inside)
                 self._tell_unsaved(self._memory().changed_since(held), kept, own)
