@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import RecordError, SpecError
-from lockstep.record.events import Delivered
 from lockstep.record.journal import NAME, Journal
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
@@ -34,7 +32,7 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0) -> Sync
             f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
         )
     journal = Journal(folder)
-    step, delivered = journal.last_step, _delivered(journal)
+    step, delivered = journal.last_step, journal.delivered
     journal.close()
     if delivered:
         return Synced(folder.name, False, step, str(folder), "")
@@ -42,12 +40,6 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0) -> Sync
     recorder.start()
     recorder.close(timeout_s)
     return Synced(folder.name, True, step, str(folder), recorder.url())
-
-
-def _delivered(journal: Journal) -> bool:
-    """Whether nothing was told after the store had confirmed all of it."""
-    last = deque(journal.read(0), maxlen=1)
-    return bool(last) and isinstance(last[0].event, Delivered)
 
 
 def _spec(folder: Path, uri: str | None) -> Spec:

@@ -22,6 +22,7 @@ THIRD_PARTY = (
 MLFLOW = {
     "test_mlflow_store.py",
     "test_outage.py",
+    "test_partial_store.py",
     "test_stores.py",
     "test_final_model.py",
     "test_uploads.py",
