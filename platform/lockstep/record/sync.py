@@ -22,8 +22,10 @@ class Synced(NamedTuple):
     url: str
 
 
-def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0) -> Synced:
+def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, again: bool = False) -> Synced:
     """Bring the store up to what the run's folder has, and give the run the status that it ended with.
+
+    What the store has confirmed is not sent, but where it is to be sent `again`.
 
     RecordError where another process records the run, or where the store does not answer.
     """
@@ -34,15 +36,16 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0) -> Sync
     journal = Journal(folder)
     step, delivered = journal.last_step, journal.delivered
     journal.close()
-    if delivered:
+    if delivered and not again:
         return Synced(folder.name, False, step, str(folder), "")
-    recorder = Recorder(_spec(folder, uri), run_id=folder.name, replay=True)
+    recorder = Recorder(spec_of(folder, uri), run_id=folder.name, replay=True)
     recorder.start()
     recorder.close(timeout_s)
     return Synced(folder.name, True, step, str(folder), recorder.url())
 
 
-def _spec(folder: Path, uri: str | None) -> Spec:
+def spec_of(folder: Path, uri: str | None) -> Spec:
+    """The spec of the run in `folder`, with its record there."""
     try:
         spec = load_spec(folder / "spec.yaml", uri=uri)
     except SpecError as error:

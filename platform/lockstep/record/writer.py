@@ -195,8 +195,11 @@ class Writer:
         try:
             if self.failure() is None:
                 self._journal.add([Delivered()])
+        except RecordError as error:
+            self._outbox.refuse(error)
+        try:
             self._journal.close()
-        except (OSError, RecordError) as error:
+        except RecordError as error:
             self._outbox.refuse(error)
 
     def _told(self) -> bool:
@@ -211,9 +214,7 @@ class Writer:
     def _settle(self, kinds: Sequence[Kind]) -> None:
         """Wait until the calls of these kinds are made, or have waited for as long as the end of a run may take."""
         began = time.monotonic()
-        while self._page.working or not self._outbox.settled(
-            kinds, self._closing_at, began, self._closing_s
-        ):
+        while self._page.working or not self._outbox.settled(kinds, self._closing_at, began, self._closing_s):
             time.sleep(0.01)
             self._flush()
             self._beat()

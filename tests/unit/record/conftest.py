@@ -23,6 +23,7 @@ MLFLOW = {
     "test_mlflow_store.py",
     "test_outage.py",
     "test_partial_store.py",
+    "test_check.py",
     "test_stores.py",
     "test_final_model.py",
     "test_uploads.py",

@@ -71,7 +71,7 @@ class Shim:
     def __init__(self, folder: Path, at: int | None, fault: str, *, lasts: bool) -> None:
         self.folder, self.at, self.fault, self.lasts = str(folder), at, fault, lasts
         self.log: list[tuple[str, str]] = []
-        self._failed = ""
+        self._failed, self._failures = "", 0
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
 
@@ -108,6 +108,11 @@ class Shim:
                 fails = number == self.at or (self.lasts and name == self._failed)
                 if fails:
                     self._failed = name
+                    self._failures += 1
+                    if (
+                        self.fault == "EINTR" and self._failures == 5
+                    ):  # signals come to an end; Python waits for that
+                        self.lasts = False
             if fails:
                 return self._fail(name, call, arguments)
             result = call(*arguments, **options)
@@ -257,7 +262,7 @@ def waves(scenario: str) -> list[list[Event]]:
     ]
 
 
-def recorded(recorder: Recorder, told: list[list[Event]]) -> str:
+def recorded(recorder: Recorder, told: list[list[Event]], timeout_s: float = 20.0) -> str:
     """Tell a recorder; what it says of failures, or nothing."""
     recorder.start()
     try:
@@ -272,7 +277,7 @@ def recorded(recorder: Recorder, told: list[list[Event]]) -> str:
         while recorder.journaled < count and time.monotonic() < until:
             time.sleep(0.001)
     try:
-        recorder.close(timeout_s=0.25)
+        recorder.close(timeout_s)
     except RecordError as error:
         return str(error)
     return ""
@@ -364,7 +369,7 @@ def lies(storage: Path, spec: Spec, case: Case) -> list[str]:
             first,
             patience_s=0.05,
         )
-        failure = recorded(recorder, waves(case.scenario))
+        failure = recorded(recorder, waves(case.scenario), timeout_s=0.25)
     found = [f"at once: {lie}" for lie in judged(storage, recorder, failure, kept)]
     folders = [path.parent for path in storage.glob("*/run.json")]
     if len(folders) > 1:
