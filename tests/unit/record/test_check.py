@@ -113,7 +113,9 @@ def test_what_the_store_lacks_is_sent_and_what_it_has_twice_is_told(database: st
     assert all(one.mended for one in check_record(folder, database, repair=True))
     assert {k: sorted(v) for k, v in recorded(database, folder.name).items()} == whole
     MlflowClient(tracking_uri=database).log_metric(folder.name, "train/loss", 7.0, timestamp=1, step=3)
-    (left,) = [one for one in check_record(folder, database, repair=True) if not one.mended and "twice" in one.what]
+    (left,) = [
+        one for one in check_record(folder, database, repair=True) if not one.mended and "twice" in one.what
+    ]
     assert left.what == "has step 3 of train/loss twice"
 
 
