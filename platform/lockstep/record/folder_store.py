@@ -70,6 +70,8 @@ class FolderStore:
                 "run_id": known,
                 "name": self._name,
                 "started": self._started_at,
+                "status": "RUNNING",
+                "ended": None,
                 "params": {},
                 "tags": {},
             }
