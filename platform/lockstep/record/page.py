@@ -72,6 +72,8 @@ class Page:
         self._figures: list[str] = []
         self._stragglers: list[str] = []
         self.working = False
+        self.not_whole = ""
+        """What the ledger of a run that came to its end lacks."""
         self._uploads = Uploads(store, self._not_copied)
         for event in journal.events:  # of a recorder before this one
             if isinstance(event, Started):
@@ -193,9 +195,9 @@ class Page:
 
     def _finished(self, end: Finished) -> None:
         """The end that a run came to by itself, or by a signal that it heeded. A run whose ledger lacks steps is not finished."""
-        wrong = self._missing(int(end.summary.get("step") or 0))
-        if wrong:
-            self._failed(Failed(wrong))
+        self.not_whole = self._missing(int(end.summary.get("step") or 0))
+        if self.not_whole:
+            self._failed(Failed(self.not_whole))
             return
         summary, files = end.summary, end.files
         self._ledger()

@@ -407,6 +407,8 @@ class Writer:
         if isinstance(event, Finished) and not self._replay:
             self._mend()
         self._page.take(event)
+        if self._page.not_whole:
+            self._outbox.refuse(RecordError(self._page.not_whole))
         if isinstance(event, CheckpointRow):
             self._outbox.send(self._tell_aliases)
 

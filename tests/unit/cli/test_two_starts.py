@@ -214,7 +214,6 @@ def test_a_takeover_ends_the_holder_after_its_step(
     assert took.code == 0, took.err
     assert (took.told["weights_digest"], took.told["step"], took.told["attempts"]) == (digest, STEPS, 2)
     journal = Path(took.told["folder"], NAME).read_text()
-    assert '{"taken_over":' in journal
     assert '{"failed":' not in journal  # how it ends is for the newer attempt to say
 
 

@@ -35,7 +35,7 @@ from lockstep.record.events import (
     StepRow,
 )
 from lockstep.record.folder_store import FolderStore
-from lockstep.record.journal import Journal
+from lockstep.record.journal import NAME, Journal
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from lockstep.record.points import Point, evaluation_points, step_points
 from lockstep.record.recorder import Recorder
@@ -430,6 +430,15 @@ def calls(storage: Path, spec: Spec, scenario: str) -> tuple[int, int]:
         assert not failure, failure
     assert not not_whole(storage / recorder.run_id(), kept)
     return len(shim.log), len(keeping.calls)
+
+
+def journal_writes(storage: Path, spec: Spec) -> list[int]:
+    """The numbers of the calls by which a new run's process adds to its journal."""
+    shutil.rmtree(storage, ignore_errors=True)
+    shim = Shim(storage, None, "", lasts=False)
+    with shim.watching():
+        assert not recorded(Recorder(spec, lambda _: store(storage, Kept())), waves("new"))
+    return [at for at, (name, path) in enumerate(shim.log) if name == "write" and path.endswith(NAME)]
 
 
 def cases(storage: Path, spec: Spec) -> list[Case]:

@@ -124,7 +124,8 @@ def test_a_run_whose_damage_no_checkpoint_mends_is_not_finished(spec: Specs) -> 
     flip(folder, b'{"step":[7,')
     told = check_record(folder, "off", repair=True)
     assert [one.what for one in told if not one.mended][:1] == ["lacks steps 7 to 7; no checkpoint has them"]
-    assert sync(folder, again=True).sent
+    with pytest.raises(RecordError, match="its ledger lacks step 7"):
+        sync(folder, again=True)
     run = json.loads((folder / "run.json").read_text())
     assert run["status"] == "FAILED"
     assert run["tags"]["lockstep.error"].startswith("the record is not whole: its ledger lacks step 7")
