@@ -35,8 +35,9 @@ _KIND_OF: dict[str, Kind] = {
 """By the name of the store's method. All others send files."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_DENIED_S = 0.25, 5.0, 20.0
-_TRIES = 3
-"""After so many the call behind the first is tried: where that is answered, the first is set aside."""
+_TRIES, _PROBED_AFTER_S = 3, 10.0
+"""After so many tries and seconds the call behind the first is tried: where that is answered, the first is set aside."""
+_IN_ANY_ORDER = {"log_params", "log_data"}
 
 
 class _Call(NamedTuple):
@@ -157,7 +158,10 @@ class Lane:
 
     def _probed(self, error: UnavailableError) -> bool:
         """Whether the store answers the second call, though not the first."""
-        if self.outage is None or self.outage.tries < _TRIES or len(self._calls) < 2:
+        outage = self.outage
+        if outage is None or len(self._calls) < 2:
+            return False
+        if outage.tries < _TRIES or time.monotonic() - outage.since < _PROBED_AFTER_S:
             return False
         second = self._calls[1]
         try:
@@ -193,7 +197,8 @@ class Outbox:
     def send(self, call: Callable[..., None], *arguments: Any, kind: Kind | None = None) -> None:
         """Have a call made after those of its kind that wait."""
         kind = kind or _KIND_OF.get(call.__name__, "files")
-        self.lanes[kind].send(_Call(_shown(call, arguments), partial(call, *arguments), kind == "files"))
+        again = kind == "files" or call.__name__ in _IN_ANY_ORDER
+        self.lanes[kind].send(_Call(_shown(call, arguments), partial(call, *arguments), again))
 
     @property
     def delivered(self) -> int:

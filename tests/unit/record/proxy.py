@@ -35,7 +35,7 @@ class Proxy:
         self.requests: list[tuple[str, str]] = []
         self.faults = 0
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.uri = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -61,6 +61,11 @@ class Proxy:
             fault = self.judge(method, path, number)
             self.faults += bool(fault)
             return fault
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that has gone meanwhile, as after its timeout, is no error of a test."""
 
 
 def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
