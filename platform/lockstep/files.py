@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from lockstep.errors import StorageError
 
@@ -43,11 +44,30 @@ def replaced(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+class _Raw(io.RawIOBase):
+    """A file through the plain system calls."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return os.write(self._descriptor, data)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """The same, open for writing."""
-    with replaced(path) as aside, aside.open("wb") as file:
-        yield file
+    with replaced(path) as aside:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            file = io.BufferedWriter(_Raw(descriptor))
+            yield cast(BinaryIO, file)
+            file.flush()
+        finally:
+            os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -56,12 +76,22 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
+def append(path: Path, text: str) -> int:
+    """Add `text` to a file, in UTF-8; the size of the file then."""
+    make_folder(path.parent)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        data = text.encode("utf-8")
+        while data:
+            data = data[os.write(descriptor, data) :]
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
 def append_bounded(path: Path, text: str, most: int = 1 << 20) -> None:
     """Add `text` to a file of which at least the newest `most` bytes stay, and at most twice as many."""
-    make_folder(path.parent)
-    with path.open("ab") as file:
-        file.write(text.encode("utf-8"))
-        size = file.tell()
+    size = append(path, text)
     if size <= 2 * most:
         return
     with path.open("rb") as file:

@@ -16,7 +16,7 @@ import ray
 
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError
-from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded
+from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, TakenOver
 
 EVENTS_PER_FETCH = 10_000
 """The most events that the recorder is given at once."""
@@ -133,7 +133,11 @@ class Mailbox:
         """Events from number `sent` + 1 on; those up to number `done` are in the journal, and forgotten."""
         self._recorder = state._replace(fetches=self._recorder.fetches + 1)
         # The run's end is kept until its recorder is done with it: another one would have to write it once more.
-        while self._kept and self._kept[0][0] <= done and not isinstance(self._kept[0][1], Finished | Failed):
+        while (
+            self._kept
+            and self._kept[0][0] <= done
+            and not isinstance(self._kept[0][1], Finished | Failed | TakenOver)
+        ):
             self._kept.popleft()
         events: list[Event] = []
         last = sent

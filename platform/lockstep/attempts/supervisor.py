@@ -25,6 +25,7 @@ from lockstep.attempts.stages import breakdown
 from lockstep.attempts.standby import Standbys
 from lockstep.attempts.watchdog import Patience, end
 from lockstep.attempts.worker_group import WorkerGroup
+from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
@@ -34,7 +35,7 @@ from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
-from lockstep.record.events import AttemptsSummarised, Document, EndStatus, Failed, Finished
+from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver
 from lockstep.spec.fields import Spec
 
 POLL_S = 0.3
@@ -87,7 +88,7 @@ class Supervisor:
             killed = isinstance(error, KeyboardInterrupt)
             self._board.ends("KILLED" if killed else "FAILED", 0)
             if killed:
-                self._end("ended at once by a second signal", "", "KILLED")
+                self._end(Failed("ended at once by a second signal", "", "KILLED"))
             with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
                 self._recording.close()
             if isinstance(error, LockstepError):
@@ -136,8 +137,10 @@ class Supervisor:
                 decision = budget.decide(outcome_of(error), self._saved_step())
                 if not decision.again or self.stop.asked:
                     more = "" if len(self.summaries) == 1 else f" (attempt {account.attempt}; {decision.why})"
-                    if self._recording.run_id is not None or isinstance(error, ClusterError):
-                        self._end(f"{error}{more}", ended.details, "FAILED")
+                    if isinstance(error, StaleAttemptError):
+                        self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
+                    elif self._recording.run_id is not None or isinstance(error, ClusterError):
+                        self._end(Failed(f"{error}{more}", ended.details))
                     elif (
                         self._verbose
                     ):  # a mistake that was found before there was a run: nothing is left of it
@@ -334,7 +337,7 @@ class Supervisor:
             self._warn(self._recording.state.violation)
         return failure
 
-    def _end(self, message: str, details: str, status: EndStatus) -> None:
+    def _end(self, end: Failed | TakenOver) -> None:
         """Have the recorder write that the run ended early; what could not be recorded of that comes second."""
         with suppress(*LOST):
-            self._recording.tell(Failed(message, details, status))
+            self._recording.tell(end)

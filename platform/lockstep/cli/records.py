@@ -1,4 +1,4 @@
-"""Commands on what is recorded: `runs`, `show`, `pin`, `record sync`."""
+"""Commands on what is recorded: `runs`, `show`, `pin`, `record sync`, `record check`."""
 
 from __future__ import annotations
 
@@ -102,6 +102,31 @@ def sync(
             f"everything is recorded, up to step {done.step}" if done.sent else "nothing was left to send"
         )
         answer(done._asdict(), lambda: text)
+
+
+@record.command()
+def check(
+    run: RunId,
+    repair: Annotated[bool, typer.Option("--repair", help="mend what can be mended")] = False,
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare a run's journal, ledger, newest checkpoint and store."""
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.record_check import check_record
+
+        found = check_record(_folder(run, uri, storage), uri, repair=repair)
+        left = [one for one in found if not one.mended]
+        lines = [f"{one.where}: {one.what}{' (mended)' if one.mended else ''}" for one in found]
+        verdict = "the record is whole" if not left else f"{len(left)} differences are left"
+        answer(
+            {"run_id": run, "whole": not left, "differences": [one._asdict() for one in found]},
+            lambda: "\n".join([*lines, f"run {run}: {verdict}"]),
+        )
+        if left:
+            raise typer.Exit(1)
 
 
 def _folder(run: str, uri: str | None, storage: Path) -> Path:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
+from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import pin_aliased
 from lockstep.driver.failed import with_run
@@ -21,7 +22,17 @@ from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
-from lockstep.record.events import Event, Failed, Finished, Sampled, Started, Straggling, Warned, tell_nobody
+from lockstep.record.events import (
+    Event,
+    Failed,
+    Finished,
+    Sampled,
+    Started,
+    Straggling,
+    TakenOver,
+    Warned,
+    tell_nobody,
+)
 from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
@@ -182,14 +193,7 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
             if isinstance(error, LockstepError):
                 raise with_run(error, None, spec.folder) from error
             raise
-        signalled = isinstance(error, KeyboardInterrupt)
-        recorder.tell(
-            Failed(
-                "ended at once by a signal" if signalled else str(error),
-                traceback.format_exc(),
-                "KILLED" if signalled else "FAILED",
-            )
-        )
+        recorder.tell(_ended(error))
         with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
             recorder.close()
         if isinstance(error, LockstepError) and recorder.opened:
@@ -198,3 +202,12 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
     recorder.close()
     assert summary is not None  # nobody ends it at the gate
     return summary
+
+
+def _ended(error: BaseException) -> Failed | TakenOver:
+    """What is recorded of a run that an error ends. Where a newer attempt goes on, the run's status is that one's."""
+    if isinstance(error, StaleAttemptError):
+        return TakenOver(str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failed("ended at once by a signal", traceback.format_exc(), "KILLED")
+    return Failed(str(error), traceback.format_exc())

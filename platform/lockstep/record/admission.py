@@ -41,6 +41,9 @@ class Admission:
     ) -> None:
         self._journal, self._source, self._on_violation = journal, source, on_violation
         self._watched = spec.determinism == "strict" and spec.reduction == "exact"
+        self._first: int | None = None
+        self._reached = 0
+        self._gap = False
 
     def admit(self, events: Sequence[Event]) -> Iterator[Recorded]:
         """What of these events the journal is to have, with the rows of what was restored in its place."""
@@ -49,6 +52,7 @@ class Admission:
         for event in _with_rows(events):
             match event:
                 case StepRow(step=step):
+                    self._pass(step)
                     known = steps.get(step) or (
                         self._journal.step(step) if self._journal.has_step(step) else None
                     )
@@ -85,6 +89,18 @@ class Admission:
                     pass
                 case _:
                     yield event
+
+    @property
+    def retold(self) -> bool:
+        """Whether every step of the run was told since this was made: all that the journal may lack was told again."""
+        return self._first == 1 and not self._gap
+
+    def _pass(self, step: int) -> None:
+        if self._first is None:
+            self._first = step
+        elif step > self._reached + 1:
+            self._gap = True
+        self._reached = max(self._reached, step)
 
     def _judge(self, difference: str, step: int) -> None:
         if difference and self._watched:

@@ -21,6 +21,11 @@ def evaluation_difference(before: EvaluationRow, after: EvaluationRow) -> str:
     return ", ".join(_differences("", before.metrics, after.metrics))
 
 
+def same_row(one: StepRow | EvaluationRow, other: StepRow | EvaluationRow) -> bool:
+    """Whether all columns of two rows are equal, bit for bit."""
+    return not any(text for pair in zip(one, other, strict=True) for text in _differences("", *pair))
+
+
 def _differences(name: str, before: Any, after: Any) -> Iterator[str]:
     if isinstance(before, Mapping):
         for key in sorted({*before, *after}):

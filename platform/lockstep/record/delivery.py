@@ -1,18 +1,27 @@
 """The points of a journal on their way to a store: each once, in order, in batches, from a cursor.
 
-The cursor moves when the store has confirmed a batch. What the store had when the run was opened is passed over.
+The cursor moves when the store has confirmed a batch. What the store had when the run was opened is passed over: by the highest
+step that it has of each key, and where points may be missing below that, by all of its steps. A point that the store refuses
+costs no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.record.events import Opened, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.points import Point, points_of
-from lockstep.record.run_store import POINTS_PER_CALL, RunStore, UnavailableError
+from lockstep.record.run_store import POINTS_PER_CALL, RejectedError, RunStore, UnavailableError
+
+MOST_ASIDE = 1000
+"""How many points that were refused are kept to be sent once more at the run's end."""
+_MOST_SINGLE = 16
+"""After so many refused points of one batch the rest of it is not looked through any more."""
+
+Aside = Callable[[str, Exception], None]
 
 
 class _Cursor(NamedTuple):
@@ -22,47 +31,93 @@ class _Cursor(NamedTuple):
 
 
 class Delivery:
-    """For a journal that was opened. `high_water` is the highest step that the store has of each key; `scaled` whether a loss scaler runs."""
+    """For a journal that was opened. `high_water` is the highest step that the store has of each key; `scaled` whether a loss scaler runs.
+
+    With `thorough` the store may lack points below `high_water`. `aside` is told of points that are refused, and why.
+    """
 
     def __init__(
-        self, journal: Journal, store: RunStore, high_water: Mapping[str, int], *, scaled: bool
+        self,
+        journal: Journal,
+        store: RunStore,
+        high_water: Mapping[str, int],
+        *,
+        scaled: bool,
+        thorough: bool,
+        aside: Aside,
     ) -> None:
         self._journal = journal
         self._store = store
         self._high_water = high_water
+        self._thorough = thorough
+        self._aside = aside
         self._scaled = scaled
         self._cursor = _Cursor(0, None)
-        self._refused = False
+        self._passed: dict[str, int] = {}
+        """The highest step of each key up to the cursor: a row that could not be written in its turn comes after later ones."""
+        self._known: dict[str, Collection[int]] = {}
+        self._left: list[Point] = []
         self._started_at = next(event.at for event in journal.events if isinstance(event, Opened))
 
     @property
     def due(self) -> bool:
         """Whether the journal has what the store has not."""
-        return self._cursor.offset < self._journal.size and not self._refused
+        return self._cursor.offset < self._journal.size
+
+    @property
+    def left(self) -> bool:
+        """Whether points were refused that may be sent once more."""
+        return bool(self._left)
 
     def send(self) -> None:
-        """Send all that is due. A batch that is refused is the last one: what follows it would hide the gap from a later try."""
-        if self._refused:
-            return
+        """Send all that is due."""
         for points, after in self._batches():
             if points:
                 self._log(points)
             self._cursor = after
 
-    def _log(self, points: list[Point]) -> None:
-        try:
-            self._store.log_metrics(points)
-        except UnavailableError:
-            raise
-        except RecordError:
-            self._refused = True
-            raise
+    def again(self) -> None:
+        """Send once more what was refused."""
+        left, self._left = self._left, []
+        for start in range(0, len(left), POINTS_PER_CALL):
+            self._log(left[start : start + POINTS_PER_CALL])
+
+    def _log(self, points: Sequence[Point]) -> None:
+        single = 0
+
+        def log(part: Sequence[Point]) -> None:
+            nonlocal single
+            try:
+                self._store.log_metrics(part)
+            except UnavailableError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a value that cannot even be sent is refused as well
+                final = isinstance(error, RecordError) and not isinstance(error, RejectedError)
+                if final or len(part) == 1 or single >= _MOST_SINGLE:
+                    single += 1
+                    self._refuse(part, error)
+                else:
+                    half = len(part) // 2
+                    log(part[:half])
+                    log(part[half:])
+
+        log(points)
+
+    def _refuse(self, points: Sequence[Point], error: Exception) -> None:
+        steps = sorted({point.step for point in points})
+        where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        names = sorted({point.key for point in points})
+        shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
+        self._aside(f"metrics of {where} ({shown})", error)
+        self._left.extend(points[: MOST_ASIDE - len(self._left)])
 
     def _batches(self) -> Iterator[tuple[list[Point], _Cursor]]:
         """Batches of whole rows, with where the cursor stands after each; a row of very many parts takes several."""
         points: list[Point] = []
         cursor = self._cursor
         for entry in self._journal.read(cursor.offset):
+            if entry.event is None:  # damaged: what it held comes again, or the run is not whole
+                continue
             made = points_of(entry.event, cursor.before, scaled=self._scaled, started_at=self._started_at)
             new = [point for point in made if self._is_new(point)]
             if points and len(points) + len(new) > POINTS_PER_CALL:
@@ -76,4 +131,14 @@ class Delivery:
         yield points, cursor
 
     def _is_new(self, point: Point) -> bool:
-        return point.step > self._high_water.get(point.key, -1)
+        key, step = point.key, point.step
+        late = step <= self._passed.get(key, -1)
+        if not late:
+            self._passed[key] = step
+        if step > self._high_water.get(key, -1):
+            return True
+        if not (late or self._thorough):
+            return False
+        if key not in self._known:
+            self._known[key] = self._store.recorded_steps(key)
+        return step not in self._known[key]

@@ -150,6 +150,29 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenOver:
+    """A newer attempt has taken the run from this one: how the run goes on and ends is that one's to say."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Something was refused by the store, for `reason`, and is to be sent to it again."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """Lines of the journal that were damaged, by the byte at which each begins, and what became of what they held."""
+
+    starts: Sequence[int]
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """All that was told before has reached the store."""
 
@@ -237,6 +260,9 @@ Recorded = (
     | Document
     | Finished
     | Failed
+    | TakenOver
+    | SetAside
+    | Mended
     | Delivered
 )
 Passing = Restored | Alive | Straggling | Warned | Printed | Joined | StageEnded | Broke

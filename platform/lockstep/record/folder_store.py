@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError, SpecError
-from lockstep.files import replaced, write_text
+from lockstep.files import replacing, write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
 from lockstep.record.heartbeat import process_tags, same_beat, vanished
 from lockstep.record.journal import newest_step
 from lockstep.record.points import Point
-from lockstep.record.run_store import Recorded, RunInfo, Sent, Status, no_such_run, recorded
+from lockstep.record.run_store import (
+    Recorded,
+    RunInfo,
+    Sent,
+    Status,
+    UnavailableError,
+    no_such_run,
+    recorded,
+)
 from lockstep.spec.fields import Spec
 
 
@@ -59,6 +68,7 @@ class FolderStore:
         self._name = run_name
         self._folder = storage
         self._run: dict[str, Any] = {}
+        self._changing = threading.Lock()
 
     def open(self, run_id: str | None) -> str:
         known = run_id or uuid.uuid4().hex
@@ -68,6 +78,8 @@ class FolderStore:
                 "run_id": known,
                 "name": self._name,
                 "started": self._started_at,
+                "status": "RUNNING",
+                "ended": None,
                 "params": {},
                 "tags": process_tags(time.time()),  # one that is killed in its first second is known as well
             }
@@ -78,7 +90,11 @@ class FolderStore:
     def _existing(self, run_id: str) -> dict[str, Any]:
         try:
             run: dict[str, Any] = json.loads((self._folder / "run.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except FileNotFoundError as error:
+            raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
+        except OSError as error:
+            raise UnavailableError(f"run {run_id}: cannot read {str(self._folder)!r}: {error}") from error
+        except ValueError as error:
             raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
         return run
 
@@ -88,18 +104,23 @@ class FolderStore:
     def log_metrics(self, points: Sequence[Point]) -> None:
         """Nothing: the ledger has them."""
 
+    def recorded_steps(self, key: str) -> Collection[int]:
+        """None, likewise."""
+        return ()
+
     def log_params(self, params: Mapping[str, str]) -> None:
-        changed = {
-            n: [self._run["params"][n], v] for n, v in params.items() if self._run["params"].get(n, v) != v
-        }
-        self._run["params"] = {**params, **self._run["params"]}
-        if changed:
-            self._run["tags"]["lockstep.changed"] = json.dumps(changed)
-        self._save()
+        with self._changing:
+            known = self._run["params"]
+            changed = {n: [known[n], v] for n, v in params.items() if known.get(n, v) != v}
+            self._run["params"] = {**params, **known}
+            if changed:
+                self._run["tags"]["lockstep.changed"] = json.dumps(changed)
+            self._save()
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._run["tags"].update(tags)
-        self._save()
+        with self._changing:
+            self._run["tags"].update(tags)
+            self._save()
 
     def log_data(self, data: Sequence[DataSet]) -> None:
         """Nothing: the fields of the identity have the fingerprints."""
@@ -109,10 +130,12 @@ class FolderStore:
         if kept == path:
             return
         try:
-            with replaced(kept) as aside:
-                shutil.copyfile(path, aside)
+            with path.open("rb") as original, replacing(kept) as file:
+                shutil.copyfileobj(original, file)
+        except FileNotFoundError as error:
+            raise RecordError(f"record: cannot copy {str(path)!r}: {error.strerror}") from error
         except OSError as error:
-            raise RecordError(
+            raise UnavailableError(
                 f"record: cannot copy {str(path)!r} to {str(kept)!r}: {error.strerror}"
             ) from error
 
@@ -136,9 +159,10 @@ class FolderStore:
         """Nothing, likewise."""
 
     def set_status(self, status: Status) -> None:
-        self._run["status"] = status
-        self._run["ended"] = None if status == "RUNNING" else time.time()
-        self._save()
+        with self._changing:
+            self._run["status"] = status
+            self._run["ended"] = None if status == "RUNNING" else time.time()
+            self._save()
 
     def url(self) -> str:
         return ""
@@ -147,7 +171,7 @@ class FolderStore:
         try:
             write_text(self._folder / "run.json", as_json(self._run))
         except OSError as error:
-            raise RecordError(
+            raise UnavailableError(
                 f"record.folder: cannot write {str(self._folder)!r}: {error.strerror or error}; name a folder that can be written"
             ) from error
 

@@ -1,21 +1,50 @@
-"""Calls that a store is still to be made, in order.
+"""Calls that a store is still to be made: a queue and a thread for each kind, so that none waits for another's trouble.
 
-A call leaves the outbox only when it has succeeded or was refused for good. While the store does not answer, the first
-call is tried again with growing pauses and the others wait behind it: nothing is dropped and nothing overtakes.
+What a call comes to decides what follows:
+
+* done: the next one.
+* UnavailableError (an outage, 429, 5xx, a timeout): it is tried again with growing pauses, and its kind waits behind it. But
+  where the call after it is answered, it is the call that is wrong and not the store.
+* DeniedError (401, 403, a proxy's 404): the same with longer pauses, and told at once.
+* any other error: the call is set aside, told at once, noted in the journal for `lockstep record sync`, and the next one is made.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 from lockstep.errors import RecordError, first_line
-from lockstep.record.run_store import UnavailableError
+from lockstep.record.events import SetAside
+from lockstep.record.run_store import DeniedError, UnavailableError
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+Kind = Literal["status", "facts", "points", "files"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_KIND_OF: dict[str, Kind] = {
+    "set_status": "status",
+    "set_tags": "facts",
+    "log_params": "facts",
+    "log_data": "facts",
+}
+"""By the name of the store's method. All others send files."""
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_DENIED_S = 0.25, 5.0, 20.0
+_TRIES, _PROBED_AFTER_S = 3, 10.0
+"""After so many tries and seconds the call behind the first is tried: where that is answered, the first is set aside."""
+_IN_ANY_ORDER = {"log_params", "log_data"}
+
+
+class _Call(NamedTuple):
+    what: str
+    make: Callable[[], None]
+    again: bool
+    """Whether it may be made after later ones of its kind: a file is read when it is sent, a tag would be an older one."""
 
 
 class _Outage(NamedTuple):
@@ -26,68 +55,236 @@ class _Outage(NamedTuple):
     error: UnavailableError
 
 
-class Outbox:
-    """Filled and delivered by one thread; `failure` may be read by any."""
+Note = Callable[[SetAside], None]
+"""Has the journal note a call that is set aside; RecordError where the disk refuses."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._calls: deque[Callable[[], None]] = deque()
-        self._outage: _Outage | None = None
-        self._refused: RecordError | None = None
+
+class Lane:
+    """The calls of one kind, in order. Filled by any thread."""
+
+    def __init__(self, kind: Kind, note: Note) -> None:
+        self.kind = kind
+        self._note = note
+        self._calls: deque[_Call] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._again: list[_Call] = []
+        self.set_aside: dict[str, RecordError] = {}
+        """What is not with the store, and why."""
+        self.outage: _Outage | None = None
         self.delivered = 0
-        """Calls that were made, for whoever waits to see that it goes on."""
+        self.moved_at = 0.0
+        """When a call was last begun, or one ended well, in monotonic seconds."""
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def send(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Have a call made after those that wait."""
-        self._calls.append(partial(call, *arguments))
+    def send(self, call: _Call) -> None:
+        with self._changed:
+            if not self._calls:
+                self.moved_at = time.monotonic()
+            self._calls.append(call)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"lockstep-record-{self.kind}", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
 
-    def deliver(self) -> None:
-        """Make the calls that wait, up to the first that the store does not answer."""
-        while self._calls:
+    def stop(self) -> None:
+        """Begin no more calls."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def retry(self) -> bool:
+        """Have what was set aside tried once more, as far as that may be. Whether there is any."""
+        again, self._again = self._again, []
+        for call in again:
+            self.set_aside.pop(call.what, None)
+            self.send(call)
+        return bool(again)
+
+    def aside(self, what: str, error: Exception) -> None:
+        """Set something aside. UnavailableError where the journal cannot note it now."""
+        told = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
+        if what not in self.set_aside:
             try:
-                self._calls[0]()
+                self._note(SetAside(what, str(told)))
+            except RecordError as disk:
+                raise UnavailableError(str(disk)) from disk
+            self.set_aside[what] = told
+
+    # --- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._calls and not self._stopped:
+                    self._changed.wait()
+                if self._stopped:
+                    return
+                waiting = bool(self._calls)
+            if waiting and not self._try_first():
+                with self._changed:
+                    if not self._stopped:
+                        self._changed.wait(self._pause_s())
+
+    def _try_first(self) -> bool:
+        """Make the first call. Whether it is out of the way."""
+        call = self._calls[0]
+        self.moved_at = time.monotonic()
+        try:
+            try:
+                call.make()
             except UnavailableError as error:
-                before = self._outage or _Outage(time.monotonic(), 0, error)
-                self._outage = before._replace(tries=before.tries + 1, error=error)
-                return
+                if not self._probed(error):
+                    raise
+                self._put_aside(call, error)
             except Exception as error:  # noqa: BLE001 - what one call breaks on must not cost the calls behind it
-                self.refuse(error)
-            self._outage = None
-            self._calls.popleft()
+                self._put_aside(call, error)
+        except UnavailableError as error:
+            before = self.outage or _Outage(time.monotonic(), 0, error)
+            self.outage = before._replace(tries=before.tries + 1, error=error)
+            return False
+        self._over(call)
+        return True
+
+    def _put_aside(self, call: _Call, error: Exception) -> None:
+        self.aside(call.what, error)
+        if call.again:
+            self._again.append(call)
+
+    def _probed(self, error: UnavailableError) -> bool:
+        """Whether the store answers the second call, though not the first."""
+        outage = self.outage
+        if outage is None or len(self._calls) < 2:
+            return False
+        if outage.tries < _TRIES or time.monotonic() - outage.since < _PROBED_AFTER_S:
+            return False
+        second = self._calls[1]
+        try:
+            second.make()
+        except Exception:  # noqa: BLE001 - its own turn will tell
+            return False
+        self._over(second)
+        return True
+
+    def _over(self, call: _Call) -> None:
+        self.outage, self.moved_at = None, time.monotonic()
+        with self._changed:
+            self._calls.remove(call)
             self.delivered += 1
+
+    def _pause_s(self) -> float:
+        if self.outage is None:
+            return 0.0
+        longest = _LONGEST_DENIED_S if isinstance(self.outage.error, DeniedError) else _LONGEST_PAUSE_S
+        return float(min(_SHORTEST_PAUSE_S * 2 ** min(self.outage.tries - 1, 10), longest))
+
+
+class Outbox:
+    """The lanes of one run. `patience_s` is how long the store may be silent before `failure` tells of it."""
+
+    def __init__(self, patience_s: float, note: Note) -> None:
+        self._patience_s = patience_s
+        self._refused: RecordError | None = None
+        self.lanes = {kind: Lane(kind, note) for kind in KINDS}
+        self.advice = "`lockstep record sync RUN` sends it again"
+        """What a person is told of a call that was set aside."""
+
+    def send(self, call: Callable[..., None], *arguments: Any, kind: Kind | None = None) -> None:
+        """Have a call made after those of its kind that wait."""
+        kind = kind or _KIND_OF.get(call.__name__, "files")
+        again = kind == "files" or call.__name__ in _IN_ANY_ORDER
+        self.lanes[kind].send(_Call(_shown(call, arguments), partial(call, *arguments), again))
+
+    @property
+    def delivered(self) -> int:
+        """Calls that were made, for whoever waits to see that it goes on."""
+        return sum(lane.delivered for lane in self.lanes.values())
 
     def refuse(self, error: Exception) -> None:
         """Note what cannot be recorded. The first is kept: it is the cause, and others mostly follow from it."""
         told = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
         self._refused = self._refused or told
 
-    def give_up(self, kept: str) -> None:
-        """No more tries; `kept` says where what was recorded is all the same."""
-        if self._outage and self._calls:
-            self.refuse(RecordError(f"{self._outage.error}; calls not made: {len(self._calls)}; {kept}"))
+    def idle(self, kinds: Sequence[Kind]) -> bool:
+        """Whether nothing of these kinds waits."""
+        return not any(len(self.lanes[kind]) for kind in kinds)
+
+    def settled(self, kinds: Sequence[Kind], closing_at: float, asked_at: float, patience_s: float) -> bool:
+        """Whether nothing of these kinds waits but what has waited too long.
+
+        That is `patience_s` for a store that does not answer, since `closing_at` or since the outage began, and as much for a
+        call that neither ends nor fails, since `asked_at` or since it began (monotonic seconds).
+        """
+
+        def since(lane: Lane) -> float:
+            return max(closing_at, lane.outage.since) if lane.outage else max(asked_at, lane.moved_at)
+
+        lanes = [self.lanes[kind] for kind in kinds]
+        return all(not len(lane) or time.monotonic() > since(lane) + patience_s for lane in lanes)
+
+    def retry(self) -> bool:
+        """Have what was set aside tried once more. Whether there is any."""
+        return sum(lane.retry() for lane in self.lanes.values()) > 0  # each of them
+
+    def give_up(self, kept: str, kinds: Sequence[Kind] = KINDS) -> None:
+        """No more tries of these kinds; `kept` says where what was recorded is all the same."""
+        for lane in (self.lanes[kind] for kind in kinds):
+            lane.stop()
+            if len(lane):
+                why = lane.outage.error if lane.outage else "record: the store keeps a call waiting"
+                self.refuse(RecordError(f"{why}; calls not made: {len(lane)}; {kept}"))
 
     @property
     def away(self) -> str:
-        """What the store's absence looks like, while it does not answer."""
-        return str(self._outage.error) if self._outage else ""
+        """What the store's absence looks like, while some kind of call is not answered."""
+        return next((str(outage.error) for outage in self._away()), "")
 
     @property
     def away_since(self) -> float:
-        """When the store fell silent, in monotonic seconds; 0 where it answers."""
-        return self._outage.since if self._outage else 0.0
+        """When the newest outage began, in monotonic seconds; 0 where there is none."""
+        return max((outage.since for outage in self._away()), default=0.0)
 
-    def pause_s(self) -> float:
-        """How long to wait before the next delivery; 0 where the last one met no outage."""
-        if not self._outage:
-            return 0.0
-        return float(min(_SHORTEST_PAUSE_S * 2 ** (self._outage.tries - 1), _LONGEST_PAUSE_S))
+    def _away(self) -> list[_Outage]:
+        return [outage for lane in self.lanes.values() if (outage := lane.outage) is not None]
 
     def failure(self) -> RecordError | None:
-        """What was refused for good, or what an outage that has lasted longer than the patience looks like."""
-        outage = self._outage
-        if self._refused or not outage:
+        """What was refused for good or set aside, or that a call is denied, or what an outage beyond the patience looks like."""
+        if self._refused is not None:
             return self._refused
-        return outage.error if time.monotonic() - outage.since > self._patience_s else None
+        for lane in self.lanes.values():
+            for what, error in list(lane.set_aside.items()):
+                others = sum(len(one.set_aside) for one in self.lanes.values()) - 1
+                more = f" (and {others} more)" if others else ""
+                return RecordError(f"{error}; not recorded: {what}{more}; {self.advice}")
+        for lane in self.lanes.values():
+            outage = lane.outage
+            if outage is not None and (
+                isinstance(outage.error, DeniedError) or time.monotonic() - outage.since > self._patience_s
+            ):
+                return outage.error
+        return None
+
+
+def _shown(call: Callable[..., None], arguments: Sequence[Any]) -> str:
+    """A call as a person is told of it."""
+    first = arguments[0] if arguments else ""
+    match call.__name__:
+        case "log_file":
+            name = first.name if isinstance(first, Path) else str(first)
+            return f"artifact {f'{arguments[1]}/' if arguments[1:] and arguments[1] else ''}{name}"
+        case "set_tags":
+            return f"tags {', '.join(sorted(first)[:5])}"
+        case "log_params":
+            return "parameters"
+        case "log_data":
+            return "data sets"
+        case "log_checkpoint" | "delete_checkpoint":
+            return f"checkpoint {first}"
+        case "set_status":
+            return f"status {first}"
+    return call.__name__.strip("_").replace("_", " ")

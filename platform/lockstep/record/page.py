@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from lockstep.errors import RecordError, first_line
-from lockstep.files import append_bounded, write_text
+from lockstep.files import append, append_bounded, write_text
 from lockstep.job.source import job_sources
 from lockstep.record import documents, figures, ledger
 from lockstep.record.copies import Copies
@@ -28,12 +28,15 @@ from lockstep.record.events import (
     EvaluationRow,
     Failed,
     Finished,
+    Mended,
     Opened,
     PeakMemory,
     Recorded,
     Sampled,
+    SetAside,
     Started,
     StepRow,
+    TakenOver,
 )
 from lockstep.record.journal import Journal
 from lockstep.record.run_store import RunStore, Status
@@ -42,6 +45,8 @@ from lockstep.spec.locations import RECORD_OFF
 
 LOGS = "logs"
 """The folder of what workers have printed."""
+
+_MOST_UNPRINTED = 1 << 20
 
 _DOCUMENTS = ("plan", "git", "environment")
 """Facts that are mappings with a form of their own."""
@@ -63,10 +68,15 @@ class Page:
         self._send = send
         self._facts: dict[str, Any] = {}
         self._violation = ""
+        self._trouble = ""
+        self._unlogged, self._unprinted = "", dict[str, str]()
+        self._verdict: tuple[str, Mapping[str, Any]] = ("", {})
         self._figures: list[str] = []
         self._stragglers: list[str] = []
         self.working = False
         self._copies = Copies(store, self._copied, _checkpoint_tags, spec.record.copy_mb_per_s)
+        self.not_whole = ""
+        """What the ledger of a run that came to its end lacks."""
         for event in journal.events:  # of a recorder before this one
             if isinstance(event, Started):
                 self._facts = _single_facts(event.facts)
@@ -88,7 +98,13 @@ class Page:
                 self._finished(event)
             case Failed():
                 self._failed(event)
-            case StepRow() | EvaluationRow() | Sampled() | Opened() | Delivered():
+            case TakenOver():
+                self.log(event.message)
+                self._ledger()
+                self._keep(self._folder / "log.txt")
+            case Mended():
+                self.log(f"the journal is mended: {event.how}")
+            case StepRow() | EvaluationRow() | Sampled() | Opened() | Delivered() | SetAside():
                 pass  # rows and samples become points; the ledger is written when the run ends
             case _:
                 assert_never(event)
@@ -197,11 +213,17 @@ class Page:
         self._tag({"violation": violation})
         self.log(f"determinism violation: {violation}")
 
+    def trouble(self, text: str) -> None:
+        """What the store does not take, or has not taken; nothing where all is well again."""
+        self._trouble = text
+        self.log(f"not recorded: {text}" if text else "all is recorded again")
+        self._note(*self._verdict)
+
     def _finished(self, end: Finished) -> None:
         """The end that a run came to by itself, or by a signal that it heeded. A run whose ledger lacks steps is not finished."""
-        missing = self._journal.missing_steps()
-        if missing:
-            self._failed(Failed(_not_whole(missing)))
+        self.not_whole = self._missing(int(end.summary.get("step") or 0))
+        if self.not_whole:
+            self._failed(Failed(self.not_whole))
             return
         summary, files = end.summary, end.files
         self._ledger()
@@ -223,6 +245,18 @@ class Page:
         ]
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
 
+    def _missing(self, last: int) -> str:
+        """What the ledger of a run that ended after step `last` lacks, or nothing."""
+        missing = self._journal.missing_steps()
+        if not missing and 0 < self._journal.last_step < last:
+            missing = range(self._journal.last_step + 1, last + 1)
+        if missing:
+            return _not_whole(missing)
+        if self._journal.damage:
+            held = ", ".join(damage.held for damage in self._journal.damage[:5])
+            return f"the record is not whole: lines of its journal are damaged ({held}); {_REMEDY}"
+        return ""
+
     def _failed(self, end: Failed) -> None:
         """Any other end."""
         self._tag({"error": end.message})
@@ -236,16 +270,26 @@ class Page:
             self._end(end.status, f"**{end.status}** {reached}: {end.message}", self._facts)
 
     def log(self, text: str) -> None:
-        """Add a line to log.txt, with its time."""
-        with (self._folder / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        """Add a line to log.txt, with its time. What the disk refuses is added with the next one."""
+        self._unlogged += f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+        try:
+            append(self._folder / "log.txt", self._unlogged)
+        except OSError:
+            return
+        self._unlogged = ""
 
     def output(self, name: str, text: str) -> None:
-        """Keep what a worker has printed."""
-        append_bounded(self._folder / LOGS / f"{name}.txt", documents.without_password(text))
+        """Keep what a worker has printed. What the disk refuses is kept with what it prints next."""
+        text = self._unprinted.pop(name, "") + text
+        try:
+            append_bounded(self._folder / LOGS / f"{name}.txt", documents.without_password(text))
+        except OSError:
+            self._unprinted[name] = text[-_MOST_UNPRINTED:]
 
     def keep_output(self) -> None:
         """Send what the workers have printed: the last of it comes after the run's end was told."""
+        for name, text in self._unprinted.items():
+            append_bounded(self._folder / LOGS / f"{name}.txt", documents.without_password(text))
         for path in sorted((self._folder / LOGS).glob("*.txt")):
             self._keep(path)
 
@@ -256,7 +300,10 @@ class Page:
         self._send(self._store.set_status, status)
 
     def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
+        self._verdict = verdict, details
         broken = f" · **not exact: {self._violation}**" if self._violation else ""
+        if self._trouble:
+            broken += f" · **not recorded: {self._trouble}**"
         if self._stragglers:
             details = {"straggler": self._stragglers[-1], **details}
         shown = [f"{figures.FOLDER}/{name}" for name in self._figures]
@@ -312,6 +359,9 @@ class Page:
             self._send(self._store.set_tags, tags)
 
 
+_REMEDY = "resume the run, or `lockstep record check RUN --repair`: what is missing is taken from its newest checkpoint"
+
+
 def _single_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that are one value: tags of the run, and rows of its note."""
     return documents.single_values({name: facts[name] for name in facts if name not in _DOCUMENTS})
@@ -332,7 +382,4 @@ def _manifest(folder: Path) -> dict[str, str]:
 
 def _not_whole(missing: range) -> str:
     steps = f"step {missing.start}" if len(missing) == 1 else f"steps {missing.start} to {missing.stop - 1}"
-    return (
-        f"the record is not whole: its ledger lacks {steps}, which could not be written; resume the run, and they are "
-        "taken from its newest checkpoint"
-    )
+    return f"the record is not whole: its ledger lacks {steps}; {_REMEDY}"

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.record.events import CheckpointRow, Failed, Finished, Recorded, Started
+from lockstep.record.events import CheckpointRow, Failed, Finished, Recorded, Started, TakenOver
 
 GONE = "the process that recorded the run has gone without a word"
+
+
+def unsaid(events: Sequence[Recorded]) -> list[Recorded]:
+    """What a store may lack of a run that goes on: all but its end."""
+    return last_words(events)[:-1]
 
 
 def last_words(events: Sequence[Recorded]) -> list[Recorded]:
@@ -17,10 +22,10 @@ def last_words(events: Sequence[Recorded]) -> list[Recorded]:
     saved = [event for event in events if isinstance(event, CheckpointRow)]
     deleted = {step for row in saved for step in row.deleted}
     left = [row for row in saved if row.step not in deleted]
-    end: Finished | Failed = Failed(GONE)
+    end: Finished | Failed | TakenOver = Failed(GONE)
     said: list[Recorded] = []
     for event in events:
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, Finished | Failed | TakenOver):
             end = event
         elif isinstance(event, CheckpointRow):
             if event in left:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -30,8 +30,16 @@ class UnavailableError(RecordError):
     """The store does not answer now; the same call may succeed later. Example: the tracking server restarts."""
 
 
+class DeniedError(UnavailableError):
+    """The store, or a proxy before it, lets this process do nothing now. Example: a token was changed (401), a route is missing (404)."""
+
+
+class RejectedError(RecordError):
+    """The store does not take this content, and will not later. Example: a file is larger than a proxy lets through (413)."""
+
+
 class RunStore(Protocol):
-    """One run in a store. Calls come from one thread, `open` first, and all but `open` may be made twice: the second changes nothing.
+    """One run in a store. `open` comes first. Calls come from several threads, and may be made twice: the second changes nothing.
 
     Every call raises UnavailableError where trying again may help and RecordError where it cannot.
     """
@@ -41,6 +49,9 @@ class RunStore(Protocol):
 
     def last_steps(self) -> Mapping[str, int]:
         """The highest step that the opened run already has of each metric key."""
+
+    def recorded_steps(self, key: str) -> Collection[int]:
+        """All steps that the run has of a metric key."""
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         """Add up to POINTS_PER_CALL points."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.documents import HIDDEN
-from lockstep.record.events import Delivered
 from lockstep.record.journal import NAME, Journal
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
@@ -25,8 +23,10 @@ class Synced(NamedTuple):
     url: str
 
 
-def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0) -> Synced:
+def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, again: bool = False) -> Synced:
     """Bring the store up to what the run's folder has, and give the run the status that it ended with.
+
+    What the store has confirmed is not sent, but where it is to be sent `again`.
 
     RecordError where another process records the run, or where the store does not answer.
     """
@@ -35,23 +35,18 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0) -> Sync
             f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
         )
     journal = Journal(folder)
-    step, delivered = journal.last_step, _delivered(journal)
+    step, delivered = journal.last_step, journal.delivered
     journal.close()
-    if delivered:
+    if delivered and not again:
         return Synced(folder.name, False, step, str(folder), "")
-    recorder = Recorder(_spec(folder, uri), run_id=folder.name, replay=True)
+    recorder = Recorder(spec_of(folder, uri), run_id=folder.name, replay=True)
     recorder.start()
     recorder.close(timeout_s)
     return Synced(folder.name, True, step, str(folder), recorder.url())
 
 
-def _delivered(journal: Journal) -> bool:
-    """Whether nothing was told after the store had confirmed all of it."""
-    last = deque(journal.read(0), maxlen=1)
-    return bool(last) and isinstance(last[0].event, Delivered)
-
-
-def _spec(folder: Path, uri: str | None) -> Spec:
+def spec_of(folder: Path, uri: str | None) -> Spec:
+    """The spec of the run in `folder`, with its record there."""
     try:
         spec = load_spec(folder / "spec.yaml", uri=uri)
     except SpecError as error:

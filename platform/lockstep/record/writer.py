@@ -2,7 +2,8 @@
 
 * Events arrive in the inbox, in order, and are in the journal before a store hears of them. What the disk refuses is
   kept and written again, so that one failed write leaves no hole.
-* The store calls made of them wait in the outbox, in order; metric points wait in the journal, not in memory.
+* The store calls made of them wait in the outbox, each kind for itself; metric points wait in the journal, not in memory.
+* The run's end is told to the store last: when it has all else, or has been told what it lacks.
 * A step that the journal has is not added again but compared with it: with `determinism: strict` and
   `reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is told.
 * Nothing here stops training: a failure is kept, to be read by `failure` and raised by `Recorder.close`.
@@ -14,11 +15,13 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from lockstep.errors import LockstepError, RecordError
+from lockstep.errors import LockstepError, RecordError, StorageError
 from lockstep.files import private
 from lockstep.record.admission import Admission
 from lockstep.record.delivery import Delivery
@@ -28,16 +31,19 @@ from lockstep.record.events import (
     Event,
     Failed,
     Finished,
+    Mended,
     Opened,
     Printed,
     Recorded,
+    SetAside,
+    TakenOver,
 )
 from lockstep.record.heartbeat import BEAT_S, process_tags
 from lockstep.record.journal import Journal
-from lockstep.record.outbox import Outbox
+from lockstep.record.outbox import Kind, Outbox
 from lockstep.record.page import Page
-from lockstep.record.replay import last_words
-from lockstep.record.run_store import RunStore, UnavailableError
+from lockstep.record.replay import last_words, unsaid
+from lockstep.record.run_store import DeniedError, RunStore, Status, UnavailableError
 from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0
@@ -48,6 +54,9 @@ NOT_VANISHED = {"lockstep.vanished": "", "lockstep.error": ""}
 """Takes back what a reader said that could not see the run alive."""
 DISK_PATIENCE_S = 30.0
 """How long a disk that refuses the journal's last lines is tried again once the run has ended."""
+
+_CONTENT: tuple[Kind, ...] = ("facts", "points", "files")
+"""What the store is to have before it learns that the run has ended."""
 
 Aliases = Callable[[str, frozenset[int]], None]
 
@@ -91,13 +100,20 @@ class Writer:
         self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._unwritten: list[Event] = []
         """Told, and not in the journal yet."""
+        self._unshown: deque[Recorded] = deque()
+        """In the journal, and not on the page yet."""
         self._disk_failure: RecordError | None = None
-        self._outbox = Outbox(patience_s)
+        self._outbox = Outbox(patience_s, self._set_aside)
+        self._end: Status | None = None
+        """What the run came to, while its store does not know it."""
+        self._trouble = self._trouble_told = ""
+        self._away = False
+        self._again = False
         self._sending = self._busy = False
         # Not the inbox: a thread that wakes for each step slows every step by 10 %.
         self._wake = threading.Event()
         self._beat_at = 0.0
-        self._ended = False
+        self._ended = self._over = False
         self._closing = threading.Event()
         self._last_words = False
         self._closing_s = 0.0
@@ -129,7 +145,9 @@ class Writer:
         while self._thread.is_alive():
             if self._outbox.delivered != seen or self._working:
                 seen, until = self._outbox.delivered, time.monotonic() + timeout_s + 0.5
-            elif time.monotonic() > until:
+            elif (
+                not self.opened.is_set() and time.monotonic() > until
+            ):  # once it is open the thread sees to that
                 self._outbox.refuse(
                     RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
                 )
@@ -150,41 +168,70 @@ class Writer:
             return
         finally:
             self.opened.set()
-        self._deliver()
-        while not self._over():
+        while not self._last_words:
             self._wait()
             closing = self._closing.is_set()  # before the inbox is read: what was told before it is in there
             self._receive()
-            if closing and not self._unwritten:
+            self._show()
+            if closing and not self._unwritten and not self._unshown:
                 self._say_last_words()
             self._flush()
             self._beat()
-            self._deliver()
-        self._end_journal()
+            self._report()
+            if self._end is not None and self._outbox.idle(_CONTENT) and self.failure() is None:
+                self._end_run()
+        self._finish()
 
-    def _over(self) -> bool:
-        if not self._last_words:
-            return False
-        return not self._outbox or time.monotonic() > self._deadline()
-
-    def _deliver(self) -> None:
-        before = self._outbox.away
-        self._outbox.deliver()
-        after = self._outbox.away
-        if bool(before) != bool(after):
-            self._page.log(f"the store is away: {after}" if after else "the store is back")
-
-    def _end_journal(self) -> None:
+    def _finish(self) -> None:
+        """Nothing more will be told: let the store have what waits, then the run's end."""
+        kept = f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
+        self._settle(_CONTENT)
+        if self._outbox.retry() or self._delivery.left:
+            self._again = True
+            self._flush()
+            self._settle(_CONTENT)
         copied = self._page.close(self._deadline())
-        self._outbox.give_up(
-            f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
-        )
+        self._outbox.give_up(kept, ("points", "files"))
+        told = self._told()
+        if self._end is not None and told:  # else whoever reads the store would take it for whole
+            self._end_run()
+        elif self._end is not None:
+            self._outbox.refuse(RecordError(f"record: the store was not told how the run ended; {kept}"))
+        self._settle(("status",))
+        self._outbox.give_up(kept)
         try:
-            if copied and self._outbox.failure() is None:
+            if copied and self.failure() is None:
                 self._journal.add([Delivered()])
-            self._journal.close()
-        except (OSError, RecordError) as error:
+        except RecordError as error:
             self._outbox.refuse(error)
+        try:
+            self._journal.close()
+        except RecordError as error:
+            self._outbox.refuse(error)
+
+    def _told(self) -> bool:
+        """Whether the store knows what it lacks, and lacks nothing else."""
+        for _ in range(3):  # what is told may itself be refused
+            self._report()
+            self._settle(("facts",))
+            if self._outbox.idle(("facts",)) and self._trouble_told == str(self.failure() or ""):
+                return True
+        return False
+
+    def _settle(self, kinds: Sequence[Kind]) -> None:
+        """Wait until the calls of these kinds are made, or have waited for as long as the end of a run may take."""
+        began = time.monotonic()
+        while self._page.working or not self._outbox.settled(kinds, self._closing_at, began, self._closing_s):
+            time.sleep(0.01)
+            self._flush()
+            self._beat()
+            self._report()
+
+    def _end_run(self) -> None:
+        assert self._end is not None
+        end, self._end = self._end, None
+        self._over = True
+        self._outbox.send(self._store.set_status, end)
 
     def _open(self) -> None:
         self._store = self._make_store(self.spec)
@@ -192,6 +239,9 @@ class Writer:
         try:
             self._begin(run_id)
         except Exception:
+            self._outbox.give_up("")
+            if hasattr(self, "_journal"):
+                self._journal.close()  # whoever tries again, in this process too, finds it free
             if self._resumed is None:  # a run that another process records is not touched
                 with contextlib.suppress(
                     RecordError
@@ -205,42 +255,74 @@ class Writer:
         self._journal = Journal(self._folder)
         if self.spec.record.private:  # also where the folder was there
             self._folder.chmod(0o700)
-        self._store.set_status("RUNNING")
+        try:
+            self._store.set_status("RUNNING")
+        except UnavailableError:  # a call like others, from here on
+            self._outbox.send(self._store.set_status, "RUNNING")
+        self._outbox.advice = f"`lockstep record sync {run_id}` sends it again"
+        before, left = list(self._journal.events), not self._journal.delivered
         self._journal.add([Opened(time.time(), process_tags(time.time()))])
-        self._page = Page(self.spec, self._folder, self._journal, self._store, self._outbox.send)
+        self._page = Page(self.spec, self._folder, self._journal, self._store, self._send)
         self._delivery = Delivery(
             self._journal,
             self._store,
             dict(self._store.last_steps()),
             scaled=self.spec.precision == "fp16",
+            thorough=self._replay or (left and any(isinstance(event, SetAside) for event in before)),
+            aside=self._outbox.lanes["points"].aside,
         )
         self._admission = Admission(self._journal, self.spec, self._source, self._violated)
         self._page.keep_spec()
-        self._outbox.deliver()  # before anyone learns of the run: from here on it can be resumed from its store
+        self._first_file()
         self._page.describe(resumed=self._resumed is not None)
+        if self._resumed is not None:
+            self._outbox.send(self._tag_trouble, "", kind="facts")  # that of the attempt before
         self._tag_process()
         self.url = self._store.url()
         self._page.take_up_copies()
+        if self._journal.damage:
+            held = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self._journal.damage[:20])
+            self._page.log(f"damaged lines of the journal are passed over: {held}")
         if self._replay:
-            self._take(last_words(self._journal.events))
+            self._unshown.extend(last_words(self._journal.events))
+        elif left and self._resumed is not None:
+            self._unshown.extend(unsaid(before))
+
+    def _first_file(self) -> None:
+        """The spec is with the store before anyone learns of the run: from then on it can be resumed from there."""
+        until = time.monotonic() + OPENING_PATIENCE_S
+        lane = self._outbox.lanes["files"]
+        while len(lane) and not lane.outage and not lane.set_aside and time.monotonic() < until:
+            time.sleep(0.002)
+
+    def _send(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Have a call of the store made in its turn; that which ends the run comes last."""
+        if call.__name__ == "set_status" and arguments[0] != "RUNNING":
+            self._end = arguments[0]
+        else:
+            self._outbox.send(call, *arguments)
+
+    def _set_aside(self, aside: SetAside) -> None:
+        self._journal.add([aside])
 
     def _open_store(self) -> str:
         until = time.monotonic() + min(self._patience_s, OPENING_PATIENCE_S)
         while True:
             try:
                 return self._store.open(self._resumed)
+            except DeniedError:
+                raise
             except UnavailableError:
                 if time.monotonic() + 0.5 > until:
                     raise
                 time.sleep(0.5)
 
     def _wait(self) -> None:
-        """Let points gather, or wait for a store that is away."""
-        if self._closing.is_set():  # nothing more will be told: an outage is all there is to wait for
-            pause_s = self._outbox.pause_s() or (FLUSH_S / 5 if self._unwritten else 0.0)
-            time.sleep(max(0.0, min(pause_s, self._deadline() - time.monotonic())))
+        """Let points gather."""
+        if self._closing.is_set():  # nothing more will be told; what is left is what the disk refused
+            time.sleep(FLUSH_S / 5 if self._unwritten or self._unshown else 0.0)
         else:
-            self._wake.wait(self._outbox.pause_s() or FLUSH_S)
+            self._wake.wait(FLUSH_S)
 
     def _receive(self) -> None:
         """Record all that was told, and what could not be written before it."""
@@ -260,7 +342,8 @@ class Writer:
             self._busy = False
         count = len(events)
         self._unwritten, self._disk_failure = [], None
-        self._take(recorded)
+        self._unshown.extend(recorded)
+        self._show()
         for event in events:
             if isinstance(event, Printed):
                 self._guarded(partial(self._page.output, event.name, event.text))
@@ -284,23 +367,72 @@ class Writer:
     def _not_written(self, error: RecordError) -> None:
         """The disk refuses: nothing of what was told is lost while this process lives, and it is tried again."""
         self._disk_failure = error
-        if self._closing.is_set() and time.monotonic() - self._closing_at > DISK_PATIENCE_S:
+        if self._out_of_patience:
             lost = len(self._unwritten)
-            self._unwritten, self._disk_failure, self._ended = [], None, True
+            self._unwritten, self._disk_failure = [], None
             self._outbox.refuse(RecordError(f"{error}; {lost} events of the run are not recorded"))
-            self._guarded(partial(self._page.take, Failed(str(error))))
+            self._end_badly(error)
 
-    def _take(self, events: Sequence[Recorded]) -> None:
-        """Show what the journal has on the run's page."""
-        for event in events:
-            if isinstance(event, Finished | Failed):
-                self._ended = True
-                self._flush()
+    @property
+    def _out_of_patience(self) -> bool:
+        return self._closing.is_set() and time.monotonic() - self._closing_at > DISK_PATIENCE_S
+
+    def _show(self) -> None:
+        """Show what the journal has on the run's page. What the disk refuses is tried again: an event may be shown twice."""
+        while self._unshown:
+            event = self._unshown[0]
             self._busy = True
-            self._guarded(partial(self._page.take, event))
-            self._busy = False
-            if isinstance(event, CheckpointRow):
-                self._outbox.send(self._tell_aliases)
+            try:
+                self._take(event)
+            except (OSError, StorageError, RecordError) as error:
+                told = f"record.folder: cannot write {str(self._folder)!r}: {error}"
+                self._not_shown(RecordError(told) if isinstance(error, OSError) else RecordError(str(error)))
+                return
+            except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
+                self._outbox.refuse(error)
+                if isinstance(event, Finished):
+                    self._end_badly(error)
+            finally:
+                self._busy = False
+            self._unshown.popleft()
+            self._disk_failure = None
+
+    def _not_shown(self, error: RecordError) -> None:
+        self._disk_failure = error
+        if self._out_of_patience:
+            self._unshown.clear()
+            self._disk_failure = None
+            self._outbox.refuse(error)
+            self._end_badly(error)
+
+    def _end_badly(self, error: Exception) -> None:
+        """What the run came to cannot be recorded."""
+        self._ended = True
+        self._guarded(partial(self._page.take, Failed(str(error))))
+
+    def _take(self, event: Recorded) -> None:
+        if isinstance(event, Finished | Failed | TakenOver):
+            self._ended = True
+            self._flush()
+        if isinstance(event, Finished) and not self._replay:
+            self._mend()
+        self._page.take(event)
+        if self._page.not_whole:
+            self._outbox.refuse(RecordError(self._page.not_whole))
+        if isinstance(event, CheckpointRow):
+            self._outbox.send(self._tell_aliases)
+
+    def _mend(self) -> None:
+        """Note that the rows of damaged lines are there again, once all steps were told again."""
+        damage = self._journal.damage
+        if damage and self._admission.retold:
+            held = ", ".join(damage.held for damage in damage[:20])
+            mended = Mended(
+                [damage.start for damage in damage],
+                f"lines of it were damaged ({held}); all steps and evaluations were told again",
+            )
+            self._journal.add([mended])
+            self._page.take(mended)
 
     def _violated(self, violation: str) -> None:
         self.violation = violation
@@ -314,14 +446,21 @@ class Writer:
 
     def _flush(self) -> None:
         """Have the journal's points sent, once: the call that waits sends all there are when its turn comes."""
-        if self._delivery.due and not self._sending:
+        if (self._delivery.due or self._again) and not self._sending:
             self._sending = True
-            self._outbox.send(self._send_points)
+            self._outbox.send(self._send_points, kind="points")
 
     def _send_points(self) -> None:
+        again, self._again = self._again, False
         try:
             self._delivery.send()
-        except UnavailableError:
+            if again:
+                self._outbox.lanes["points"].set_aside.clear()
+                self._delivery.again()
+        except (UnavailableError, OSError) as error:
+            self._again = again
+            if isinstance(error, OSError):  # of the journal's disk
+                raise UnavailableError(f"record: cannot read the journal: {error}") from error
             raise  # the call stays, and is made again
         except BaseException:
             self._sending = False
@@ -330,14 +469,31 @@ class Writer:
 
     def _beat(self) -> None:
         """Say that this process lives, now and then; with it goes the RUNNING that a hasty reader may have taken away."""
-        if self._ended or self._outbox or time.monotonic() - self._beat_at < BEAT_S:
+        if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
             return
         self._outbox.send(self._store.set_status, "RUNNING")
         self._tag_process()
 
+    def _report(self) -> None:
+        """Tell on the run's page what is not recorded, when that changes."""
+        away = self._outbox.away
+        if bool(away) != self._away:
+            self._away = bool(away)
+            self._page.log(f"the store is away: {away}" if away else "the store is back")
+        text = str(self.failure() or "")
+        if text != self._trouble:
+            self._trouble = text
+            self._page.trouble(text)
+            self._outbox.send(self._tag_trouble, text, kind="facts")
+
+    def _tag_trouble(self, text: str) -> None:
+        self._store.set_tags({"lockstep.record_error": text})
+        self._trouble_told = text
+
     def _tag_process(self) -> None:
         self._beat_at = time.monotonic()
-        self._outbox.send(self._store.set_tags, process_tags(time.time()) | NOT_VANISHED)
+        tags = process_tags(time.time()) | NOT_VANISHED
+        self._outbox.send(self._store.set_tags, tags, kind="status")
 
     def _deadline(self) -> float:
         """Until when a silent store is waited for, in monotonic seconds."""
@@ -346,7 +502,11 @@ class Writer:
     @property
     def _working(self) -> bool:
         """Whether this process itself takes its time: it draws, or traces the job's model, or waits for its disk."""
-        return self._busy or bool(self._unwritten) or (self.run_id is not None and self._page.working)
+        return (
+            self._busy
+            or bool(self._unwritten or self._unshown)
+            or (self.run_id is not None and self._page.working)
+        )
 
     def _say_last_words(self) -> None:
         """Nothing more will be told."""
@@ -358,12 +518,14 @@ class Writer:
             end = Failed(f"the run ended without a result{f' ({failure})' if failure else ''}")
             with contextlib.suppress(RecordError):  # the disk refuses; the page still tells
                 self._journal.add([end])
-            self._take([end])
+            self._guarded(partial(self._take, end))
         self._guarded(self._page.keep_output)
 
     def _tell_aliases(self) -> None:
         try:
             self._on_aliases(self._folder.name, self._store.aliased_steps())
+        except DeniedError as error:  # the registry has rights of its own
+            self._page.log(f"aliases of checkpoints: {error}")
         except UnavailableError:
             raise
         except LockstepError as error:  # a store without a registry, say: what is pinned stays so

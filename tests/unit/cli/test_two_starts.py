@@ -21,6 +21,7 @@ from lockstep.checkpoint.holder import WATCH_S
 from lockstep.checkpoint.names import run_of_name
 from lockstep.checkpoint.runs import steps_of
 from lockstep.checkpoint.storages import open_storage
+from lockstep.record.journal import NAME
 from tests.unit.cli.test_command import ROOT, environment
 
 STEPS = 30
@@ -213,6 +214,8 @@ def test_a_takeover_ends_the_holder_after_its_step(
     assert held.code == 1 and f"was taken over by process {second} on host" in held.told["error"], held
     assert took.code == 0, took.err
     assert (took.told["weights_digest"], took.told["step"], took.told["attempts"]) == (digest, STEPS, 2)
+    journal = Path(took.told["folder"], NAME).read_text()
+    assert '{"failed":' not in journal  # how it ends is for the newer attempt to say
 
 
 def test_a_holder_that_is_stopped_keeps_its_run(commands: Commands, digest: str, tmp_path: Path) -> None:

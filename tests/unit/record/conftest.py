@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
+from tests.unit.record.server import Server
 
 THIRD_PARTY = (
     "ignore::DeprecationWarning",  # mlflow, sqlalchemy, alembic and what they import
@@ -22,6 +23,9 @@ THIRD_PARTY = (
 MLFLOW = {
     "test_mlflow_store.py",
     "test_outage.py",
+    "test_partial_store.py",
+    "test_store_faults.py",
+    "test_check.py",
     "test_stores.py",
     "test_final_model.py",
     "test_copies.py",
@@ -43,6 +47,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     """URI of a SQLite database that is made by the first test that opens it."""
     return f"sqlite:///{tmp_path_factory.mktemp('a folder')}/mlflow.db"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A tracking server that no test kills."""
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture

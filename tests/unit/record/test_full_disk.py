@@ -112,7 +112,8 @@ def test_a_run_whose_ledger_is_not_whole_is_not_finished(spec: Specs) -> None:
     recorder = Recorder(spec())
     recorder.start()
     recorder.tell(*[step_row(i) for i in (1, 2, 5)], Finished({"step": 5}))
-    recorder.close()
+    with pytest.raises(RecordError, match="the record is not whole: its ledger lacks steps 3 to 4"):
+        recorder.close()
     run = json.loads((recorder.run_folder() / "run.json").read_text())
     assert run["status"] == "FAILED"
     assert run["tags"]["lockstep.error"].startswith("the record is not whole: its ledger lacks steps 3 to 4")

@@ -19,13 +19,14 @@ import yaml
 
 from lockstep.errors import RecordError, StorageError
 from lockstep.files import append_bounded
-from lockstep.record.events import Document, Failed, Finished, Printed, Started, StepRow
+from lockstep.record.events import Document, Failed, Finished, Printed, Started, StepRow, TakenOver
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.record.points import Point
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import UnavailableError
 from lockstep.record.stores import reader
+from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 
@@ -470,3 +471,24 @@ def test_the_process_that_writes_ends_with_the_one_that_trains(tmp_path: Path) -
     (run,) = tmp_path.glob("*/run.json")
     assert json.loads(run.read_text())["status"] == "RUNNING"
     assert reader("off", tmp_path).run(run.parent.name).status == "FAILED"
+
+
+def test_a_run_that_was_taken_over_keeps_the_status_that_the_newer_attempt_gives_it(
+    shaky: Shaky, spec: Specs
+) -> None:
+    """An attempt that is fenced off says what it did, and not how the run ended: not at once, and not in a sync."""
+    first = recorder_on(shaky, spec())
+    first.tell(*[step_row(i) for i in range(1, 4)], TakenOver("run x was taken over by process 7"))
+    first.close()
+    assert run_json(first)["status"] == "RUNNING"
+    assert "lockstep.error" not in run_json(first)["tags"]
+    assert "was taken over by process 7" in (first.run_folder() / "log.txt").read_text()
+    assert losses(shaky.points) == [(i, 1 / (i + 2)) for i in range(1, 4)]
+    assert not sync(first.run_folder()).sent
+    again = sync(first.run_folder(), again=True)
+    assert again.sent and run_json(first)["status"] == "RUNNING"
+    second = Recorder(spec(), lambda _: shaky, first.run_id())
+    second.start()
+    second.tell(step_row(4), Finished({"step": 4}))
+    second.close()
+    assert run_json(second)["status"] == "FINISHED"

@@ -4,6 +4,7 @@ from lockstep.record.mlflow_store.reading import (
     checkpoint_copies,
     files_from_mlflow,
     finished_in_mlflow,
+    in_mlflow,
     recorded_in_mlflow,
 )
 from lockstep.record.mlflow_store.run import MlflowStore
@@ -13,5 +14,6 @@ __all__ = [
     "checkpoint_copies",
     "files_from_mlflow",
     "finished_in_mlflow",
+    "in_mlflow",
     "recorded_in_mlflow",
 ]

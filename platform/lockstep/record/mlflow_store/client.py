@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import RecordError, first_line
+from lockstep.errors import LockstepError, RecordError, first_line
 from lockstep.record.database_lock import database_lock
 from lockstep.record.documents import without_password
-from lockstep.record.run_store import UnavailableError, unreachable
+from lockstep.record.run_store import DeniedError, RejectedError, UnavailableError, unreachable
 
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -28,25 +28,27 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the recorder tries again itself; MLflow's way blocks a call for 246 s
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
 }
+_REJECTED = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"})
+_DENIED = frozenset({"PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "ENDPOINT_NOT_FOUND"})
 _REFUSED = frozenset(
     {
-        "INVALID_PARAMETER_VALUE",
-        "BAD_REQUEST",
-        "MALFORMED_REQUEST",
         "INVALID_STATE",
         "NOT_FOUND",
-        "ENDPOINT_NOT_FOUND",
         "NOT_IMPLEMENTED",
         "RESOURCE_DOES_NOT_EXIST",
         "RESOURCE_ALREADY_EXISTS",
         "ALREADY_EXISTS",
-        "PERMISSION_DENIED",
-        "UNAUTHENTICATED",
-        "CUSTOMER_UNAUTHORIZED",
         "FEATURE_DISABLED",
     }
 )
 """Answers that trying again does not change."""
+
+_REJECTED_STATUS, _DENIED_STATUS = frozenset({400, 413, 414, 415, 422, 431}), frozenset({401, 403, 404, 407})
+_REFUSED_STATUS = frozenset({405, 410, 501, 505})
+_DENIED_IN_S3 = re.compile(r"\((AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|40[13])\)")
+_REJECTED_IN_S3 = re.compile(r"\((EntityTooLarge|KeyTooLongError|413)\)")
+_OF_STORES = ("boto3.", "botocore.", "s3transfer.", "google.", "azure.")
+"""Modules of the clients of object stores, whose errors are of no common class."""
 
 
 @contextmanager
@@ -78,11 +80,16 @@ def translated(uri: str, *, again: bool = True) -> Iterator[None]:
 
     try:
         yield
-    except (MlflowException, SQLAlchemyError, OSError, ImportError) as error:
-        if _is_final(error):
-            message = f"record.uri: {without_password(uri)!r} refuses: {_reason(error)}"
-            raise RecordError(message) from error
-        raise (UnavailableError if again else RecordError)(unreachable(uri, _reason(error))) from error
+    except LockstepError:
+        raise
+    except Exception as error:
+        known = isinstance(error, MlflowException | SQLAlchemyError | OSError | ImportError)
+        if not known and not type(error).__module__.startswith(_OF_STORES):
+            raise
+        kind = _verdict(error)
+        if kind is UnavailableError:
+            raise (UnavailableError if again else RecordError)(unreachable(uri, _reason(error))) from error
+        raise kind(f"record.uri: {without_password(uri)!r} refuses: {_reason(error)}") from error
 
 
 def import_mlflow() -> None:
@@ -116,16 +123,46 @@ def _probe(uri: str) -> None:
         engine.dispose()
 
 
-def _is_final(error: Exception) -> bool:
-    """Whether the same call would fail again: it was refused, or names what is not there."""
+def _verdict(error: Exception) -> type[RecordError]:
+    """What became of a call: UnavailableError, DeniedError, RejectedError, or RecordError where it is refused for good."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+    status = _status(error)
+    if status is not None:
+        return _of_status(status)
     if isinstance(error, MlflowException):
-        return error.error_code in _REFUSED
+        code = error.error_code
+        if code in _REJECTED:
+            return RejectedError
+        if code in _DENIED:
+            return DeniedError
+        return RecordError if code in _REFUSED else UnavailableError
     if isinstance(error, SQLAlchemyError):
-        return not isinstance(error, OperationalError)
-    return isinstance(error, FileNotFoundError | PermissionError | ImportError)
+        return UnavailableError if isinstance(error, OperationalError) else RejectedError
+    if isinstance(error, FileNotFoundError | PermissionError | ImportError):
+        return RecordError
+    if _DENIED_IN_S3.search(str(error)):
+        return DeniedError
+    return RejectedError if _REJECTED_IN_S3.search(str(error)) else UnavailableError
+
+
+def _of_status(status: int) -> type[RecordError]:
+    if status in _REJECTED_STATUS:
+        return RejectedError
+    if status in _DENIED_STATUS:
+        return DeniedError
+    return RecordError if status in _REFUSED_STATUS else UnavailableError
+
+
+def _status(error: Exception) -> int | None:
+    """The status of an answer that is not MLflow's own, but a proxy's or an artifact server's."""
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if status is not None:
+        return int(status)
+    found = re.search(r"failed with error code (\d{3}) != ", str(error))
+    return int(found[1]) if found else None
 
 
 def _reason(error: BaseException) -> str:
@@ -134,4 +171,4 @@ def _reason(error: BaseException) -> str:
     system = re.search(r"\[Errno -?\d+\] ([^\n'\")]+)", text)
     if system:
         return system.group(1)
-    return first_line(error)[:500]
+    return re.sub(r" at 0x[0-9a-f]+", "", first_line(error))[:500]  # the same outage has the same words

@@ -10,10 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
+from lockstep.record.check import InStore, digest
 from lockstep.record.documents import without_password
 from lockstep.record.heartbeat import same_beat, vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint
+from lockstep.record.points import Point
 from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
 
 
@@ -64,6 +66,21 @@ def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path)
         for name in found:
             client.download_artifacts(run_id, name, str(folder))
     return found
+
+
+def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
+    """What an MLflow store has of a run: its status, every point of every metric, and the digests of the named files."""
+    _check_there(uri, f"run {run_id}")
+    with connecting(uri) as (client, _):
+        run = _run(client, uri, run_id)
+        points = {
+            key: [Point(key, m.value, m.timestamp, m.step) for m in client.get_metric_history(run_id, key)]
+            for key in run.data.metrics
+        }
+    with tempfile.TemporaryDirectory() as folder:
+        found = files_from_mlflow(uri, run_id, names, Path(folder))
+        digests = {name: digest(Path(folder, name)) for name in found}
+    return InStore(run.info.status, points, digests)
 
 
 def finished_in_mlflow(uri: str, identity: str) -> Recorded | None:

@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from lockstep.record.run_store import Sent, Status
 from lockstep.spec.fields import Spec
 
 _LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
+_CREATION = "lockstep.creation"
+"""A tag that is each creation's own: by it a run is found whose creation was not confirmed."""
+_PAGE = 25_000
+"""Points of a metric that are asked for at once."""
 _NAMES_IN_MLFLOW = {
     "lockstep.note": "mlflow.note.content",
     "lockstep.job": "mlflow.source.name",
@@ -60,6 +65,9 @@ class MlflowStore:
         self._run_id = ""
         self._params: dict[str, str] = {}
         self._last_steps: dict[str, int] = {}
+        self._creation = uuid.uuid4().hex
+        self._tried = False
+        """Whether the run may have been created, though no answer came."""
 
     # --- opening ------------------------------------------------------------------------------------------
 
@@ -99,14 +107,27 @@ class MlflowStore:
 
     def _create(self) -> None:
         # By the tags of its process a run that is killed in its first second is told from one that lives.
-        tags = {"mlflow.user": _user(), "mlflow.source.type": "LOCAL", **process_tags(time.time())}
-        with self._translated(
-            again=False
-        ):  # a run whose creation was not confirmed may exist: a second try would make two
-            run = self._client.create_run(
+        tags = {
+            "mlflow.user": _user(),
+            "mlflow.source.type": "LOCAL",
+            _CREATION: self._creation,
+            **process_tags(time.time()),
+        }
+        found = self._created() if self._tried else None
+        self._tried = True
+        with self._translated():
+            run = found or self._client.create_run(
                 self._experiment_id, start_time=self._start_ms, run_name=self._run_name or None, tags=tags
             )
         self._run_id = run.info.run_id
+
+    def _created(self) -> Any:
+        """The run that an earlier try has made, whose answer was lost."""
+        with self._translated():
+            found = self._client.search_runs(
+                [self._experiment_id], f"tags.`{_CREATION}` = '{self._creation}'", max_results=1
+            )
+        return found[0] if found else None
 
     def _reopen(self, run_id: str) -> None:
         with self._translated():
@@ -122,6 +143,19 @@ class MlflowStore:
 
     def last_steps(self) -> Mapping[str, int]:
         return self._last_steps
+
+    def recorded_steps(self, key: str) -> Collection[int]:
+        steps: set[int] = set()
+        token = None
+        while True:
+            with self._translated():
+                page = self._client._tracking_client.store.get_metric_history(
+                    self._run_id, key, max_results=_PAGE, page_token=token
+                )
+            steps.update(metric.step for metric in page)
+            token = page.token
+            if not token:
+                return steps
 
     def log_metrics(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric

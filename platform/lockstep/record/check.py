@@ -1,0 +1,205 @@
+"""Compare what is kept of a run in four places: its journal, its ledger, its newest checkpoint's history, and its store."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import StorageError
+from lockstep.record import ledger
+from lockstep.record.comparison import evaluation_difference, same_row, step_difference
+from lockstep.record.events import EvaluationRow, Finished, Mended, Opened, Recorded, StepRow
+from lockstep.record.journal import Damage, Journal
+from lockstep.record.points import Point, points_of
+from lockstep.record.replay import last_words
+
+COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
+"""Files of the run's folder that its store has as well."""
+_LARGEST = 1.7976931348623157e308
+
+
+class Difference(NamedTuple):
+    """One thing that is not as it should be, in the `journal`, the `ledger`, the `checkpoint` or the `store`."""
+
+    where: str
+    what: str
+    mended: bool = False
+
+
+class InStore(NamedTuple):
+    """What a store has of a run: the digests are sha256 of files, by name."""
+
+    status: str
+    points: Mapping[str, Sequence[Point]]
+    digests: Mapping[str, str]
+
+
+def check_journal(journal: Journal, history: ledger.History | None, *, repair: bool) -> Iterator[Difference]:
+    """The journal beside the history of a checkpoint: with `repair` it is given the rows that it lacks."""
+    found = history or ledger.History()
+    steps = [row for row in found.steps if not journal.has_step(row.step)]
+    evaluations = [row for row in found.evaluations if journal.evaluation(row.step) is None]
+    yield from _differing(journal, found)
+    if repair and (steps or evaluations):
+        journal.add([*steps, *evaluations])
+    lacking = [f"step {row.step}" for row in steps]
+    lacking += [f"the evaluation after step {row.step}" for row in evaluations]
+    for what in lacking:
+        yield Difference("journal", f"lacks {what}, which the checkpoint has", repair)
+    missing = journal.missing_steps() if repair or not steps else range(0)
+    if missing:
+        yield Difference(
+            "journal", f"lacks steps {missing.start} to {missing.stop - 1}; no checkpoint has them"
+        )
+    damage = journal.damage
+    mended = [one for one in damage if repair and _is_back(one, journal, found)]
+    if mended:
+        held = ", ".join(one.held for one in mended)
+        journal.add([Mended([one.start for one in mended], f"damaged lines ({held}), by a check")])
+    for one in damage:
+        yield Difference("journal", f"a damaged line at byte {one.start}: {one.held}", one in mended)
+
+
+def _is_back(damage: Damage, journal: Journal, history: ledger.History) -> bool:
+    """Whether the rows that a damaged line held are in the journal now. What else a line can hold has no second place."""
+    kind, _, number = damage.held.partition(" ")
+    if kind == "step" and number:
+        return journal.has_step(int(number))
+    if kind == "evaluation" and number:
+        return journal.evaluation(int(number)) is not None
+    if kind in ("step", "evaluation", "unreadable"):
+        return bool(history.steps) and history.steps[-1].step >= journal.last_step
+    return True
+
+
+def _differing(journal: Journal, history: ledger.History) -> Iterator[Difference]:
+    for row in history.steps:
+        known = journal.step(row.step) if journal.has_step(row.step) else None
+        if known is not None and (difference := step_difference(known, row)):
+            yield Difference(
+                "checkpoint", f"has other bits of step {row.step} than the journal: {difference}"
+            )
+    for evaluated in history.evaluations:
+        before = journal.evaluation(evaluated.step)
+        if before is not None and (difference := evaluation_difference(before, evaluated)):
+            yield Difference(
+                "checkpoint",
+                f"has another evaluation after step {evaluated.step} than the journal: {difference}",
+            )
+
+
+def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[Difference]:
+    """The Parquet files of a run that has ended beside its journal: with `repair` they are written again."""
+    if not _ended(journal):
+        return
+    if journal.last_step and (what := _other_steps(folder / "ledger.parquet", list(journal.steps()))):
+        if repair:
+            ledger.write_parquet(list(journal.steps()), folder / "ledger.parquet")
+        yield Difference("ledger", f"ledger.parquet {what}", repair)
+    rows = journal.evaluations()
+    if rows and (what := _other_evaluations(folder / "evaluations.parquet", rows)):
+        if repair:
+            ledger.write_evaluations(rows, folder / "evaluations.parquet")
+        yield Difference("ledger", f"evaluations.parquet {what}", repair)
+
+
+def _ended(journal: Journal) -> bool:
+    return not isinstance(journal.events[-1] if journal.events else Opened(0.0), Opened)
+
+
+def _other_steps(path: Path, rows: Sequence[StepRow]) -> str:
+    try:
+        return _compared(ledger.read_parquet(path), rows)
+    except StorageError as error:
+        return f"cannot be read ({error})"
+
+
+def _other_evaluations(path: Path, rows: Sequence[EvaluationRow]) -> str:
+    try:
+        return _compared(ledger.read_evaluations(path), rows)
+    except StorageError as error:
+        return f"cannot be read ({error})"
+
+
+def _compared(found: Sequence[StepRow | EvaluationRow], wanted: Sequence[StepRow | EvaluationRow]) -> str:
+    """How rows differ, every column bit for bit; nothing where they do not."""
+    if len(found) != len(wanted):
+        return f"has {len(found)} rows, and the journal {len(wanted)}"
+    for one, other in zip(found, wanted, strict=True):
+        if not same_row(one, other):
+            return f"has another row of step {other.step} than the journal"
+    return ""
+
+
+def check_store(folder: Path, journal: Journal, store: InStore, *, scaled: bool) -> Iterator[Difference]:
+    """What a store has beside the journal and the run's folder."""
+    wanted: dict[str, dict[int, Point]] = {}
+    for point in expected_points(journal, scaled=scaled):
+        wanted.setdefault(point.key, {})[point.step] = point
+    for key in sorted({*wanted, *store.points}):
+        if key in wanted or key.startswith(("train/", "eval/")):
+            yield from _points(key, wanted.get(key, {}), store.points.get(key, ()))
+    if _ended(journal):
+        status = _status(journal)
+        if store.status != status:
+            yield Difference("store", f"has status {store.status}, wanted {status}")
+        for name in COPIED:
+            path = folder / name
+            if path.exists() and store.digests.get(name) != digest(path):
+                what = "another file" if name in store.digests else "no file"
+                yield Difference("store", f"has {what} {name}")
+
+
+def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
+    """The points that the journal's events become."""
+    started_at = next(event.at for event in journal.events if isinstance(event, Opened))
+    rows: Iterator[Recorded] = journal.steps()
+    before: StepRow | None = None
+    for row in rows:
+        yield from points_of(row, before, scaled=scaled, started_at=started_at)
+        before = row if isinstance(row, StepRow) else before
+    for entry in journal.read(0):
+        event = entry.event
+        if event is not None and not isinstance(event, StepRow):
+            yield from points_of(event, None, scaled=scaled, started_at=started_at)
+
+
+def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> Iterator[Difference]:
+    steps = [point.step for point in found]
+    lacking = sorted(wanted.keys() - set(steps))
+    if lacking:
+        yield Difference("store", f"lacks {len(lacking)} points of {key}, from step {lacking[0]} on")
+    more = sorted(set(steps) - wanted.keys())
+    if more:
+        yield Difference(
+            "store", f"has {len(more)} points of {key} more than the journal, from step {more[0]} on"
+        )
+    if len(steps) != len(set(steps)):
+        double = sorted({step for step in steps if steps.count(step) > 1})
+        yield Difference("store", f"has step {double[0]} of {key} twice")
+    other = [p.step for p in found if p.step in wanted and _value(p) != _value(wanted[p.step])]
+    if other:
+        yield Difference("store", f"has another value of {key} at step {other[0]}")
+
+
+def _value(point: Point) -> str:
+    """A value as MLflow keeps it."""
+    if math.isnan(point.value):
+        return "nan"
+    return repr(max(-_LARGEST, min(_LARGEST, point.value)) + 0.0)
+
+
+def _status(journal: Journal) -> str:
+    end = last_words(journal.events)[-1]
+    if isinstance(end, Finished):
+        return "KILLED" if end.summary.get("stopped") else "FINISHED"
+    return getattr(end, "status", "RUNNING")
+
+
+def digest(path: Path) -> str:
+    """The sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
