@@ -100,11 +100,9 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             function = getattr(importlib.import_module(module), name)
-            os.environ |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(workers),
-                "LOCAL_RANK": str(rank),
-            }  # as launchers do
+            # As launchers do, and for a job that must differ: the others' names are kept from it.
+            told = {"RANK": rank, "WORLD_SIZE": workers, "LOCAL_RANK": rank, "POOL_RANK": rank}
+            os.environ |= {name: str(value) for name, value in told.items()}
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
             )

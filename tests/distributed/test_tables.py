@@ -21,6 +21,7 @@ from lockstep.errors import DataError, DriftError, JobError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, Warned
 from lockstep.spec.loading import load_spec
+from lockstep.training.determinism import determinism
 from lockstep.training.group import Group
 from lockstep.training.setup import prepare
 from tests.distributed.pool import Pool
@@ -174,7 +175,8 @@ def facts_of(spec: Document) -> tuple[int | None, tuple[str, ...]]:
     loaded, warnings = load_spec(spec), list[str]()
     job = load_job(loaded.job.use, loaded.job.params)
     group = Group.join(torch.device("cpu"))
-    facts = prepare(loaded, job, group, tell).facts
+    with determinism(loaded.determinism, loaded.threads):
+        facts = prepare(loaded, job, group, tell).facts
     return facts.get("leaked_rows"), tuple(warnings)
 
 
