@@ -16,8 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from lockstep.errors import RecordError, first_line
 from lockstep.record.events import SetAside
@@ -26,24 +25,15 @@ from lockstep.record.run_store import DeniedError, UnavailableError
 Kind = Literal["status", "facts", "points", "files"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_KIND_OF: dict[str, Kind] = {
-    "set_status": "status",
-    "set_tags": "facts",
-    "log_params": "facts",
-    "log_data": "facts",
-}
-"""By the name of the store's method. All others send files."""
-
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_DENIED_S = 0.25, 5.0, 20.0
 _TRIES, _PROBED_AFTER_S = 3, 10.0
 """After so many tries and seconds the call behind the first is tried: where that is answered, the first is set aside."""
-_IN_ANY_ORDER = {"log_params", "log_data"}
 
 
 class _Call(NamedTuple):
     what: str
     make: Callable[[], None]
-    again: bool
+    later: bool
     """Whether it may be made after later ones of its kind: a file is read when it is sent, a tag would be an older one."""
 
 
@@ -153,7 +143,7 @@ class Lane:
 
     def _put_aside(self, call: _Call, error: Exception) -> None:
         self.aside(call.what, error)
-        if call.again:
+        if call.later:
             self._again.append(call)
 
     def _probed(self, error: UnavailableError) -> bool:
@@ -184,6 +174,14 @@ class Lane:
         return float(min(_SHORTEST_PAUSE_S * 2 ** min(self.outage.tries - 1, 10), longest))
 
 
+class Send(Protocol):
+    """`Outbox.send`."""
+
+    def __call__(
+        self, kind: Kind, what: str, call: Callable[..., None], /, *arguments: Any, later: bool = False
+    ) -> None: ...
+
+
 class Outbox:
     """The lanes of one run. `patience_s` is how long the store may be silent before `failure` tells of it."""
 
@@ -194,11 +192,11 @@ class Outbox:
         self.advice = "`lockstep record sync RUN` sends it again"
         """What a person is told of a call that was set aside."""
 
-    def send(self, call: Callable[..., None], *arguments: Any, kind: Kind | None = None) -> None:
-        """Have a call made after those of its kind that wait."""
-        kind = kind or _KIND_OF.get(call.__name__, "files")
-        again = kind == "files" or call.__name__ in _IN_ANY_ORDER
-        self.lanes[kind].send(_Call(_shown(call, arguments), partial(call, *arguments), again))
+    def send(
+        self, kind: Kind, what: str, call: Callable[..., None], /, *arguments: Any, later: bool = False
+    ) -> None:
+        """Have a call made after those of its kind that wait. `what` it sends is told where it cannot be."""
+        self.lanes[kind].send(_Call(what, partial(call, *arguments), later or kind == "files"))
 
     @property
     def delivered(self) -> int:
@@ -268,23 +266,3 @@ class Outbox:
             ):
                 return outage.error
         return None
-
-
-def _shown(call: Callable[..., None], arguments: Sequence[Any]) -> str:
-    """A call as a person is told of it."""
-    first = arguments[0] if arguments else ""
-    match call.__name__:
-        case "log_file":
-            name = first.name if isinstance(first, Path) else str(first)
-            return f"artifact {f'{arguments[1]}/' if arguments[1:] and arguments[1] else ''}{name}"
-        case "set_tags":
-            return f"tags {', '.join(sorted(first)[:5])}"
-        case "log_params":
-            return "parameters"
-        case "log_data":
-            return "data sets"
-        case "log_checkpoint" | "delete_checkpoint":
-            return f"checkpoint {first}"
-        case "set_status":
-            return f"status {first}"
-    return call.__name__.strip("_").replace("_", " ")

@@ -39,6 +39,7 @@ from lockstep.record.events import (
     TakenOver,
 )
 from lockstep.record.journal import Journal
+from lockstep.record.outbox import Send
 from lockstep.record.run_store import RunStore, Status
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -56,16 +57,22 @@ _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name"
 
 
 class Page:
-    """One run's page. `send` makes a call of the store in its turn."""
+    """One run's page. `send` makes a call of the store in its turn, and `end` tells the store how the run ended."""
 
     def __init__(
-        self, spec: Spec, folder: Path, journal: Journal, store: RunStore, send: Callable[..., None]
+        self,
+        spec: Spec,
+        folder: Path,
+        journal: Journal,
+        store: RunStore,
+        send: Send,
+        end: Callable[[Status], None],
     ) -> None:
         self._spec = spec
         self._folder = folder
         self._journal = journal
         self._store = store
-        self._send = send
+        self._send, self._tell_end = send, end
         self._facts: dict[str, Any] = {}
         self._violation = ""
         self._trouble = ""
@@ -116,7 +123,7 @@ class Page:
     def describe(self, *, resumed: bool) -> None:
         """What else is known of a run before it does anything: its parameters and its job's source."""
         document = documents.spec_document(self._spec)
-        self._send(self._store.log_params, documents.flat(document))
+        self._send("facts", "parameters", self._store.log_params, documents.flat(document), later=True)
         self._tag({"job": self._spec.job.use, "folder": str(self._folder)})
         self._note(f"**RUNNING** · {self._spec.name}", {})
         if resumed:
@@ -130,9 +137,10 @@ class Page:
         self.log(f"training begins on {facts.get('workers', '?')} workers")
         plan, git, environment = (facts.get(name) or {} for name in _DOCUMENTS)
         rest = {name: value for name, value in facts.items() if name not in _DOCUMENTS}
-        self._send(self._store.log_params, documents.flat({"plan": plan}))
+        self._send("facts", "parameters", self._store.log_params, documents.flat({"plan": plan}), later=True)
         if facts.get("fields"):
-            self._send(self._store.log_data, data_sets(self._spec, facts["fields"]))
+            data = data_sets(self._spec, facts["fields"])
+            self._send("facts", "data sets", self._store.log_data, data, later=True)
         self._tag({f"git_{name}": value for name, value in git.items() if name != "diff"})
         self._tag(
             {f"environment.{name}": environment[name] for name in _ENVIRONMENT_TAGS if name in environment}
@@ -166,9 +174,10 @@ class Page:
         self._tag({"checkpoint": row.uri, "checkpoint_step": row.step, "checkpoint_error": ""})
         if self._keeps_copies(row):
             return
-        self._send(self._store.log_checkpoint, row.step, _checkpoint_tags(row.uri), None)
+        tags = _checkpoint_tags(row.uri)
+        self._send("files", f"checkpoint {row.step}", self._store.log_checkpoint, row.step, tags, None)
         for step in row.deleted:
-            self._send(self._store.delete_checkpoint, step)
+            self._send("files", f"checkpoint {step}", self._store.delete_checkpoint, step)
 
     def take_up_copies(self) -> None:
         """Go on where a recorder before this one may have been ended."""
@@ -297,7 +306,7 @@ class Page:
         self._note(verdict, details)
         self.log(verdict.replace("**", ""))
         self._keep(self._folder / "log.txt")
-        self._send(self._store.set_status, status)
+        self._tell_end(status)
 
     def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
         self._verdict = verdict, details
@@ -313,7 +322,7 @@ class Page:
         """Of a run that came to its end: one that is stopped has no time to lose."""
         weights = [path for path in files if path.name == "final.safetensors"]
         if status == "FINISHED" and weights:
-            self._send(self._log_model, weights[0], int(summary.get("step", 0)))
+            self._send("files", "final model", self._log_model, weights[0], int(summary.get("step", 0)))
 
     def _log_model(self, weights: Path, step: int) -> None:
         self.working = True
@@ -346,7 +355,8 @@ class Page:
     def _keep(self, path: Path) -> None:
         """Send a file to the store, under the folder that it has within the run's folder."""
         inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
-        self._send(self._store.log_file, path, "" if inside == Path() else inside.as_posix())
+        folder = "" if inside == Path() else inside.as_posix()
+        self._send("files", f"artifact {inside / path.name}", self._store.log_file, path, folder)
 
     def _document(self, name: str, text: str) -> None:
         """Keep a text in the run's folder and with the run."""
@@ -356,7 +366,7 @@ class Page:
     def _tag(self, facts: Mapping[str, Any]) -> None:
         tags = {f"lockstep.{name}": documents.as_value(value) for name, value in facts.items()}
         if tags:
-            self._send(self._store.set_tags, tags)
+            self._send("facts", f"tags {', '.join(sorted(tags)[:5])}", self._store.set_tags, tags)
 
 
 _REMEDY = "resume the run, or `lockstep record check RUN --repair`: what is missing is taken from its newest checkpoint"

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import LockstepError, RecordError, StorageError
 from lockstep.files import private
@@ -231,7 +230,7 @@ class Writer:
         assert self._end is not None
         end, self._end = self._end, None
         self._over = True
-        self._outbox.send(self._store.set_status, end)
+        self._send_status(end)
 
     def _open(self) -> None:
         self._store = self._make_store(self.spec)
@@ -258,11 +257,13 @@ class Writer:
         try:
             self._store.set_status("RUNNING")
         except UnavailableError:  # a call like others, from here on
-            self._outbox.send(self._store.set_status, "RUNNING")
+            self._send_status("RUNNING")
         self._outbox.advice = f"`lockstep record sync {run_id}` sends it again"
         before, left = list(self._journal.events), not self._journal.delivered
         self._journal.add([Opened(time.time(), process_tags(time.time()))])
-        self._page = Page(self.spec, self._folder, self._journal, self._store, self._send)
+        self._page = Page(
+            self.spec, self._folder, self._journal, self._store, self._outbox.send, self._end_last
+        )
         self._delivery = Delivery(
             self._journal,
             self._store,
@@ -276,7 +277,7 @@ class Writer:
         self._first_file()
         self._page.describe(resumed=self._resumed is not None)
         if self._resumed is not None:
-            self._outbox.send(self._tag_trouble, "", kind="facts")  # that of the attempt before
+            self._send_trouble("")  # that of the attempt before
         self._tag_process()
         self.url = self._store.url()
         self._page.take_up_copies()
@@ -295,12 +296,12 @@ class Writer:
         while len(lane) and not lane.outage and not lane.set_aside and time.monotonic() < until:
             time.sleep(0.002)
 
-    def _send(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Have a call of the store made in its turn; that which ends the run comes last."""
-        if call.__name__ == "set_status" and arguments[0] != "RUNNING":
-            self._end = arguments[0]
-        else:
-            self._outbox.send(call, *arguments)
+    def _send_status(self, status: Status) -> None:
+        self._outbox.send("status", f"status {status}", self._store.set_status, status)
+
+    def _end_last(self, status: Status) -> None:
+        """The store learns how the run ended when it has everything else."""
+        self._end = status
 
     def _set_aside(self, aside: SetAside) -> None:
         self._journal.add([aside])
@@ -420,7 +421,7 @@ class Writer:
         if self._page.not_whole:
             self._outbox.refuse(RecordError(self._page.not_whole))
         if isinstance(event, CheckpointRow):
-            self._outbox.send(self._tell_aliases)
+            self._outbox.send("files", "aliases of checkpoints", self._tell_aliases)
 
     def _mend(self) -> None:
         """Note that the rows of damaged lines are there again, once all steps were told again."""
@@ -448,7 +449,7 @@ class Writer:
         """Have the journal's points sent, once: the call that waits sends all there are when its turn comes."""
         if (self._delivery.due or self._again) and not self._sending:
             self._sending = True
-            self._outbox.send(self._send_points, kind="points")
+            self._outbox.send("points", "points", self._send_points)
 
     def _send_points(self) -> None:
         again, self._again = self._again, False
@@ -471,7 +472,7 @@ class Writer:
         """Say that this process lives, now and then; with it goes the RUNNING that a hasty reader may have taken away."""
         if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
             return
-        self._outbox.send(self._store.set_status, "RUNNING")
+        self._send_status("RUNNING")
         self._tag_process()
 
     def _report(self) -> None:
@@ -484,7 +485,10 @@ class Writer:
         if text != self._trouble:
             self._trouble = text
             self._page.trouble(text)
-            self._outbox.send(self._tag_trouble, text, kind="facts")
+            self._send_trouble(text)
+
+    def _send_trouble(self, text: str) -> None:
+        self._outbox.send("facts", "what is not recorded", self._tag_trouble, text)
 
     def _tag_trouble(self, text: str) -> None:
         self._store.set_tags({"lockstep.record_error": text})
@@ -493,7 +497,7 @@ class Writer:
     def _tag_process(self) -> None:
         self._beat_at = time.monotonic()
         tags = process_tags(time.time()) | NOT_VANISHED
-        self._outbox.send(self._store.set_tags, tags, kind="status")
+        self._outbox.send("status", "heartbeat", self._store.set_tags, tags)
 
     def _deadline(self) -> float:
         """Until when a silent store is waited for, in monotonic seconds."""
