@@ -55,7 +55,7 @@ STORE_FAULTS = ("unavailable", "denied", "rejected", "refused", "bug", "lost")
 
 class Case(NamedTuple):
     where: str
-    """`file` or `store`."""
+    """`file` or `store`, or `journal`: a write to that alone, whatever the other threads do meanwhile."""
     scenario: str
     at: int
     fault: str
@@ -66,10 +66,16 @@ class Case(NamedTuple):
 
 
 class Shim:
-    """Stands before the calls of `os` below `folder`; call `at` fails, and where that `lasts` all later ones of its name."""
+    """Stands before the calls of `os` below `folder`; call `at` fails, and where that `lasts` all later ones of its name.
 
-    def __init__(self, folder: Path, at: int | None, fault: str, *, lasts: bool) -> None:
+    With `journal` only writes to a journal count.
+    """
+
+    def __init__(
+        self, folder: Path, at: int | None, fault: str, *, lasts: bool, journal: bool = False
+    ) -> None:
         self.folder, self.at, self.fault, self.lasts = str(folder), at, fault, lasts
+        self.journal = journal
         self.log: list[tuple[str, str]] = []
         self._failed, self._failures = "", 0
         self._names: dict[int, str] = {}
@@ -100,7 +106,11 @@ class Shim:
         def counted(*arguments: Any, **options: Any) -> Any:
             first = arguments[0]
             path = self._names.get(first, "") if isinstance(first, int) else os.fspath(first)
-            if not str(path).startswith(self.folder) or "injected" in threading.current_thread().name:
+            counts = not self.journal or (name == "write" and str(path).endswith(NAME))
+            injected = "injected" in threading.current_thread().name
+            if injected or not counts or not str(path).startswith(self.folder):
+                if name == "open":
+                    return self._opened(call(*arguments, **options), path)
                 return call(*arguments, **options)
             with self._lock:
                 number = len(self.log)
@@ -116,11 +126,13 @@ class Shim:
             if fails:
                 return self._fail(name, call, arguments)
             result = call(*arguments, **options)
-            if name == "open":
-                self._names[result] = str(path)
-            return result
+            return self._opened(result, path) if name == "open" else result
 
         return counted
+
+    def _opened(self, descriptor: int, path: Any) -> int:
+        self._names[descriptor] = str(path)
+        return descriptor
 
     def _fail(self, name: str, call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         if self.fault in ("short", "torn"):
@@ -360,7 +372,13 @@ def lies(storage: Path, spec: Spec, case: Case) -> list[str]:
         failure = recorded(recorder, told)
         assert not failure, failure
         first = recorder.run_id()
-    shim = Shim(storage, case.at if case.where == "file" else None, case.fault, lasts=case.lasts)
+    shim = Shim(
+        storage,
+        None if case.where == "store" else case.at,
+        case.fault,
+        lasts=case.lasts,
+        journal=case.where == "journal",
+    )
     at = case.at if case.where == "store" else None
     with shim.watching():
         recorder = Recorder(
@@ -430,15 +448,6 @@ def calls(storage: Path, spec: Spec, scenario: str) -> tuple[int, int]:
         assert not failure, failure
     assert not not_whole(storage / recorder.run_id(), kept)
     return len(shim.log), len(keeping.calls)
-
-
-def journal_writes(storage: Path, spec: Spec) -> list[int]:
-    """The numbers of the calls by which a new run's process adds to its journal."""
-    shutil.rmtree(storage, ignore_errors=True)
-    shim = Shim(storage, None, "", lasts=False)
-    with shim.watching():
-        assert not recorded(Recorder(spec, lambda _: store(storage, Kept())), waves("new"))
-    return [at for at, (name, path) in enumerate(shim.log) if name == "write" and path.endswith(NAME)]
 
 
 def cases(storage: Path, spec: Spec) -> list[Case]:

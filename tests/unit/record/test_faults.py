@@ -11,7 +11,7 @@ import pytest
 from lockstep.record.page import Page
 from lockstep.record.writer import Writer
 from lockstep.spec.fields import Spec
-from tests.unit.record.failed_at_every_call import Case, cases, journal_writes, lies, quick
+from tests.unit.record.failed_at_every_call import Case, cases, lies, quick
 
 COVER = 30
 
@@ -43,8 +43,9 @@ def test_a_writer_that_drops_what_the_disk_refused_and_looks_for_no_holes_lies(
 
     monkeypatch.setattr(Writer, "_not_written", dropped)
     monkeypatch.setattr(Page, "_missing", lambda self, last: "")
-    chosen = [Case("file", "new", at, "ENOSPC", False) for at in journal_writes(tmp_path / "runs", spec())]
-    assert len(chosen) >= 4
+    chosen = [
+        Case("journal", "new", at, "ENOSPC", False) for at in range(4)
+    ]  # the last one has the run's end
     assert found(tmp_path / "runs", spec(), chosen)
 
 
