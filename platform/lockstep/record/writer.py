@@ -49,8 +49,6 @@ FLUSH_S = 1.0
 """How long points are gathered before they are sent."""
 OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may keep a run from starting."""
-NOT_VANISHED = {"lockstep.vanished": "", "lockstep.error": ""}
-"""Takes back what a reader said that could not see the run alive."""
 DISK_PATIENCE_S = 30.0
 """How long a disk that refuses the journal's last lines is tried again once the run has ended."""
 
@@ -469,11 +467,15 @@ class Writer:
         self._sending = False
 
     def _beat(self) -> None:
-        """Say that this process lives, now and then; with it goes the RUNNING that a hasty reader may have taken away."""
+        """Say that this process lives, now and then; with it goes what a hasty reader may have said, and RUNNING is back."""
         if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
             return
         self._send_status("RUNNING")
         self._tag_process()
+        if not self._ended and self._outbox.idle(
+            ("facts",)
+        ):  # among the facts: an error of the run's own comes after it
+            self._outbox.send("facts", "tags lockstep.error", self._store.set_tags, {"lockstep.error": ""})
 
     def _report(self) -> None:
         """Tell on the run's page what is not recorded, when that changes."""
@@ -496,7 +498,7 @@ class Writer:
 
     def _tag_process(self) -> None:
         self._beat_at = time.monotonic()
-        tags = process_tags(time.time()) | NOT_VANISHED
+        tags = process_tags(time.time()) | {"lockstep.vanished": ""}
         self._outbox.send("status", "heartbeat", self._store.set_tags, tags)
 
     def _deadline(self) -> float:

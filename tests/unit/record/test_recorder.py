@@ -232,6 +232,22 @@ def test_a_run_that_ends_early_keeps_the_line_the_details_and_the_ledger(spec: S
     assert read_parquet(folder / "ledger.parquet") == [step_row(1)]
 
 
+class LateBeats(Shaky):
+    """Takes its time for a heartbeat."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        if "lockstep.beat" in tags:
+            time.sleep(0.3)
+        super().set_tags(tags)
+
+
+def test_a_heartbeat_that_is_late_takes_no_error_back(spec: Specs, tmp_path: Path) -> None:
+    recorder = recorder_on(LateBeats(tmp_path / "runs"), spec())
+    recorder.tell(step_row(1), Failed("the loss of step 2 is nan"))
+    recorder.close()
+    assert run_json(recorder)["tags"]["lockstep.error"] == "the loss of step 2 is nan"
+
+
 def test_a_folder_that_cannot_be_written_is_one_clear_line(spec: Specs, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
     recorder = Recorder(spec())
