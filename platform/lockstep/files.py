@@ -45,15 +45,18 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 class _Raw(io.RawIOBase):
-    """A file through the plain system calls."""
+    """A file through the plain system calls, until it is `over`: then its descriptor may be another file's."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self.over = False
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
+        if self.over:  # a buffer that is collected after a failure writes what is left in it
+            return memoryview(data).nbytes
         return os.write(self._descriptor, data)
 
 
@@ -62,11 +65,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """The same, open for writing."""
     with replaced(path) as aside:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        raw = _Raw(descriptor)
         try:
-            file = io.BufferedWriter(_Raw(descriptor))
+            file = io.BufferedWriter(raw)
             yield cast(BinaryIO, file)
             file.flush()
         finally:
+            raw.over = True
             os.close(descriptor)
 
 

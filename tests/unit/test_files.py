@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import re
 import stat
@@ -240,3 +241,19 @@ def test_a_private_run_is_its_users_alone(private: bool, modes: tuple[int, int],
     assert {stat.S_IMODE(path.stat().st_mode) for path in made if path.is_dir()} == {modes[0]}
     assert {stat.S_IMODE(path.stat().st_mode) for path in made if path.is_file()} == {modes[1]}
     assert len(made) > 8
+
+
+def test_what_a_file_that_failed_had_left_is_written_to_no_other(tmp_path: Path) -> None:
+    """The next file that is opened has the descriptor of the one that failed."""
+    held = []
+    with pytest.raises(ValueError, match="no more"), files.replacing(tmp_path / "first") as file:
+        held.append(file)
+        file.write(b"of the first")
+        raise ValueError("no more")
+    others = [(tmp_path / f"other-{i}").open("wb") for i in range(5)]
+    held.clear()
+    del file
+    gc.collect()
+    for other in others:
+        other.close()
+    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b""] * 5
