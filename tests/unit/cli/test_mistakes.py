@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -76,7 +77,23 @@ def call(
         (tmp_path / "spec.yaml").write_text(json.dumps(document))
         return here(monkeypatch, capfd, tmp_path, *words)
 
+    if not _IMPORTED:  # what trains, which `quick` leaves out
+        _IMPORTED.append("all")
+        code, _, err = called(
+            "train", "spec.yaml", "--local", source="class Wrong(Right): pass", workers={"max": 1}
+        )
+        assert code == 0, err
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        _forget()
     yield called
+    _forget()
+
+
+_IMPORTED: list[str] = []
+
+
+def _forget() -> None:
     for name in [name for name in sys.modules if name.startswith("theirs")]:
         del sys.modules[name]
 
