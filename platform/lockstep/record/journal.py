@@ -10,40 +10,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import struct
 import threading
-import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from heapq import merge
 from pathlib import Path
-from typing import Any, NamedTuple, assert_never
+from typing import NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.files import NoLocksError, flush, lock, make_folder
-from lockstep.record.events import (
-    AttemptsSummarised,
-    CheckpointRow,
-    Delivered,
-    Document,
-    EvaluationRow,
-    Failed,
-    Finished,
-    Mended,
-    Opened,
-    PeakMemory,
-    Recorded,
-    Sampled,
-    SetAside,
-    Started,
-    StepRow,
-    TakenOver,
-)
+from lockstep.record.events import Delivered, EvaluationRow, Mended, Recorded, Sampled, StepRow
+from lockstep.record.journal_lines import from_line, held_by, to_line
 
 NAME = "journal.jsonl"
 _READ_BYTES = 1 << 20
@@ -74,7 +54,8 @@ class Journal:
         self._adding = threading.RLock()
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
         try:
-            make_folder(folder)
+            if not read_only:
+                make_folder(folder)
             self._file = os.open(self._path, flags | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _broken(self._path, error) from error
@@ -107,7 +88,7 @@ class Journal:
 
     def _lock(self) -> None:
         try:
-            lock(self._file)
+            lock(self._file, shared=self._read_only)
         except BlockingIOError as error:
             raise RecordError(
                 f"run {self._path.parent.name}: another process records it now; wait for it, or end it"
@@ -122,7 +103,7 @@ class Journal:
         size = os.fstat(self._file).st_size
         for entry in self._read(0, size):
             if entry.event is None:
-                self._damage.append(Damage(entry.start, _held(self._line_at(entry))))
+                self._damage.append(Damage(entry.start, held_by(self._line_at(entry))))
             else:
                 self._note(entry.event, entry.start)
             self.size = entry.end
@@ -159,7 +140,7 @@ class Journal:
 
     def add(self, events: Sequence[Recorded]) -> None:
         """Add events, all or none of them; rows only where the journal does not have them. RecordError where the disk refuses."""
-        lines = [_line(event, self._folder) for event in events]
+        lines = [to_line(event, self._folder) for event in events]
         with self._adding:
             start = self.size
             self._append(b"".join(lines))
@@ -222,10 +203,9 @@ class Journal:
         """The row of a step, where the journal has it."""
         start = self._late.get(number)
         if start is None:
-            at = bisect_left(self._numbers, number)
-            if at == len(self._numbers) or self._numbers[at] != number:
+            if not self._on_time(number):
                 return None
-            start = self._starts[at]
+            start = self._starts[bisect_left(self._numbers, number)]
         row = next(self.read(start)).event
         return row if isinstance(row, StepRow) else None  # damaged since
 
@@ -271,7 +251,7 @@ class Journal:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 begin, end = end, end + len(line) + 1
-                yield Entry(_event(line, self._path), begin, end)
+                yield Entry(from_line(line, self._path.parent), begin, end)
 
 
 def read_steps(folder: Path) -> list[StepRow]:
@@ -280,7 +260,7 @@ def read_steps(folder: Path) -> list[StepRow]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
-    rows = (_event(line, path) for line in lines if line.startswith(b'{"step"'))
+    rows = (from_line(line, folder) for line in lines if line.startswith(b'{"step"'))
     steps = {row.step: row for row in rows if isinstance(row, StepRow)}
     return [steps[number] for number in sorted(steps)]
 
@@ -293,140 +273,8 @@ def newest_step(folder: Path) -> StepRow | None:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _READ_BYTES))
         lines = file.read().split(b"\n")[:-1]
-    rows = (_event(line, path) for line in reversed(lines) if line.startswith(b'{"step":'))
+    rows = (from_line(line, folder) for line in reversed(lines) if line.startswith(b'{"step":'))
     return next((row for row in rows if isinstance(row, StepRow)), None)
-
-
-# --- lines --------------------------------------------------------------------------------------------------
-
-
-def _line(event: Recorded, folder: Path) -> bytes:
-    kind, value = _plain_event(event, folder)
-    text = json.dumps({kind: value}, default=str, separators=(",", ":")).encode()
-    return b"%s %08x\n" % (text, zlib.crc32(text))
-
-
-def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
-    """The name of an event's line and its content as plain data; files are named from the run's folder on."""
-    match event:
-        case StepRow():
-            return "step", [_plain(value) for value in event]
-        case EvaluationRow():
-            return "evaluation", [_plain(value) for value in event]
-        case CheckpointRow():
-            return "checkpoint", event._asdict()
-        case Opened():
-            return "opened", {"at": event.at, **event.process}
-        case Started():
-            return "started", dict(event.facts)
-        case Sampled():
-            return "system", {"node": event.node, "at": event.at, "values": dict(event.values)}
-        case AttemptsSummarised():
-            return "attempts", list(event.attempts)
-        case PeakMemory():
-            return "peak_memory", list(event.bytes_by_rank)
-        case Document():
-            return "document", {"name": event.name, "text": event.text}
-        case Finished():
-            files = [
-                path.relative_to(folder) if path.is_relative_to(folder) else path for path in event.files
-            ]
-            return "finished", {"summary": dict(event.summary), "files": [str(path) for path in files]}
-        case Failed():
-            return "failed", {"message": event.message, "details": event.details, "status": event.status}
-        case TakenOver():
-            return "taken_over", {"message": event.message}
-        case SetAside():
-            return "set_aside", {"what": event.what, "reason": event.reason}
-        case Mended():
-            return "mended", {"starts": list(event.starts), "how": event.how}
-        case Delivered():
-            return "delivered", {}
-        case _:
-            assert_never(event)
-
-
-_CHECKED = re.compile(rb"(.*\}) ([0-9a-f]{8})", re.DOTALL)
-
-
-def _event(line: bytes, path: Path) -> Recorded | None:
-    """The event of a line, or None where the line is damaged. Lines of older versions end without a checksum."""
-    found = _CHECKED.fullmatch(line)
-    if found and zlib.crc32(found[1]) != int(found[2], 16):
-        return None
-    try:
-        ((kind, value),) = json.loads(found[1] if found else line).items()
-        return _from_plain(kind, value, path.parent)
-    except (ValueError, TypeError, AttributeError, KeyError):
-        return None
-
-
-def _held(line: bytes) -> str:
-    """What a damaged line seems to have been."""
-    found = re.match(rb'\{"(\w+)":(?:\[(\d+),)?', line)
-    if not found:
-        return "unreadable"
-    return " ".join(part.decode() for part in found.groups() if part)
-
-
-def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
-    match kind:
-        case "step":
-            return StepRow._make(_floats(value, StepRow))
-        case "evaluation":
-            return EvaluationRow._make(_floats(value, EvaluationRow))
-        case "checkpoint":
-            essential = tuple((step, uri) for step, uri in value.get("essential", ()))
-            deleted = tuple(value.get("deleted", ()))
-            return CheckpointRow(**{**value, "deleted": deleted, "essential": essential})
-        case "opened":
-            return Opened(value.pop("at"), value)
-        case "started":
-            return Started(value)
-        case "system":
-            return Sampled(**value)
-        case "attempts":
-            return AttemptsSummarised(value)
-        case "peak_memory":
-            return PeakMemory(value)
-        case "document":
-            return Document(**value)
-        case "finished":
-            return Finished(value["summary"], [folder / name for name in value["files"]])
-        case "failed":
-            return Failed(**value)
-        case "taken_over":
-            return TakenOver(**value)
-        case "set_aside":
-            return SetAside(**value)
-        case "mended":
-            return Mended(**value)
-        case "delivered":
-            return Delivered()
-    raise ValueError(f"unknown event {kind!r}")
-
-
-def _plain(value: Any) -> Any:
-    """A value for JSON, whose NaN has no payload."""
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if value != value:
-        return f"nan:{struct.pack('>d', value).hex()}"
-    return value
-
-
-def _floats(values: list[Any], row: type[StepRow] | type[EvaluationRow]) -> list[Any]:
-    if len(values) != len(row._fields):
-        raise ValueError(f"{len(values)} values, wanted {len(row._fields)}")
-    return [_float(value) for value in values]
-
-
-def _float(value: Any) -> Any:
-    if isinstance(value, str):
-        return struct.unpack(">d", bytes.fromhex(value.removeprefix("nan:")))[0]
-    if isinstance(value, dict):
-        return {name: _float(inner) for name, inner in value.items()}
-    return value
 
 
 def _broken(path: Path, error: OSError) -> RecordError:

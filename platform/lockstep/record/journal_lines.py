@@ -1,0 +1,163 @@
+"""The lines of a journal: an event as JSON under its name, with its CRC-32 behind it.
+
+A float is kept bit for bit, NaN with its payload. Files are named from the run's folder on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, assert_never
+
+from lockstep.record.events import (
+    AttemptsSummarised,
+    CheckpointRow,
+    Delivered,
+    Document,
+    EvaluationRow,
+    Failed,
+    Finished,
+    Mended,
+    Opened,
+    PeakMemory,
+    Recorded,
+    Sampled,
+    SetAside,
+    Started,
+    StepRow,
+    TakenOver,
+)
+
+
+def to_line(event: Recorded, folder: Path) -> bytes:
+    """The line of an event, for a journal in `folder`."""
+    kind, value = _plain_event(event, folder)
+    text = json.dumps({kind: value}, default=str, separators=(",", ":")).encode()
+    return b"%s %08x\n" % (text, zlib.crc32(text))
+
+
+def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
+    """The name of an event's line and its content as plain data; files are named from the run's folder on."""
+    match event:
+        case StepRow():
+            return "step", [_plain(value) for value in event]
+        case EvaluationRow():
+            return "evaluation", [_plain(value) for value in event]
+        case CheckpointRow():
+            return "checkpoint", event._asdict()
+        case Opened():
+            return "opened", {"at": event.at, **event.process}
+        case Started():
+            return "started", dict(event.facts)
+        case Sampled():
+            return "system", {"node": event.node, "at": event.at, "values": dict(event.values)}
+        case AttemptsSummarised():
+            return "attempts", list(event.attempts)
+        case PeakMemory():
+            return "peak_memory", list(event.bytes_by_rank)
+        case Document():
+            return "document", {"name": event.name, "text": event.text}
+        case Finished():
+            files = [
+                path.relative_to(folder) if path.is_relative_to(folder) else path for path in event.files
+            ]
+            return "finished", {"summary": dict(event.summary), "files": [str(path) for path in files]}
+        case Failed():
+            return "failed", {"message": event.message, "details": event.details, "status": event.status}
+        case TakenOver():
+            return "taken_over", {"message": event.message}
+        case SetAside():
+            return "set_aside", {"what": event.what, "reason": event.reason}
+        case Mended():
+            return "mended", {"starts": list(event.starts), "how": event.how}
+        case Delivered():
+            return "delivered", {}
+        case _:
+            assert_never(event)
+
+
+_CHECKED = re.compile(rb"(.*\}) ([0-9a-f]{8})", re.DOTALL)
+
+
+def from_line(line: bytes, folder: Path) -> Recorded | None:
+    """The event of a line, or None where the line is damaged. Lines of older versions end without a checksum."""
+    found = _CHECKED.fullmatch(line)
+    if found and zlib.crc32(found[1]) != int(found[2], 16):
+        return None
+    try:
+        ((kind, value),) = json.loads(found[1] if found else line).items()
+        return _from_plain(kind, value, folder)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def held_by(line: bytes) -> str:
+    """What a damaged line seems to have been."""
+    found = re.match(rb'\{"(\w+)":(?:\[(\d+),)?', line)
+    if not found:
+        return "unreadable"
+    return " ".join(part.decode() for part in found.groups() if part)
+
+
+def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
+    match kind:
+        case "step":
+            return StepRow._make(_floats(value, StepRow))
+        case "evaluation":
+            return EvaluationRow._make(_floats(value, EvaluationRow))
+        case "checkpoint":
+            essential = tuple((step, uri) for step, uri in value.get("essential", ()))
+            deleted = tuple(value.get("deleted", ()))
+            return CheckpointRow(**{**value, "deleted": deleted, "essential": essential})
+        case "opened":
+            return Opened(value.pop("at"), value)
+        case "started":
+            return Started(value)
+        case "system":
+            return Sampled(**value)
+        case "attempts":
+            return AttemptsSummarised(value)
+        case "peak_memory":
+            return PeakMemory(value)
+        case "document":
+            return Document(**value)
+        case "finished":
+            return Finished(value["summary"], [folder / name for name in value["files"]])
+        case "failed":
+            return Failed(**value)
+        case "taken_over":
+            return TakenOver(**value)
+        case "set_aside":
+            return SetAside(**value)
+        case "mended":
+            return Mended(**value)
+        case "delivered":
+            return Delivered()
+    raise ValueError(f"unknown event {kind!r}")
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON, whose NaN has no payload."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if value != value:
+        return f"nan:{struct.pack('>d', value).hex()}"
+    return value
+
+
+def _floats(values: list[Any], row: type[StepRow] | type[EvaluationRow]) -> list[Any]:
+    if len(values) != len(row._fields):
+        raise ValueError(f"{len(values)} values, wanted {len(row._fields)}")
+    return [_float(value) for value in values]
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, str):
+        return struct.unpack(">d", bytes.fromhex(value.removeprefix("nan:")))[0]
+    if isinstance(value, dict):
+        return {name: _float(inner) for name, inner in value.items()}
+    return value
