@@ -92,9 +92,17 @@ class Lane:
         """Have what was set aside tried once more, as far as that may be. Whether there is any."""
         again, self._again = self._again, []
         for call in again:
-            self.set_aside.pop(call.what, None)
             self.send(call)
         return bool(again)
+
+    @property
+    def why_waiting(self) -> str:
+        """Why the first call is still there: what the store said to it last, if it said anything."""
+        if self.outage:
+            return str(self.outage.error)
+        with self._changed:
+            before = self.set_aside.get(self._calls[0].what) if self._calls else None
+        return str(before or "record: the store keeps a call waiting")
 
     def aside(self, what: str, error: Exception) -> None:
         """Set something aside. UnavailableError where the journal cannot note it now."""
@@ -128,6 +136,7 @@ class Lane:
         try:
             try:
                 call.make()
+                self.set_aside.pop(call.what, None)  # of an earlier try
             except UnavailableError as error:
                 if not self._probed(error):
                     raise
@@ -233,9 +242,8 @@ class Outbox:
         """No more tries of these kinds; `kept` says where what was recorded is all the same."""
         for lane in (self.lanes[kind] for kind in kinds):
             lane.stop()
-            if len(lane):
-                why = lane.outage.error if lane.outage else "record: the store keeps a call waiting"
-                self.refuse(RecordError(f"{why}; calls not made: {len(lane)}; {kept}"))
+            if count := len(lane):
+                self.refuse(RecordError(f"{lane.why_waiting}; calls not made: {count}; {kept}"))
 
     @property
     def away(self) -> str:

@@ -82,7 +82,7 @@ def test_one_file_that_is_too_large_costs_nothing_else(server: Server, proxy: Pr
     wait_until(lambda: heard(server.uri, run_id) > before)
     recorder.tell(Finished({"step": 30}))
     with pytest.raises(RecordError, match="413"):
-        recorder.close(timeout_s=5.0)
+        recorder.close()
     folder = recorder.run_folder()
     assert run_of(server.uri, run_id).info.status == "FINISHED"
     assert BIG in run_of(server.uri, run_id).data.tags["mlflow.note.content"].splitlines()[0]
@@ -95,6 +95,20 @@ def test_one_file_that_is_too_large_costs_nothing_else(server: Server, proxy: Pr
     assert run_of(server.uri, run_id).data.tags["lockstep.record_error"] == ""
     assert not sync(folder).sent
     check(server.uri, folder, 30)
+
+
+def test_the_reason_of_a_refusal_is_told_though_its_next_try_hangs(proxy: Proxy, spec: Specs) -> None:
+    """413 on one artifact, and no answer when it is tried once more at the end: what the store has said is what a person learns."""
+    answers = iter(["413"])
+    proxy.judge = lambda method, path, number: next(answers, "timeout") if BIG in path else ""
+    recorder = Recorder(spec(proxy.uri))
+    recorder.start()
+    recorder.tell(step_row(1), Document(BIG, "a long text"))
+    wait_until(lambda: recorder.failure() is not None)
+    recorder.tell(Finished({"step": 1}))
+    with pytest.raises(RecordError, match=r"413.*calls not made: 1"):
+        recorder.close(timeout_s=2.0)
+    assert proxy.faults == 2
 
 
 SLOW = pytest.mark.exact  # the full product
