@@ -24,8 +24,8 @@ NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, err
 """What a file system says that can't give a file this second name, or never can."""
 
 _private_lock = threading.Lock()
-_private_masks: list[int] = []
-"""One for each thread that is in `private`: the mask from before the first of them."""
+_private_count, _mask_before = 0, 0
+"""How many threads are in `private`, and the mask from before the first of them."""
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -146,21 +146,21 @@ def own_folder(folder: Path) -> Path:
 @contextmanager
 def private(wanted: bool) -> Iterator[None]:
     """Where it is wanted, make what this process creates meanwhile readable by its user alone: folders 0700, files 0600."""
+    global _private_count, _mask_before
     if not wanted:
         yield
         return
     with _private_lock:
-        if not _private_masks:
-            _private_masks.append(os.umask(0o077))
-        else:
-            _private_masks.append(_private_masks[0])
+        if not _private_count:
+            _mask_before = os.umask(0o077)
+        _private_count += 1
     try:
         yield
     finally:
         with _private_lock:
-            before = _private_masks.pop()
-            if not _private_masks:
-                os.umask(before)
+            _private_count -= 1
+            if not _private_count:
+                os.umask(_mask_before)
 
 
 class NoLocksError(OSError):

@@ -170,18 +170,18 @@ def on_this_node(kind: type, environment: dict[str, str], **settings: Any) -> An
 
 def wait_until_named(mailbox: Any) -> None:
     """Wait until the driver has told the run's id. RecordError where the store could not be opened."""
-    while not (named := ray.get(mailbox.named.remote())):
-        time.sleep(0.05)
-    if isinstance(named, RecordError):
-        raise named
+    _answer(mailbox.named)
 
 
 def wait_for_run_id(mailbox: Any) -> str:
     """Wait until the run exists; its id. RecordError where the store could not be opened."""
-    while True:
-        found: str | RecordError | None = ray.get(mailbox.run_id.remote())
-        if isinstance(found, RecordError):
-            raise found
-        if found is not None:
-            return found
+    return str(_answer(mailbox.run_id))
+
+
+def _answer(ask: Any) -> Any:
+    """Ask until there is an answer."""
+    while not (found := ray.get(ask.remote())):
         time.sleep(0.05)
+    if isinstance(found, RecordError):
+        raise found
+    return found

@@ -15,7 +15,7 @@ import ray
 from lockstep.attempts.mailbox import Fetched, RecorderState, on_this_node
 from lockstep.checkpoint.runs import pin_aliased
 from lockstep.errors import RecordError
-from lockstep.record.events import Event, Failed, Finished, Started, StepRow
+from lockstep.record.events import Event, Failed, Finished, Started
 from lockstep.record.recorder import Recorder
 from lockstep.record.stores import warm_up
 from lockstep.spec.fields import Spec
@@ -24,8 +24,8 @@ FETCH_S = 0.2
 """How often the mailbox is looked into."""
 
 
-_BEGUN = (Started, StepRow, Finished, Failed)
-"""Events that belong to a run: with the first of them it is created, or opened by the recorder that replaces a lost one."""
+_BEGUN = (Started, Finished, Failed)
+"""With the first of these events a run is created."""
 
 
 class RecorderActor:
@@ -43,6 +43,8 @@ class RecorderActor:
             source=Path(source),
         )
         self._mailbox = mailbox
+        self._exists = run_id is not None
+        """The run is there already: of an earlier attempt, or of a recorder that was lost."""
         self._done = self._sent = 0
         threading.Thread(target=_import_aside, args=(spec,), name="lockstep-import", daemon=True).start()
 
@@ -68,7 +70,7 @@ class RecorderActor:
         if not self._sent:
             self._done = fetched.last - len(fetched.events)  # what the recorder before this one has written
         self._sent = fetched.last
-        if any(isinstance(event, _BEGUN) for event in fetched.events):
+        if fetched.events and (self._exists or any(isinstance(event, _BEGUN) for event in fetched.events)):
             self._start()
         self._tell(fetched.events)
         return fetched

@@ -8,7 +8,7 @@ from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.reader import load, newest_good
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import RecordError, SpecError
+from lockstep.errors import RecordError
 from lockstep.record.check import (
     COPIED,
     Difference,
@@ -16,10 +16,10 @@ from lockstep.record.check import (
     check_ledger,
     check_store,
 )
-from lockstep.record.journal import NAME, Journal
+from lockstep.record.journal import Journal
 from lockstep.record.ledger import History
 from lockstep.record.mlflow_store import in_mlflow
-from lockstep.record.sync import spec_of, sync
+from lockstep.record.sync import check_there, spec_of, sync
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 
@@ -29,10 +29,7 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[Differe
 
     SpecError where the folder has no journal, RecordError where another process records the run or the store does not answer.
     """
-    if not (folder / NAME).is_file():
-        raise SpecError(
-            f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
-        )
+    check_there(folder)
     spec = spec_of(folder, uri)
     found: list[Difference] = []
     history = _history(spec, folder.name, found)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.record import ledger
 from lockstep.record.comparison import evaluation_difference, same_row, step_difference
-from lockstep.record.events import EvaluationRow, Finished, Mended, Opened, Recorded, StepRow
+from lockstep.record.events import EvaluationRow, Failed, Finished, Mended, Opened, StepRow
 from lockstep.record.journal import Damage, Journal
 from lockstep.record.points import Point, points_of
 from lockstep.record.replay import last_words
@@ -95,37 +95,32 @@ def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[Di
     """The Parquet files of a run that has ended beside its journal: with `repair` they are written again."""
     if not _ended(journal):
         return
-    if journal.last_step and (what := _other_steps(folder / "ledger.parquet", list(journal.steps()))):
+    steps, path = list(journal.steps()), folder / "ledger.parquet"
+    if steps and (what := _other(ledger.read_parquet, path, steps)):
         if repair:
-            ledger.write_parquet(list(journal.steps()), folder / "ledger.parquet")
-        yield Difference("ledger", f"ledger.parquet {what}", repair)
-    rows = journal.evaluations()
-    if rows and (what := _other_evaluations(folder / "evaluations.parquet", rows)):
+            ledger.write_parquet(steps, path)
+        yield Difference("ledger", f"{path.name} {what}", repair)
+    evaluations, path = journal.evaluations(), folder / "evaluations.parquet"
+    if evaluations and (what := _other(ledger.read_evaluations, path, evaluations)):
         if repair:
-            ledger.write_evaluations(rows, folder / "evaluations.parquet")
-        yield Difference("ledger", f"evaluations.parquet {what}", repair)
+            ledger.write_evaluations(evaluations, path)
+        yield Difference("ledger", f"{path.name} {what}", repair)
 
 
 def _ended(journal: Journal) -> bool:
-    return not isinstance(journal.events[-1] if journal.events else Opened(0.0), Opened)
+    return bool(journal.events) and not isinstance(journal.events[-1], Opened)
 
 
-def _other_steps(path: Path, rows: Sequence[StepRow]) -> str:
+def _other(
+    read: Callable[[Path], Sequence[StepRow | EvaluationRow]],
+    path: Path,
+    wanted: Sequence[StepRow | EvaluationRow],
+) -> str:
+    """How the rows of a file differ, every column bit for bit; nothing where they do not."""
     try:
-        return _compared(ledger.read_parquet(path), rows)
+        found = read(path)
     except StorageError as error:
         return f"cannot be read ({error})"
-
-
-def _other_evaluations(path: Path, rows: Sequence[EvaluationRow]) -> str:
-    try:
-        return _compared(ledger.read_evaluations(path), rows)
-    except StorageError as error:
-        return f"cannot be read ({error})"
-
-
-def _compared(found: Sequence[StepRow | EvaluationRow], wanted: Sequence[StepRow | EvaluationRow]) -> str:
-    """How rows differ, every column bit for bit; nothing where they do not."""
     if len(found) != len(wanted):
         return f"has {len(found)} rows, and the journal {len(wanted)}"
     for one, other in zip(found, wanted, strict=True):
@@ -156,11 +151,10 @@ def check_store(folder: Path, journal: Journal, store: InStore, *, scaled: bool)
 def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
     """The points that the journal's events become."""
     started_at = next(event.at for event in journal.events if isinstance(event, Opened))
-    rows: Iterator[Recorded] = journal.steps()
     before: StepRow | None = None
-    for row in rows:
+    for row in journal.steps():
         yield from points_of(row, before, scaled=scaled, started_at=started_at)
-        before = row if isinstance(row, StepRow) else before
+        before = row
     for entry in journal.read(0):
         event = entry.event
         if event is not None and not isinstance(event, StepRow):
@@ -194,9 +188,12 @@ def _value(point: Point) -> str:
 
 def _status(journal: Journal) -> str:
     end = last_words(journal.events)[-1]
-    if isinstance(end, Finished):
-        return "KILLED" if end.summary.get("stopped") else "FINISHED"
-    return getattr(end, "status", "RUNNING")
+    match end:
+        case Finished():
+            return "KILLED" if end.summary.get("stopped") else "FINISHED"
+        case Failed():
+            return end.status
+    return "RUNNING"  # a newer attempt has it
 
 
 def digest(path: Path) -> str:

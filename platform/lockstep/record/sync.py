@@ -30,10 +30,7 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, agai
 
     RecordError where another process records the run, or where the store does not answer.
     """
-    if not (folder / NAME).is_file():
-        raise SpecError(
-            f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
-        )
+    check_there(folder)
     journal = Journal(folder)
     step, delivered = journal.last_step, journal.delivered
     journal.close()
@@ -43,6 +40,14 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, agai
     recorder.start()
     recorder.close(timeout_s)
     return Synced(folder.name, True, step, str(folder), recorder.url())
+
+
+def check_there(folder: Path) -> None:
+    """SpecError where a folder has no journal."""
+    if not (folder / NAME).is_file():
+        raise SpecError(
+            f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"
+        )
 
 
 def spec_of(folder: Path, uri: str | None) -> Spec:

@@ -85,17 +85,17 @@ def sweep(
 
 
 def run_sweep(
-    options: RunOptions, loaded: SweepSpec, sweep_id: str | None = None, hold: Hold | None = None
+    options: RunOptions, spec: SweepSpec, sweep_id: str | None = None, hold: Hold | None = None
 ) -> SweepResult:
     """As `sweep`, with the options of the call as one value; with `sweep_id` the sweep of that id goes on, which `hold` holds."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    base = find_initial_weights(loaded.base)
-    if base != loaded.base:
-        loaded = load_sweep({**loaded.document(), "spec": base.document()})
+    base = find_initial_weights(spec.base)
+    if base != spec.base:
+        spec = load_sweep({**spec.document(), "spec": base.document()})
     warnings = advise(base)
     check_job_source(base.job.use)
-    check_sweep(loaded, elsewhere=cluster_address(options.address) != LOCAL)
+    check_sweep(spec, elsewhere=cluster_address(options.address) != LOCAL)
     check_storage(base)
     from lockstep.clusters.connection import connected
 
@@ -104,7 +104,7 @@ def run_sweep(
         StopSignal() as stop,
         connected(options.address, verbose=verbose, for_workers=True, stop=stop, say=say),
     ):
-        return _Driver(loaded, sweep_id, options, stop, warnings, hold).run()
+        return _Driver(spec, sweep_id, options, stop, warnings, hold).run()
 
 
 def resume_sweep(

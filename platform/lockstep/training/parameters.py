@@ -37,20 +37,28 @@ class ParameterWatch:
 
     def check(self, where: str) -> None:
         """Raise JobError where one was written to since; `where` is the place in the run."""
-        for (full, parameter, place, name), version in zip(self._held, self._versions, strict=True):
+        watched = zip(
+            self._held, self._versions, self._asking, strict=True
+        )  # one pass: it is made for each micro-batch
+        for (full, parameter, place, name), version, asking in watched:
             if parameter._version != version or place.get(name) is not parameter:
                 raise written_parameter(full, where)
-        self.check_asking(where)
+            if parameter.requires_grad != asking:
+                raise _asks_otherwise(full, asking, where)
 
     def check_asking(self, where: str) -> None:
         """Raise JobError where one asks for a gradient that did not before, or no longer does."""
         for (full, parameter, _, _), asking in zip(self._held, self._asking, strict=True):
             if parameter.requires_grad != asking:
-                raise JobError(
-                    f"parameter {full!r} {'no longer asks' if asking else 'now asks'} for a gradient ({where}): what learns is settled "
-                    "before the first step, for the sum over the workers is made for it; let requires_grad stand as job.model "
-                    "leaves it, and set a group's learning rate to 0 for as long as it is to rest (register_step_pre_hook)"
-                )
+                raise _asks_otherwise(full, asking, where)
+
+
+def _asks_otherwise(name: str, asked: bool, where: str) -> JobError:
+    return JobError(
+        f"parameter {name!r} {'no longer asks' if asked else 'now asks'} for a gradient ({where}): what learns is settled "
+        "before the first step, for the sum over the workers is made for it; let requires_grad stand as job.model "
+        "leaves it, and set a group's learning rate to 0 for as long as it is to rest (register_step_pre_hook)"
+    )
 
 
 def written_parameter(name: str, where: str) -> JobError:

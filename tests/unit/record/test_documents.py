@@ -39,7 +39,7 @@ def test_a_secret_in_a_uri_is_hidden(given: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "sqlite:////tmp/a@b/mlflow.db",
+        "sqlite:////data/a@b/mlflow.db",
         "http://host:5000/path/a@b",
         "http://host:5000/path?mail=a@b.c&page=2",
         "postgresql://me@db/mlflow",
