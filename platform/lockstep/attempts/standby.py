@@ -22,6 +22,7 @@ import ray
 
 from lockstep.attempts.cluster_watch import spare
 from lockstep.attempts.placement import WorkerPlacement
+from lockstep.clusters.fork_server import PRELOAD
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.nodes import prestart, setup_hook
 from lockstep.errors import first_line
@@ -42,7 +43,8 @@ def imports_ahead(folder: str, module: str) -> dict[str, str]:
     """The environment that has a worker's process import, as it starts, what the job needs; empty where Ray has no such way."""
     if unavailable("standbys"):
         return {}
-    return {**setup_hook(f"{__name__}.import_ahead"), IMPORTS: json.dumps([folder, module])}
+    imports = {IMPORTS: json.dumps([folder, module]), PRELOAD: ",".join(AHEAD)}
+    return {**setup_hook(f"{__name__}.import_ahead"), **imports}
 
 
 def import_ahead() -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ from lockstep.clusters.authentication import (
     is_loopback,
     rays_token,
 )
+from lockstep.clusters.fork_server import PRELOAD, py_executable
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
@@ -49,12 +50,14 @@ def connected(
     *,
     verbose: bool,
     for_workers: bool = False,
+    preload: Sequence[str] = (),
     stop: StopSignal | None = None,
     say: Callable[[str], None] = _unsaid,
 ) -> Iterator[bool]:
     """A connection to Ray; gives whether the cluster was started here and ends with the run.
 
-    `for_workers`: every process that it starts there trains. With `stop` a signal ends the wait for the cluster:
+    `for_workers`: every process that it starts there trains. A cluster that is started here has its workers forked from a
+    process that has imported the modules in `preload`. With `stop` a signal ends the wait for the cluster:
     KeyboardInterrupt. ClusterError within seconds where the cluster does not answer.
     """
     for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
@@ -77,7 +80,7 @@ def connected(
     ).start()
     settings: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
-        _start(settings)
+        _start(settings, preload)
     else:
         if for_workers:
             settings["runtime_env"] = {"env_vars": WORKER_ENVIRONMENT}
@@ -95,14 +98,22 @@ def connected(
         ray.shutdown()
 
 
-def _start(settings: dict[str, Any]) -> None:
+def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:
     """A new local cluster. In this thread: its processes end with the thread that started them."""
     import ray
 
     try:
-        ray.init(address=LOCAL, include_dashboard=False, **settings)
+        ray.init(address=LOCAL, include_dashboard=False, runtime_env=on_this_machine(preload), **settings)
     except Exception as error:  # a node that does not start is told as a bare Exception
         raise _refused("a new local cluster", error) from error
+
+
+def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:
+    """The runtime environment of a cluster whose nodes are all on this machine; `preload` is what every process of it imports."""
+    command = py_executable()
+    if not command:
+        return {}
+    return {"py_executable": command} | ({"env_vars": {PRELOAD: ",".join(preload)}} if preload else {})
 
 
 def _refused(what: str, error: BaseException) -> ClusterError:

@@ -40,6 +40,9 @@ TUNE_SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 
+PRELOADED = ("lockstep.sweeps.trial", "torch._dynamo", "ray.tune", "pyarrow.parquet")
+"""What a trial's worker imports by its first step."""
+
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
@@ -102,7 +105,7 @@ def run_sweep(
     verbose, say = options.verbose, options.progress.say
     with (
         StopSignal() as stop,
-        connected(options.address, verbose=verbose, for_workers=True, stop=stop, say=say),
+        connected(options.address, verbose=verbose, for_workers=True, preload=PRELOADED, stop=stop, say=say),
     ):
         return _Driver(spec, sweep_id, options, stop, warnings, hold).run()
 

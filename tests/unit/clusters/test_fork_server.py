@@ -1,0 +1,154 @@
+"""Workers forked from one process that has imported what they need: with their own arguments, environment, folder and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.clusters import fork_server
+from lockstep.clusters.fork_server import PRELOAD
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="processes are handed over by abstract sockets"
+)
+
+WORKER = """
+import json, os, sys
+there = "colorsys" in sys.modules
+told = {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "words": sys.argv[1:], "there": there,
+        "folder": os.getcwd(), "said": os.environ.get("LOCKSTEP_SAID"), "name": __name__, "path": sys.path[0]}
+print(json.dumps(told), flush=True)
+if sys.argv[-1] == "fails":
+    raise ValueError("no luck")
+"""
+
+
+class Started:
+    """One worker, as a raylet starts it: here this process is the raylet."""
+
+    def __init__(self, folder: Path, *words: str, **environment: str) -> None:
+        folder.mkdir()
+        self.folder = folder
+        Path(folder.parent, "worker.py").write_text(WORKER)
+        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", fork_server.__file__, str(folder.parent / "worker.py"), *words],
+                cwd=folder,
+                env={"PYTHONPATH": str(ROOT / "platform"), "PATH": os.environ["PATH"], **environment},
+                stdout=out,
+                stderr=err,
+            )
+
+    def told(self) -> dict[str, Any]:
+        until = time.monotonic() + 60
+        while not (text := (self.folder / "out").read_text()):
+            assert time.monotonic() < until, (self.folder / "err").read_text()
+            time.sleep(0.01)
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+
+Start = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a worker in a folder of its own, and gives what it tells."""
+    started: list[Started] = []
+
+    def begin(*words: str, **environment: str) -> dict[str, Any]:
+        started.append(Started(tmp_path / str(len(started)), *words, **environment))
+        return started[-1].told()
+
+    yield begin
+    for one in started:
+        one.process.kill()  # the server, where it has become it
+        one.process.wait()
+
+
+def test_a_worker_is_forked_with_what_is_its_own(start: Start, tmp_path: Path) -> None:
+    first = start("one", **{PRELOAD: "colorsys", "LOCKSTEP_SAID": "a"})
+    second = start("two", "2", **{PRELOAD: "colorsys", "LOCKSTEP_SAID": "b"})
+    assert first["parent"] == second["parent"] != os.getpid()
+    assert (first["there"], second["there"]) == (True, True)
+    assert (first["words"], second["words"]) == (["one"], ["two", "2"])
+    assert (first["said"], second["said"]) == ("a", "b")
+    assert (first["folder"], second["folder"]) == (str(tmp_path / "0"), str(tmp_path / "1"))
+    for told in (first, second):
+        assert told["group"] == told["pid"]  # Ray ends a worker by its process group
+        assert (told["name"], told["path"]) == ("__main__", str(tmp_path))
+
+
+def test_workers_of_another_environment_have_another_server(start: Start) -> None:
+    """What a module reads as it is imported, numbers of threads for one, is that of the worker."""
+    first = start(**{PRELOAD: "colorsys", "OMP_NUM_THREADS": "1"})
+    second = start(**{PRELOAD: "colorsys", "OMP_NUM_THREADS": "2"})
+    assert first["parent"] != second["parent"]
+
+
+def test_a_worker_that_needs_no_modules_does_not_wait_for_them(start: Start) -> None:
+    plain = start()
+    assert (plain["parent"], plain["there"]) == (os.getpid(), False)
+    server = start(**{PRELOAD: "colorsys"})
+    forked = start()
+    assert (forked["parent"], forked["there"]) == (server["parent"], True)
+
+
+def test_a_lost_server_is_replaced(start: Start) -> None:
+    first = start(**{PRELOAD: "colorsys"})
+    os.kill(first["parent"], signal.SIGKILL)
+    second = start(**{PRELOAD: "colorsys"})
+    assert second["parent"] != first["parent"]
+    assert second["there"]
+
+
+def test_several_at_once_have_one_server(tmp_path: Path) -> None:
+    started = [Started(tmp_path / str(n), str(n), **{PRELOAD: "colorsys,no_such_module"}) for n in range(6)]
+    told = [one.told() for one in started]
+    try:
+        assert len({one["parent"] for one in told}) == 1
+        assert [one["words"] for one in told] == [[str(n)] for n in range(6)]
+    finally:
+        for one in started:
+            one.process.kill()
+            one.process.wait()
+
+
+def test_a_worker_that_fails_tells_why_in_its_own_file(start: Start, tmp_path: Path) -> None:
+    start(**{PRELOAD: "colorsys"})
+    failed = start("fails", **{PRELOAD: "colorsys"})
+    until = time.monotonic() + 30
+    while "ValueError: no luck" not in (tmp_path / "1" / "err").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    while psutil.pid_exists(failed["pid"]):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_the_server_ends_with_its_raylet(tmp_path: Path) -> None:
+    text = (
+        "import sys; from pathlib import Path; from tests.unit.clusters.test_fork_server import PRELOAD, Started; "
+        "print(Started(Path(sys.argv[1], 'one'), **{PRELOAD: 'colorsys'}).told()['parent'])"
+    )
+    paths = os.pathsep.join([str(ROOT / "platform"), str(ROOT)])
+    raylet = subprocess.run(
+        [sys.executable, "-c", text, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    until = time.monotonic() + 30
+    while psutil.pid_exists(int(raylet.stdout)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
