@@ -277,9 +277,10 @@ def main() -> None:
         help="jobs, each with how many kills, or with which: digits=worker+node, or with the rates of --chaos: digits=worker:0.02+driver:0.01",
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=3)
     given = parser.parse_args()
     kills, wrong = 0, []
-    with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name, started(3) as nodes:
+    with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name, started(given.nodes) as nodes:
         references: dict[str, dict[str, Any]] = {}
         for number, entry in enumerate(given.runs.split(",")):
             job, wanted = entry.split("=")

@@ -1,4 +1,4 @@
-"""Jobs on three real Ray nodes with token authentication: the same bits, honest exit codes, nothing open, nothing left."""
+"""Jobs on two real Ray nodes with token authentication: the same bits, honest exit codes, nothing open, nothing left."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def finished(process: subprocess.Popen[str], timeout: float = 480) -> subprocess
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     found = Nodes(tmp_path_factory.mktemp("state"))
-    started = found.call("cluster", "up", "--nodes", "3", "--cpus", "2", "--port", "0", "--json")
+    started = found.call("cluster", "up", "--nodes", "2", "--cpus", "2", "--port", "0", "--json")
     assert started.returncode == 0, started.stderr
     yield found
     found.call("cluster", "down")
@@ -112,12 +112,12 @@ def listeners(nodes: Nodes) -> list[tuple[str, Any]]:
 
 def test_the_nodes_are_there_and_listen_on_loopback_alone(nodes: Nodes) -> None:
     told = json.loads(nodes.call("cluster", "status", "--json").stdout)
-    assert [node["resources"]["CPU"] for node in told["alive"] if node["alive"]] == [2, 2, 2]
+    assert [node["resources"]["CPU"] for node in told["alive"] if node["alive"]] == [2, 2]
     until, listening = time.monotonic() + 60, listeners(nodes)
-    while len(listening) < 12 and time.monotonic() < until:  # the nodes' agents come later
+    while len(listening) < 8 and time.monotonic() < until:  # the nodes' agents come later
         time.sleep(0.5)
         listening = listeners(nodes)
-    assert len(listening) >= 12
+    assert len(listening) >= 8
     open_ = [entry for entry in listening if not entry[1].ip.removeprefix("::ffff:").startswith("127.")]
     assert open_ == []
 
@@ -204,10 +204,10 @@ def test_two_jobs_at_once_one_of_them_raw_have_the_bits_of_the_run_alone(
 @pytest.mark.parametrize(
     ("overrides", "code", "cause"),
     [
-        (["job.use=tests.cluster.broken_jobs:LabelsOutOfRange"], 1, "a label is out of range"),
+        pytest.param(["job.use=tests.cluster.broken_jobs:LabelsOutOfRange"], 1, "a label is out of range", marks=pytest.mark.exact),
         (["seeed=1"], 2, "did you mean 'seed'?"),
     ],
-)
+)  # fmt: skip
 def test_a_job_that_fails_ends_the_command_with_its_own_code_and_cause(
     nodes: Nodes, tmp_path: Path, overrides: list[str], code: int, cause: str
 ) -> None:

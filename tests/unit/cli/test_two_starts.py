@@ -184,8 +184,15 @@ def round_of(commands: Commands, place: Place, rng: random.Random, digest: str) 
     return {"wall_s": max(one.wall_s for one in ended if one.code == 2)}
 
 
+EXACT = pytest.mark.exact
+
+
 # a fresh start, a run that was killed, one that lives
-@pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.exact), 5, 7])
+@pytest.mark.parametrize(
+    ("seed", "place"),
+    [(5, "disk"), (7, "s3"), *(pytest.param(*each, marks=EXACT) for each in [(2, "disk"), (2, "s3"), (5, "s3"), (7, "disk")])],
+    indirect=["place"],
+)  # fmt: skip
 def test_of_several_commands_at_once_one_goes_on(
     commands: Commands, digest: str, place: Callable[[Path], Place], tmp_path: Path, seed: int
 ) -> None:
@@ -200,6 +207,7 @@ def test_of_several_commands_at_once_one_goes_on_a_hundred_times(
     print(round_of(commands, place(tmp_path), random.Random(seed), digest))
 
 
+@pytest.mark.parametrize("place", ["disk", pytest.param("s3", marks=EXACT)], indirect=True)
 def test_a_takeover_ends_the_holder_after_its_step(
     commands: Commands, digest: str, place: Callable[[Path], Place], tmp_path: Path
 ) -> None:
