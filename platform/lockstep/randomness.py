@@ -50,6 +50,7 @@ def seeds(seed: int) -> dict[str, str]:
         "micro-batch m of step t, computed": f"digest64(({seed}, 'step', t, m))",
         "micro-batch m of step t, fetched": f"digest64(({seed}, 'data', t, m))",
         "update t of an optimizer with code of the job's own": f"digest64(({seed}, 'update', t))",
+        "after_step of step t": f"digest64(({seed}, 'after step', t))",
         "order of epoch e": f"torch.Generator seeded with {seed} + e",
         "generators": "torch: those 64 bits; numpy: their lower 32; python: all of them",
     }

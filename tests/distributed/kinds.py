@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,9 @@ def perceptron(inputs: int = FEATURES, outputs: int = CLASSES, *between: nn.Modu
 
 
 class Kind(lockstep.Job):
-    """Points in three classes; 32 for training, 7 held out."""
+    """Points in three classes; 32 for training, 7 held out. `more` is what its spec says beside the usual."""
+
+    more: ClassVar[dict[str, Any]] = {}
 
     def model(self) -> nn.Module:
         return perceptron()
@@ -821,6 +823,7 @@ def document(kind: type[Kind], **more: Any) -> dict[str, Any]:
         "batch": {"global": 12, "micro": 12 if whole else 3},
         "data": {"drop_last": False},
         "clip_norm": 1.0,
+        **kind.more,
         **more,
     }
 
@@ -843,7 +846,7 @@ def taken_up(one: dict[str, Any]) -> AttemptOrigin:
 
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
-    TeacherInParameters: ("parameter 'teacher.0.weight' was written to by the job itself", "hook of the job's optimizer", "buffer"),
+    TeacherInParameters: ("parameter 'teacher.0.weight' was written to by the job itself", "job.after_step(model, step)", "buffer"),
     MomentumEncoder: ("parameter 'teacher.0.weight' was written to by the job itself", "buffer"),
     ClampedInTheLoss: ("parameter '0.weight' was written to by the job itself",),
     Queue: ("job.queue is kept from one micro-batch to the next", "buffer"),

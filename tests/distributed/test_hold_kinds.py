@@ -10,7 +10,7 @@ import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import LockstepError
-from tests.distributed import further_kinds, kinds
+from tests.distributed import further_kinds, kinds, step_kinds
 from tests.distributed.kinds import (
     BackPropagationThroughTime,
     Kind,
@@ -23,8 +23,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.training import train, train_updates_forgotten
 from tests.fading import Fading
 
-HELD = [*kinds.HELD, *further_kinds.HELD]
-REFUSED = {**kinds.REFUSED, **further_kinds.REFUSED}
+HELD = [*kinds.HELD, *further_kinds.HELD, *step_kinds.HELD]
+REFUSED = {**kinds.REFUSED, **further_kinds.REFUSED, **step_kinds.REFUSED}
 
 ALL = [kind for kind in HELD if kind is not BackPropagationThroughTime]
 """Jobs that several workers can share; the other one has a single micro-batch a step."""

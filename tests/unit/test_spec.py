@@ -308,7 +308,7 @@ def test_a_misspelt_key_is_told_before_the_key_that_is_missing_for_it() -> None:
             "schedule: {name: step, every: 3, final: 0}",
             "schedule.final",
             "step",
-            "'linear' and 'cosine' have",
+            "'linear', 'cosine', 'wsd' and 'polynomial' have",
         ),
     ],
 )

@@ -95,7 +95,9 @@ def lr_find(
     curve, not_finite = _Curve(), False
     group = Group.join(local_device(spec))
     try:
-        fit(rising, load_job(spec.job.use, spec.job.params), group, curve.tell, curve)
+        job = load_job(spec.job.use, spec.job.params)
+        vars(job)["schedule"] = lambda *_: None  # the rising one is the spec's
+        fit(rising, job, group, curve.tell, curve)
     except NumericsError:
         not_finite = True
     if not curve.rates:

@@ -208,6 +208,7 @@ def _result_text(run: Result) -> str:
         f"{result['status'].lower()}: step {result['step']}, epoch {result['epoch']}, {result['workers']} worker{'s' if result['workers'] > 1 else ''}",
         f"metrics           {metrics}",
         f"weights_digest    {result['weights_digest']}",
+        *([f"ema_digest        {result['ema_digest']}"] if result["ema_digest"] else []),
         f"run               {result['run_id']}",
         f"folder            {result['folder']}",
         f"checkpoint        {result['checkpoint'] or 'none'}",

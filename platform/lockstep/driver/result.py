@@ -32,6 +32,7 @@ class Result:
     tracking_uri: str
     folder: str
     checkpoint: str | None = None
+    ema_digest: str | None = None
     signal_number: int | None = None
     """The signal that ended it, where `status` is KILLED."""
     warnings: list[str] = field(default_factory=list)

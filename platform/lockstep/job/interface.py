@@ -6,13 +6,14 @@ Importing this module costs nothing but torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, default_collate
 
 T = TypeVar("T")
@@ -68,6 +69,10 @@ class Job:
     params: Any
 
     def __init__(self, params: Any) -> None:
+        """Keep `params`. A job's own calls `super().__init__(params)`; the generators are seeded alike in every process.
+
+        It is called in every worker, and wherever the job is looked at: keep it cheap, and open data in `train_data`.
+        """
         self.params = params
 
     def model(self) -> nn.Module:
@@ -101,6 +106,24 @@ class Job:
         """An optimizer of the job's own, or None for the one that the spec names."""
         return None
 
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, updates: int
+    ) -> Callable[[int], float] | LRScheduler | None:
+        """A schedule of the job's own, or None for the one that the spec names.
+
+        Either a function of the number of updates done, which gives the factor on each group's learning rate for the next
+        one (`updates` is the most that the run takes), or a scheduler of torch over `optimizer`, whose state is kept.
+        """
+        return None
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        """What follows an update, on every rank alike: move a teacher, clip weights, lower a temperature.
+
+        `step` is the number of the step, counted from 1; a step that the loss scaler skips is no update. Called without
+        gradients and with seeded generators. It may write to the model's parameters and buffers, never put others in their
+        place; what it changes of the job itself belongs in `state_dict`.
+        """
+
     def state_dict(self) -> Mapping[str, Any]:
         """What the job itself changes in training and a resumed run needs: tensors and plain values, the same on every worker.
 
@@ -123,3 +146,8 @@ class Job:
     def conditional_parameters(self, model: nn.Module) -> Iterable[str]:
         """Names of parameters that some micro-batches rightly leave without a gradient; they get zeros then."""
         return ()
+
+
+def overrides(job: Job, name: str) -> bool:
+    """Whether a job has a method of its own in the place of the base's."""
+    return getattr(type(job), name) is not getattr(Job, name)

@@ -22,13 +22,16 @@ _METRICS = (
     "write metrics(model, batch), which returns lockstep.Mean values by name for one micro-batch of eval_data"
 )
 _MODEL = "the model is the nn.Module that model() returns; loss(model, batch) calls it"
-_OPTIMIZER = "set optimizer and schedule in the spec, or write optimizer(model)"
-_SCHEDULE = "set schedule in the spec"
+_OPTIMIZER = (
+    "set optimizer and schedule in the spec, or write optimizer(model) and schedule(optimizer, updates)"
+)
+_SCHEDULE = "set schedule in the spec, or write schedule(optimizer, updates)"
 _TRAIN = "write train_data(), which returns a map-style dataset; batch.global and data.* in the spec say how it is read"
 _EVAL = "write eval_data(), which returns a map-style dataset"
 _ORDER = "set data.shuffle in the spec, for Lockstep orders the data"
 _LOOP = "Lockstep holds the loop: write loss(model, batch)"
-_NO_HOOK = "Lockstep calls no hooks: write what it should do into model, loss or metrics"
+_NO_HOOK = "Lockstep calls no such hook: write what it should do into model, loss or metrics, or into after_step(model, step)"
+_AFTER = "write after_step(model, step), which follows each update"
 
 MEANT = {
     **dict.fromkeys(("training_step", "train_step", "compute_loss", "loss_fn", "get_loss", "criterion"), _LOSS),
@@ -38,7 +41,7 @@ MEANT = {
         "make_model", "model_init"), _MODEL),
     **dict.fromkeys(("configure_optimizers", "configure_optimizer", "create_optimizer", "optimizers", "get_optimizer",
         "optimizer_step"), _OPTIMIZER),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "create_scheduler", "get_scheduler", "lr_scheduler_step", "schedule"), _SCHEDULE),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "create_scheduler", "get_scheduler", "lr_scheduler_step"), _SCHEDULE),
     **dict.fromkeys(("collate_fn", "data_collator", "collate_batch"), "write collate(samples), which makes a micro-batch"),
     **dict.fromkeys(("train_dataloader", "dataloader", "dataloaders", "get_train_dataloader", "train_loader", "dataset",
         "train_dataset", "training_data", "get_dataset", "setup", "prepare_data"), _TRAIN),
@@ -47,14 +50,16 @@ MEANT = {
     **dict.fromkeys(("sampler", "train_sampler", "batch_sampler", "get_train_sampler"), _ORDER),
     **dict.fromkeys(("train", "fit", "train_epoch", "training_loop", "backward"), _LOOP),
     **dict.fromkeys(("on_train_start", "on_train_end", "on_epoch_end", "on_epoch_start", "on_train_epoch_start",
-        "on_train_epoch_end", "on_validation_epoch_end", "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step",
+        "on_train_epoch_end", "on_validation_epoch_end", "on_train_batch_start", "on_before_optimizer_step",
         "training_epoch_end", "validation_epoch_end"), _NO_HOOK),
+    **dict.fromkeys(("on_train_batch_end", "on_step_end", "on_before_zero_grad", "after_update", "post_step", "update_ema",
+        "update_teacher", "update_target"), _AFTER),
 }  # fmt: skip
 """Methods of other trainers, and what is meant by them here."""
 
 _CALLS = {
     "model": (), "train_data": (), "eval_data": (), "loss": ("model", "batch"), "metrics": ("model", "batch"),
-    "collate": ("samples",), "optimizer": ("model",), "state_dict": (), "load_state_dict": ("state",), "example_input": (),
+    "collate": ("samples",), "optimizer": ("model",), "schedule": ("optimizer", "updates"), "after_step": ("model", "step"), "state_dict": (), "load_state_dict": ("state",), "example_input": (),
     "activation_checkpoints": ("model",), "conditional_parameters": ("model",), "__init__": ("params",),
 }  # fmt: skip
 """How each method of a job is called."""

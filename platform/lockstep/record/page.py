@@ -319,8 +319,8 @@ class Page:
         self._tag({"note": documents.note(verdict + broken, details, shown, self._folder.name)})
 
     def _final_model(self, status: Status, files: Sequence[Path], summary: Mapping[str, Any]) -> None:
-        """Of a run that came to its end: one that is stopped has no time to lose."""
-        weights = [path for path in files if path.name == "final.safetensors"]
+        """Of a run that came to its end: one that is stopped has no time to lose. Averaged weights are the ones that were evaluated."""
+        weights = [path for name in ("ema", "final") for path in files if path.name == f"{name}.safetensors"]
         if status == "FINISHED" and weights:
             self._send("files", "final model", self._log_model, weights[0], int(summary.get("step", 0)))
 

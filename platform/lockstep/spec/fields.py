@@ -204,6 +204,42 @@ class StepDecay(Section):
     gamma: PositiveFloat = 0.1
 
 
+class WarmupStableDecay(Section):
+    """Full rate after the warm-up, and a fall to `final` times it over the last `decay_steps` updates."""
+
+    name: Literal["wsd"] = "wsd"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt = Field(examples=[1000])
+    decay: Literal["linear", "cosine", "sqrt"] = "linear"
+    final: NonNegativeFloat = 0.0
+
+
+class OneCycle(Section):
+    """torch.optim.lr_scheduler.OneCycleLR over the whole run, without a cycle of the momentum; `optimizer.lr` is its peak."""
+
+    name: Literal["one_cycle"] = "one_cycle"
+    pct_start: float = Field(default=0.3, gt=0, lt=1)
+    anneal_strategy: Literal["cos", "linear"] = "cos"
+    div_factor: PositiveFloat = 25.0
+    final_div_factor: PositiveFloat = 1e4
+
+
+class Polynomial(Section):
+    """Falls to `final` times the learning rate at the last step, as a power of what is left of the run."""
+
+    name: Literal["polynomial"] = "polynomial"
+    warmup_steps: NonNegativeInt = 0
+    power: PositiveFloat = 1.0
+    final: NonNegativeFloat = 0.0
+
+
+class InverseSquareRoot(Section):
+    """Falls as one over the square root of the number of updates, from the full rate at the end of the warm-up."""
+
+    name: Literal["inverse_sqrt"] = "inverse_sqrt"
+    warmup_steps: NonNegativeInt = 0
+
+
 class Evaluate(Section):
     """When the held-out data are evaluated; the end of the run always is."""
 
@@ -313,7 +349,18 @@ def _one_word(name: str) -> str:
 
 Optimizer = Annotated[Annotated[AdamW | Adam | SGD, Field(discriminator="name")], _named("adamw")]
 Schedule = Annotated[
-    Annotated[Constant | Linear | Cosine | StepDecay, Field(discriminator="name")], _named("constant")
+    Annotated[
+        Constant
+        | Linear
+        | Cosine
+        | StepDecay
+        | WarmupStableDecay
+        | OneCycle
+        | Polynomial
+        | InverseSquareRoot,
+        Field(discriminator="name"),
+    ],
+    _named("constant"),
 ]
 
 
@@ -330,6 +377,7 @@ class Spec(Section):
     schedule: Schedule = Constant()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip_norm: PositiveFloat | None = None
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     activation_checkpointing: bool = False
     initial_weights: str | None = None
     fork: Fork | None = None

@@ -28,7 +28,6 @@ from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.group import Group
 from lockstep.training.requests import Requests
-from lockstep.training.schedule import rate_factor
 from lockstep.training.state import TrainState
 
 GRACE_S = 30.0
@@ -111,7 +110,7 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
     return {
         "global_batch": plan.global_batch,
         "steps_per_epoch": plan.steps_per_epoch,
-        "rate_factor": rate_factor(spec.schedule, counters.updates, plan.total_steps),
+        "rate_factor": state.schedule.standing(counters.updates),
         "draw": digest64((spec.seed, "step", counters.step, 0)),
     }
 

@@ -128,24 +128,31 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     """Evaluate the model as it stands. Whether the run should end here."""
     assert run.evaluate is not None
     began, step = time.perf_counter(), position.number
-    metrics = run.evaluate(run.state.model, lambda: tell(Alive()))
+    rule, over = run.spec.early_stop, False
+    with run.state.averaged():
+        metrics = run.evaluate(run.state.model, lambda: tell(Alive()))
+        if rule is not None:
+            over = run.state.best.judge(rule, metrics[rule.metric], step, run.state.model)
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
+    run.state.schedule.evaluated(metrics)
     run.state.counters.evaluated = step
     run.state.metrics |= metrics
     if run.group.rank == 0:
         run.history.evaluations.append(row)
     tell(row)
-    rule = run.spec.early_stop
-    return rule is not None and run.state.best.judge(rule, metrics[rule.metric], step, run.state.model)
+    return over
 
 
 def keep_weights(run: Run, requests: Requests, origin: AttemptOrigin | None) -> list[Path]:
-    """Rank 0's: write the weights of the last step, and the best ones where early stopping kept them, into the run's folder."""
+    """Rank 0's: write the weights of the last step, their average and the best ones, where there are any, into the run's folder."""
     if run.group.rank > 0 or origin is None:
         return []
-    best = run.state.best.weights
-    weights = {"final": tensors(run.state.model)} | ({"best": best} if best is not None else {})
-    return save_weights(run.spec.folder / requests.run_id(), weights)
+    folder, best = run.spec.folder / requests.run_id(), run.state.best.weights
+    files = save_weights(folder, {"final": tensors(run.state.model)})
+    if run.state.average is not None:
+        with run.state.averaged():
+            files += save_weights(folder, {"ema": tensors(run.state.model)})
+    return files + save_weights(folder, {} if best is None else {"best": best})
 
 
 def peak_memory(device: torch.device) -> int:
@@ -158,15 +165,11 @@ def peak_memory(device: torch.device) -> int:
 def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) -> dict[str, Any]:
     """The run in figures. Raises DriftError where the ranks' weights are not the same bits."""
     state = run.state
-    digest = weights_digest(state.model.state_dict())
-    digests = run.group.gather(digest)
-    if len(set(digests)) > 1:
-        strays = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        every = run.group.gather(tensor_digests(state.model.state_dict()))
-        first = next(name for name in every[0] if any(other.get(name) != every[0][name] for other in every))
-        raise DriftError(
-            f"after step {state.counters.step} ranks {strays} hold other weights than rank 0, first in {first!r}; this run is void"
-        )
+    digest = _common_digest(run, "weights")
+    ema_digest = None
+    if state.average is not None:
+        with state.averaged():
+            ema_digest = _common_digest(run, "averages of the weights")
     best = state.best.weights
     return {
         "identity": run.facts["identity"],
@@ -178,11 +181,26 @@ def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) 
         "workers": run.group.size,
         "metrics": dict(state.metrics),
         "weights_digest": digest,
+        "ema_digest": ema_digest,
         "best_digest": weights_digest(best) if best is not None else None,
         "best_step": state.best.step if best is not None else None,
         "checkpoint": checkpoint,
         **clock.figures(),
     }
+
+
+def _common_digest(run: Run, what: str) -> str:
+    """The digest of the model as it stands, one on all ranks: else DriftError."""
+    state = run.state.model.state_dict()
+    digests = run.group.gather(weights_digest(state))
+    if len(set(digests)) > 1:
+        strays = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        every = run.group.gather(tensor_digests(state))
+        first = next(name for name in every[0] if any(other.get(name) != every[0][name] for other in every))
+        raise DriftError(
+            f"after step {run.state.counters.step} ranks {strays} hold other {what} than rank 0, first in {first!r}; this run is void"
+        )
+    return str(digests[0])
 
 
 class Clock:

@@ -75,7 +75,7 @@ def _check_no_scheduler(optimizer: torch.optim.Optimizer) -> None:
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise JobError(
             "job.optimizer: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "
-            "return it without one, and use the spec's schedule (its warmup_steps, linear, cosine or step)"
+            "return it without one: use the spec's schedule, or return the scheduler from job.schedule(optimizer, updates)"
         )
 
 

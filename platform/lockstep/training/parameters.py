@@ -52,6 +52,15 @@ class ParameterWatch:
             if parameter.requires_grad != asking:
                 raise _asks_otherwise(full, asking, where)
 
+    def check_places(self) -> None:
+        """Raise JobError where an update has put another parameter in the place of one: the optimizer holds the old one."""
+        for full, parameter, place, name in self._held:
+            if place.get(name) is not parameter:
+                raise JobError(
+                    f"parameter {full!r} was replaced after the first update (before training), and the optimizer and the other "
+                    "workers hold the old one; write into it: parameter.copy_(…) in job.after_step(model, step)"
+                )
+
 
 def _asks_otherwise(name: str, asked: bool, where: str) -> JobError:
     return JobError(
@@ -64,5 +73,5 @@ def _asks_otherwise(name: str, asked: bool, where: str) -> JobError:
 def written_parameter(name: str, where: str) -> JobError:
     return JobError(
         f"parameter {name!r} was written to by the job itself ({where}), which a worker with more micro-batches does more often; "
-        "do it once a step in a hook of the job's optimizer (optimizer.register_step_post_hook), or register a buffer in its place"
+        "do it once a step in job.after_step(model, step), or register a buffer in its place"
     )

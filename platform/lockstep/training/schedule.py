@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the number of updates done: there is no scheduler state to save.
+"""The learning rate: a pure function of the number of updates done, or a scheduler of torch whose state is kept.
 
 Updates are optimizer steps that were really taken: a step skipped by the loss scaler does not count.
 """
@@ -6,11 +6,30 @@ Updates are optimizer steps that were really taken: a step skipped by the loss s
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.errors import JobError
-from lockstep.spec.fields import Constant, Cosine, Linear, Schedule, StepDecay
+from lockstep.checkpoint.tree import pack
+from lockstep.errors import JobError, LockstepError, SpecError
+from lockstep.job.interface import Job
+from lockstep.spec.fields import (
+    Constant,
+    Cosine,
+    InverseSquareRoot,
+    Linear,
+    OneCycle,
+    Polynomial,
+    Schedule,
+    StepDecay,
+    WarmupStableDecay,
+)
+from lockstep.training.failure import as_lockstep_error
+
+# --- the spec's schedules -------------------------------------------------------------------------------------
 
 
 def rate_factor(schedule: Schedule, update: int, total: int) -> float:
@@ -19,6 +38,8 @@ def rate_factor(schedule: Schedule, update: int, total: int) -> float:
     The warm-up rises in a straight line and reaches the full rate with update `warmup_steps - 1`. The fall
     then ends at `final` just after the last update (Loshchilov & Hutter 2017, eq. 5, for the cosine).
     """
+    if isinstance(schedule, OneCycle):
+        return _one_cycle(schedule, min(update, total - 1), total)
     warmup = schedule.warmup_steps
     if update < warmup:
         return (update + 1) / warmup
@@ -27,16 +48,244 @@ def rate_factor(schedule: Schedule, update: int, total: int) -> float:
             return 1.0
         case StepDecay():
             return float(schedule.gamma ** ((update - warmup) // schedule.every))
-        case Linear() | Cosine():
-            progress = min(1.0, (update - warmup) / max(1, total - warmup))
-            fall = (
-                1.0 - progress if isinstance(schedule, Linear) else 0.5 * (1.0 + math.cos(math.pi * progress))
+        case InverseSquareRoot():  # Vaswani et al. 2017, eq. 3, with the full rate at the end of the warm-up
+            return math.sqrt(max(1, warmup) / (update + 1))
+        case WarmupStableDecay():
+            start = total - schedule.decay_steps
+            return _fallen(schedule, max(0.0, min(1.0, (update - start) / schedule.decay_steps)))
+        case Linear() | Cosine() | Polynomial():
+            return _fallen(schedule, min(1.0, (update - warmup) / max(1, total - warmup)))
+
+
+def _fallen(schedule: Linear | Cosine | Polynomial | WarmupStableDecay, progress: float) -> float:
+    """The factor after `progress`, from 0 to 1, of the fall to `final`."""
+    match schedule:
+        case Cosine() | WarmupStableDecay(decay="cosine"):
+            left = 0.5 * (1.0 + math.cos(math.pi * progress))
+        case Polynomial():
+            left = (1.0 - progress) ** schedule.power
+        case WarmupStableDecay(decay="sqrt"):  # Hägele et al. 2024, eq. 3
+            left = 1.0 - math.sqrt(progress)
+        case _:
+            left = 1.0 - progress
+    return schedule.final + (1.0 - schedule.final) * left
+
+
+def _one_cycle(schedule: OneCycle, update: int, total: int) -> float:
+    """Smith & Topin 2018 as `torch.optim.lr_scheduler.OneCycleLR` computes it, for a peak of 1."""
+    first = 1.0 / schedule.div_factor
+    last = first / schedule.final_div_factor
+    peak = schedule.pct_start * total - 1.0
+    if update <= peak:
+        start, end, begun, done = first, 1.0, 0.0, peak
+    else:
+        start, end, begun, done = 1.0, last, peak, total - 1.0
+    progress = (update - begun) / (done - begun) if done > begun else 1.0
+    if schedule.anneal_strategy == "linear":
+        return (end - start) * progress + start
+    return end + (start - end) / 2.0 * (math.cos(math.pi * progress) + 1)
+
+
+def check_length(schedule: Schedule, total: int) -> None:
+    """SpecError where the run is too short for its schedule."""
+    if isinstance(schedule, WarmupStableDecay) and schedule.warmup_steps + schedule.decay_steps > total:
+        raise SpecError(
+            f"schedule.decay_steps: got {schedule.decay_steps} after {schedule.warmup_steps} of warm-up, wanted at most the {total} steps of "
+            "the run together; lower one of the two, or train longer"
+        )
+
+
+# --- a schedule at work ---------------------------------------------------------------------------------------
+
+
+class RateSchedule(Protocol):
+    """What sets the learning rates of an optimizer before each update."""
+
+    def set(self, update: int) -> None:
+        """Set every group's rate for update number `update`, counted from 0."""
+
+    def follow(self) -> None:
+        """An update was taken."""
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """An evaluation was made."""
+
+    def standing(self, update: int) -> float:
+        """Where it stands before update number `update`: what a restored run is compared by."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it; empty for a function of the number of updates."""
+
+    def load_state_dict(self, state: Mapping[str, Any], *, fork: bool) -> None:
+        """Take over what `state_dict` gave, once the optimizer has its state back."""
+
+
+class FunctionOfUpdates:
+    """A factor on each group's full rate, as a function of the number of updates done. It has no state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
+        self.optimizer, self.factor = optimizer, factor
+        self.base = base_rates(optimizer)
+
+    def set(self, update: int) -> None:
+        set_rates(self.optimizer, self.base, self.factor(update))
+
+    def follow(self) -> None:
+        pass
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def standing(self, update: int) -> float:
+        return self.factor(update)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, fork: bool) -> None:
+        pass
+
+
+PLATEAU_METRIC = "eval/loss"
+"""What a ReduceLROnPlateau goes by."""
+
+
+class TorchScheduler:
+    """A scheduler of torch: stepped after each update, or after each evaluation where it goes by one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.base = base_rates(optimizer)
+        self.by_evaluation = isinstance(scheduler, ReduceLROnPlateau)
+
+    def set(self, update: int) -> None:
+        pass  # it has set them when it was stepped
+
+    def follow(self) -> None:
+        if not self.by_evaluation:
+            self.scheduler.step()
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(metrics[PLATEAU_METRIC])
+
+    def standing(self, update: int) -> float:
+        return rates_of(self.optimizer)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scheduler": _plain(self.scheduler.state_dict()),
+            "base": self.base,
+            "rates": rates_of(self.optimizer),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, fork: bool) -> None:
+        if not state or (fork and state["base"] != self.base):
+            lacks = (
+                "has no state of a scheduler of torch"
+                if not state
+                else f"began with the rates {state['base']}"
             )
-            return schedule.final + (1.0 - schedule.final) * fall
+            raise SpecError(
+                f"fork: the run that is forked {lacks}, and this job's schedule goes on from its own with {self.base}; keep schedule and "
+                "rates, or start a new run from its weights with initial_weights"
+            )
+        self.scheduler.load_state_dict(dict(state["scheduler"]))
+        if fork:  # the optimizer of a fork keeps the rate that it was made with
+            for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
+                group["lr"] = rate
+
+
+def _plain(state: Any) -> Any:
+    """A scheduler's state as a checkpoint can hold it: MultiStepLR counts its milestones in a Counter."""
+    if isinstance(state, dict):
+        kind = dict if isinstance(state, Counter) else type(state)
+        return kind((key, _plain(value)) for key, value in state.items())
+    return [_plain(value) for value in state] if isinstance(state, list) else state
+
+
+def make_schedule(
+    job: Job, spec: Schedule, optimizer: torch.optim.Optimizer, total: int, *, evaluates: bool
+) -> RateSchedule:
+    """The job's own schedule over its optimizer, or the one that the spec names. `total` is the most updates that the run takes."""
+    try:
+        own = job.schedule(optimizer, total)
+    except LockstepError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise as_lockstep_error(error, "while its schedule was made") from error
+    if own is None:
+        _check_unused(optimizer)
+        check_length(spec, total)
+        return FunctionOfUpdates(optimizer, lambda update: rate_factor(spec, update, total))
+    if isinstance(own, LRScheduler):
+        return _scheduled(own, optimizer, evaluates=evaluates)
+    if callable(own):
+        _check_unused(optimizer)
+        return FunctionOfUpdates(optimizer, _checked(own, total))
+    raise JobError(
+        f"job.schedule: returned {type(own).__name__}, wanted a function of the number of updates, a torch LRScheduler, or None"
+    )
+
+
+def _check_unused(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a scheduler that was made and not returned: it has left its mark in the groups."""
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise JobError("job.schedule: made a scheduler and did not return it; nothing would step it")
+
+
+def _scheduled(own: LRScheduler, optimizer: torch.optim.Optimizer, *, evaluates: bool) -> TorchScheduler:
+    name = type(own).__name__
+    if own.optimizer is not optimizer:
+        raise JobError(
+            f"job.schedule: the {name} is over another optimizer; make it with the one that is given"
+        )
+    if isinstance(own, ReduceLROnPlateau) and not evaluates:
+        raise JobError(
+            f"job.schedule: {name} goes by {PLATEAU_METRIC}, and the job has no eval_data; give it some, or use a schedule by updates"
+        )
+    scheduler = TorchScheduler(optimizer, own)
+    pack(scheduler.state_dict(), "job.schedule")  # what no checkpoint could hold is told now
+    return scheduler
+
+
+def _checked(own: Callable[[int], float], total: int) -> Callable[[int], float]:
+    """The job's function, held to what a schedule is: finite, not negative, and the same whenever it is asked."""
+
+    def factor(update: int) -> float:
+        at = min(update, total - 1)  # after the last update, it is asked where it stands
+        try:
+            value = float(own(at))
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise as_lockstep_error(error, f"while its schedule was asked for update {at}") from error
+        if not math.isfinite(value) or value < 0:
+            raise JobError(
+                f"job.schedule: gave {value} for update {at}, wanted a factor on the learning rate, finite and at least 0"
+            )
+        return value
+
+    once = [factor(update) for update in (0, total - 1)]
+    again = [factor(update) for update in (0, total - 1)]
+    if once != again:
+        raise JobError(
+            f"job.schedule: gave {once} for the first and the last update, and {again} when it was asked again; a resumed run would have "
+            "other rates: make it a function of the number of updates alone, or return a torch LRScheduler, whose state is kept"
+        )
+    return factor
+
+
+# --- the rates of an optimizer --------------------------------------------------------------------------------
 
 
 def base_rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The full learning rate of each parameter group, as the optimizer was made with it."""
+    """The full learning rate of each parameter group, as the optimizer was made with it, before any scheduler."""
+    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each parameter group as it is."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
@@ -47,30 +296,30 @@ class Rates:
     that changes them after it wants a schedule of its own, which the next update would overwrite.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, base: list[float]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: RateSchedule) -> None:
         self.optimizer = optimizer
-        self.base = base
+        self.schedule = schedule
         self._set: list[float] = []
         self._used: list[float] = []
         optimizer.register_step_pre_hook(self._note)  # behind the job's own
 
     def _note(self, *_: object) -> None:
-        self._used = base_rates(self.optimizer)
+        self._used = rates_of(self.optimizer)
 
-    def set(self, factor: float) -> None:
-        """Set every group's rate to its base times `factor`."""
-        set_rates(self.optimizer, self.base, factor)
-        self._set = self._used = base_rates(self.optimizer)
+    def set(self, update: int) -> None:
+        """Set every group's rate for update number `update`."""
+        self.schedule.set(update)
+        self._set = self._used = rates_of(self.optimizer)
 
     def used(self) -> float:
         """The first group's rate in the update since `set`, or the one that was set where it was skipped."""
         for i, (left, was_set, used) in enumerate(
-            zip(base_rates(self.optimizer), self._set, self._used, strict=True)
+            zip(rates_of(self.optimizer), self._set, self._used, strict=True)
         ):
             if left not in (was_set, used):
                 raise JobError(
-                    f"job.optimizer: an update left the learning rate of group {i} at {left:g}, it was {used:g}; the schedule is a function "
-                    "of the number of updates, and sets it anew: use the spec's schedule, or set the rate in a hook before the "
+                    f"job.optimizer: an update left the learning rate of group {i} at {left:g}, it was {used:g}; the schedule sets it "
+                    "anew: use the spec's schedule or job.schedule(optimizer, updates), or set the rate in a hook before the "
                     "update (register_step_pre_hook)"
                 )
         return self._used[0]

@@ -31,6 +31,7 @@ from lockstep.record.events import StageEnded, Tell, Warned
 from lockstep.record.ledger import History
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
+from lockstep.training.average import Average
 from lockstep.training.checkpoints import (
     Checkpoints,
     Start,
@@ -50,6 +51,7 @@ from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.micro_batch import check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
+from lockstep.training.schedule import make_schedule
 from lockstep.training.state import TrainState
 from lockstep.training.step import Stepper
 from lockstep.training.weights import load_weights
@@ -124,7 +126,10 @@ def prepare(
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = _model(spec, job, plan, group.device)
     precision = Precision(spec.precision, group.device)
-    state = TrainState(job, model, make_optimizer(job, model, spec.optimizer), precision)
+    average = None if spec.ema is None else Average(model, spec.ema)
+    optimizer = make_optimizer(job, model, spec.optimizer)
+    schedule = make_schedule(job, spec.schedule, optimizer, plan.total_steps, evaluates=eval_data is not None)
+    state = TrainState(job, model, optimizer, precision, average=average, schedule=schedule)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     rehearsal, extent = StepRehearsal(job, spec, plan, state, batches, group.device, warn)()
     evaluate = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,8 +15,9 @@ from lockstep.errors import SpecError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
+from lockstep.training.average import Average
 from lockstep.training.precision import Precision
-from lockstep.training.schedule import base_rates
+from lockstep.training.schedule import FunctionOfUpdates, RateSchedule, base_rates
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class TrainState:
     """Model, optimizer, scaler, counters and the best evaluation: one home for all that changes in a run.
 
     `base_rates` are the learning rates that the optimizer was made with, which the schedule starts from; they
-    do not change. `metrics` are the newest values of each metric.
+    do not change. `metrics` are the newest values of each metric. `average` is that of the weights, where the spec has `ema`.
     """
 
     job: Job
@@ -80,10 +82,15 @@ class TrainState:
     counters: Counters = field(default_factory=Counters)
     best: Best = field(default_factory=Best)
     metrics: dict[str, float] = field(default_factory=dict)
+    average: Average | None = None
+    schedule: RateSchedule = None  # type: ignore[assignment]
+    """What sets the learning rates; the full ones throughout unless given."""
     base_rates: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.base_rates = base_rates(self.optimizer)
+        if self.schedule is None:
+            self.schedule = FunctionOfUpdates(self.optimizer, lambda _: 1.0)
 
     def advance(self, position: Position, *, skipped: bool, weight: float) -> None:
         """Count one step. The only place where counters move."""
@@ -96,6 +103,10 @@ class TrainState:
         """Whole epochs done."""
         return self.counters.step // plan.steps_per_epoch
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model as it is evaluated: with the average in the place of its weights, where there is one."""
+        return nullcontext() if self.average is None else self.average.shown()
+
     def sections(self) -> dict[str, Any]:
         """The state as trees of tensors and plain values, by name: what a checkpoint holds. Nothing is copied."""
         return {
@@ -106,6 +117,8 @@ class TrainState:
             "best": {name: getattr(self.best, name) for name in Best.__slots__},
             "metrics": dict(self.metrics),
             "job": dict(self.job.state_dict()),
+            **({} if self.average is None else {"ema": self.average.state_dict()}),
+            **({"schedule": schedule} if (schedule := self.schedule.state_dict()) else {}),
         }
 
     def restore(self, sections: Mapping[str, Any], *, fork: bool = False) -> None:
@@ -119,6 +132,9 @@ class TrainState:
                 for name, buffer in unlisted_buffers(self.model).items():
                     buffer.copy_(sections["model"]["unlisted_buffers"][name])
             restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
+            self.schedule.load_state_dict(sections.get("schedule", {}), fork=fork)
+            if self.average is not None:
+                self.average.load_state_dict(sections["ema"] if not fork else sections.get("ema", {}))
             self.precision.load_state_dict(sections["scaler"])
             self.counters = Counters(**sections["counters"])
             self.best = Best(**sections["best"])

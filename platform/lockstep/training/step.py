@@ -23,6 +23,7 @@ from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
+from lockstep.training.after_step import follow_update, has_after_step
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Exchange, Totals
 from lockstep.training.failure import as_lockstep_error
@@ -31,7 +32,7 @@ from lockstep.training.norm import ELEMENT_BY_ELEMENT, GradientNorm, align_gradi
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
-from lockstep.training.schedule import Rates, rate_factor
+from lockstep.training.schedule import Rates
 from lockstep.training.state import TrainState, power_of_two
 
 
@@ -114,8 +115,8 @@ class Stepper:
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.watched = ParameterWatch(state.model)
-        self.updates_by_job = runs_own_code(state.optimizer)
-        self.rates = Rates(state.optimizer, state.base_rates)
+        self.updates_by_job = runs_own_code(state.optimizer) or has_after_step(job)
+        self.rates = Rates(state.optimizer, state.schedule)
         self.module = LossModule(job, state.model)
         self.reduction: Reduction | None = None
         self.wrapped: nn.Module = self.module
@@ -259,7 +260,7 @@ class Stepper:
 
     def _update(self, position: Position, agreed: Agreed, scale_down: float) -> StepResult:
         spec, state, totals = self.spec, self.state, agreed.totals
-        if type(state.optimizer) not in ELEMENT_BY_ELEMENT:
+        if self.updates_by_job or type(state.optimizer) not in ELEMENT_BY_ELEMENT:
             align_gradients(self.parameters)
         gradients = self._gradients(position, 0)
         state.precision.unscale(state.optimizer)
@@ -274,14 +275,16 @@ class Stepper:
                 f"the gradient of step {position.step + 1} has the norm {grad_norm} though its loss is finite; "
                 f"lower optimizer.lr (now {self.state.base_rates[0]:g}), or look for a square root or a logarithm at zero in the model"
             )
-        rate = rate_factor(spec.schedule, state.counters.updates, self.plan.total_steps)
-        self.rates.set(rate)
+        self.rates.set(state.counters.updates)
         if self.updates_by_job:  # else 30 us a step for nothing
             seed_all(spec.seed, "update", position.step, cuda=self._cuda)
         skipped = not state.precision.update(state.optimizer)
+        lr = self.rates.used()
+        state.advance(position, skipped=skipped, weight=totals.weight)
+        if not skipped:
+            follow_update(state, seed=spec.seed, cuda=self._cuda)
         if self.updates_by_job:
             self.buffers.take_over()
-        state.advance(position, skipped=skipped, weight=totals.weight)
         parts = {
             name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()
         }
@@ -290,7 +293,7 @@ class Stepper:
             loss=totals.loss / totals.weight,
             weight=totals.weight,
             parts=parts,
-            lr=self.rates.used(),
+            lr=lr,
             grad_norm=grad_norm,
             clipped_norm=clipped,
             scale=scale,

@@ -7,9 +7,28 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
-from lockstep.spec.fields import Constant, Cosine, Linear, Schedule, StepDecay
-from lockstep.training.schedule import base_rates, rate_factor, set_rates
+from lockstep.errors import SpecError
+from lockstep.spec.fields import (
+    Constant,
+    Cosine,
+    InverseSquareRoot,
+    Linear,
+    OneCycle,
+    Polynomial,
+    Schedule,
+    StepDecay,
+    WarmupStableDecay,
+)
+from lockstep.training.schedule import (
+    FunctionOfUpdates,
+    base_rates,
+    check_length,
+    rate_factor,
+    rates_of,
+    set_rates,
+)
 
 
 def factors(schedule: Schedule, total: int) -> list[float]:
@@ -78,3 +97,94 @@ def test_groups_keep_their_own_rates() -> None:
     assert set_rates(optimizer, base, 0.5) == 0.25
     assert set_rates(optimizer, base, 0.25) == 0.125
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.03125]
+
+
+def sgd(lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr)
+
+
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+@pytest.mark.parametrize("peak", [1.0, 2.0**-9])
+@pytest.mark.parametrize(("total", "pct_start"), [(10, 0.3), (101, 0.25), (1000, 0.5), (4, 0.5)])
+def test_one_cycle_is_that_of_torch(strategy: str, peak: float, total: int, pct_start: float) -> None:
+    """`OneCycleLR`, bit for bit; a peak that is no power of two is one rounding away."""
+    optimizer = sgd(peak)
+    theirs = lr_scheduler.OneCycleLR(
+        optimizer,
+        peak,
+        total,
+        pct_start=pct_start,
+        anneal_strategy=strategy,
+        cycle_momentum=False,  # type: ignore[arg-type]
+    )
+    ours = OneCycle(pct_start=pct_start, anneal_strategy=strategy)  # type: ignore[arg-type]
+    for update in range(total):
+        assert peak * rate_factor(ours, update, total) == rates_of(optimizer)[0]
+        optimizer.step()
+        if update < total - 1:
+            theirs.step()
+    assert rate_factor(ours, total, total) == rate_factor(ours, total - 1, total)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_one_cycle_of_a_run_that_is_too_short_for_one(total: int) -> None:
+    assert all(0 < value <= 1 for value in factors(OneCycle(), total))
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 3.7])
+def test_polynomial_is_the_closed_form_of_torch(power: float) -> None:
+    optimizer = sgd(0.3)
+    theirs = lr_scheduler.PolynomialLR(optimizer, total_iters=50, power=power)
+    for update in range(52):
+        theirs.last_epoch = update
+        assert [0.3 * rate_factor(Polynomial(power=power), update, 50)] == theirs._get_closed_form_lr()
+    assert factors(Polynomial(warmup_steps=2, power=2.0, final=0.5), 4) == [0.5, 1.0, 1.0, 0.625]
+
+
+def test_inverse_square_root_goes_on_from_the_warmup() -> None:
+    """Vaswani et al.: min(update / warmup, sqrt(warmup / update)) for updates counted from 1."""
+    wanted = [min(u / 4, math.sqrt(4 / u)) for u in range(1, 101)]
+    assert factors(InverseSquareRoot(warmup_steps=4), 100) == wanted
+    assert factors(InverseSquareRoot(), 3) == [1.0, math.sqrt(1 / 2), math.sqrt(1 / 3)]
+
+
+def test_warm_up_stable_decay() -> None:
+    """Full rate in the middle, whatever the length; then one of three falls, which ends just after the last update."""
+    linear = WarmupStableDecay(warmup_steps=2, decay_steps=4, final=0.5)
+    assert factors(linear, 10) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.875, 0.75, 0.625]
+    assert rate_factor(linear, 10, 10) == 0.5
+    assert factors(linear, 1000)[:994] == [0.5, *[1.0] * 993]
+    root = WarmupStableDecay(decay_steps=4, decay="sqrt")
+    assert factors(root, 5) == [1.0, *(1 - math.sqrt(i / 4) for i in range(4))]
+    cosine = WarmupStableDecay(decay_steps=4, decay="cosine")
+    assert factors(cosine, 5) == [1.0, *factors(Cosine(), 4)]
+
+
+def test_a_run_that_is_too_short_for_its_fall_is_refused() -> None:
+    check_length(WarmupStableDecay(warmup_steps=6, decay_steps=4), 10)
+    with pytest.raises(
+        SpecError, match=r"^schedule\.decay_steps: got 4 after 7 of warm-up, wanted at most the 10"
+    ):
+        check_length(WarmupStableDecay(warmup_steps=7, decay_steps=4), 10)
+
+
+def test_a_rate_that_a_function_gives_is_the_rate_where_the_full_one_is_1() -> None:
+    """nanoGPT's schedule exactly: its `get_lr`, and `optimizer.lr: 1`."""
+    optimizer = sgd(1.0)
+    schedule = FunctionOfUpdates(optimizer, nano_gpt)
+    for update in range(700):
+        schedule.set(update)
+        assert rates_of(optimizer) == [nano_gpt(update)]
+    assert schedule.state_dict() == {}
+
+
+def nano_gpt(it: int) -> float:
+    """`get_lr` of nanoGPT's train.py."""
+    learning_rate, warmup_iters, lr_decay_iters, min_lr = 6e-4, 20, 600, 6e-5
+    if it < warmup_iters:
+        return learning_rate * (it + 1) / (warmup_iters + 1)
+    if it > lr_decay_iters:
+        return min_lr
+    decay_ratio = (it - warmup_iters) / (lr_decay_iters - warmup_iters)
+    coeff = 0.5 * (1.0 + math.cos(math.pi * decay_ratio))
+    return min_lr + coeff * (learning_rate - min_lr)

@@ -27,6 +27,7 @@ from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
 from lockstep.randomness import Draws, seed_all
 from lockstep.spec.fields import Spec
+from lockstep.training.after_step import call_after_step, has_after_step
 from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.determinism import filled_memory
 from lockstep.training.digest import tree_digest
@@ -35,7 +36,6 @@ from lockstep.training.parameters import ParameterWatch
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
 from lockstep.training.rehearsal.sums import check_sum
-from lockstep.training.schedule import rate_factor, set_rates
 from lockstep.training.state import TrainState
 from lockstep.training.step import LossModule
 
@@ -220,7 +220,7 @@ class StepRehearsal:
             raise JobError(
                 f"{named(left)} is kept from one micro-batch to the next, and {difference} depends on it: workers that run other "
                 "micro-batches get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
-                "updates it, or change it once a step in a hook of the job's optimizer"
+                "updates it, or change it once a step in job.after_step(model, step)"
             )
         if difference is not None:
             raise DeterminismError(
@@ -292,14 +292,19 @@ class StepRehearsal:
             asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
             for parameter, gradient in zip(asking, gradients, strict=True):
                 parameter.grad = gradient / weight
-            set_rates(optimizer, state.base_rates, rate_factor(spec.schedule, 0, self.plan.total_steps))
+            state.schedule.set(0)
             seed_all(spec.seed, "update", 0, cuda=self.device if self.device.type == "cuda" else None)
             watch = ParameterWatch(model)
             try:
                 optimizer.step()
             except (Exception, SystemExit) as error:
                 raise as_lockstep_error(error, "first update, before training") from error
+            if has_after_step(self.job):
+                call_after_step(
+                    state, 1, seed=spec.seed, cuda=self.device if self.device.type == "cuda" else None
+                )
             watch.check_asking("after the first update, before training")
+            watch.check_places()
             if tell:
                 own = Memory({"optimizer": optimizer}, apart=model.parameters()).changed_since(inside)
                 self._tell_unsaved(self._memory().changed_since(held), kept, own)
@@ -322,7 +327,12 @@ class StepRehearsal:
         if tree_digest(dict(self.job.state_dict())) != kept:
             changed = []
         if type(self.state.optimizer).state_dict is torch.optim.Optimizer.state_dict:
-            saved = ("optimizer.state", "optimizer.param_groups", *(f"optimizer.{name}" for name in _HOOKS))
+            saved = (
+                "optimizer._opt_called",
+                "optimizer.state",
+                "optimizer.param_groups",
+                *(f"optimizer.{name}" for name in _HOOKS),
+            )
             changed = [*changed, *(place for place in own if not place.startswith(saved))]
         if changed:
             self.warn(

@@ -1,0 +1,37 @@
+"""What follows an update, the same on every rank: the schedule, the job's own `after_step`, then the average of the weights."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.errors import LockstepError
+from lockstep.job.interface import Job, overrides
+from lockstep.randomness import seed_all
+from lockstep.training.failure import as_lockstep_error
+from lockstep.training.state import TrainState
+
+
+def follow_update(state: TrainState, *, seed: int, cuda: torch.device | None) -> None:
+    """After the update of the step that `state` has just counted."""
+    state.schedule.follow()
+    if has_after_step(state.job):
+        call_after_step(state, state.counters.step, seed=seed, cuda=cuda)
+    if state.average is not None:
+        state.average.move()
+
+
+def has_after_step(job: Job) -> bool:
+    """Whether the job has an `after_step` of its own."""
+    return overrides(job, "after_step")
+
+
+def call_after_step(state: TrainState, step: int, *, seed: int, cuda: torch.device | None) -> None:
+    """Call the job's `after_step` without gradients, the generators seeded from (seed, "after step", step - 1)."""
+    seed_all(seed, "after step", step - 1, cuda=cuda)
+    try:
+        with torch.no_grad():
+            state.job.after_step(state.model, step)
+    except LockstepError:
+        raise
+    except (Exception, SystemExit) as error:  # a job may end the process
+        raise as_lockstep_error(error, f"after step {step}") from error

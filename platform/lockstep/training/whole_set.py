@@ -1,0 +1,195 @@
+"""Metrics of the whole evaluation set: outputs of all micro-batches in their order, and the job's functions over them.
+
+Which worker computed an output cannot show: they are joined in micro-batch order on rank 0, which alone calls the
+functions and gives all ranks what they return.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.data.contents import leaves
+from lockstep.errors import JobError, LockstepError
+from lockstep.job.interface import Job, overrides
+from lockstep.randomness import seed_all
+from lockstep.training.failure import as_lockstep_error
+
+Outputs = Mapping[str, Tensor | list[Any]]
+"""By name: a tensor with a row for each sample (or token, or box), or a list of whatever pickle takes."""
+
+LONGEST_FIGURE = 4 << 20
+"""Characters of one figure: it is kept in the journal, and sent to the store."""
+
+
+class WholeSet(NamedTuple):
+    """What a job makes of all outputs: metrics by name, and figures as texts by the name of their file."""
+
+    metrics: Mapping[str, float]
+    figures: Mapping[str, str]
+
+
+def has_outputs(job: Job) -> bool:
+    """Whether the job gives outputs of its evaluation."""
+    return overrides(job, "outputs")
+
+
+def taken(given: object) -> Outputs:
+    """The outputs of one micro-batch, on the CPU and in memory of their own. Raises JobError for what cannot be joined."""
+    if not isinstance(given, Mapping):
+        raise JobError(
+            f"job.outputs: returned {type(given).__name__}, wanted tensors or lists by name, with a row for each sample"
+        )
+    outputs: dict[str, Tensor | list[Any]] = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.dim():
+            outputs[name] = value.detach().to("cpu", copy=True)
+        elif isinstance(value, list):
+            outputs[name] = value
+        else:
+            got = "a tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
+            raise JobError(f"job.outputs: {name!r} is {got}, wanted a tensor or a list with a row for each sample")
+    return outputs
+
+
+def texts(outputs: Outputs) -> dict[str, str]:
+    """Each of some outputs as a text that two equal ones share."""
+    return {name: repr(list(leaves(value, opaque=True))) for name, value in outputs.items()}
+
+
+def joined(parts: Sequence[Outputs]) -> Outputs:
+    """Outputs one after another. Raises JobError where they do not fit together."""
+    if not parts:
+        return {}
+    for other in parts[1:]:
+        if other.keys() != parts[0].keys():
+            odd = sorted(other.keys() ^ parts[0].keys())
+            raise JobError(f"job.outputs: {odd[0]!r} is given for some micro-batches only, wanted the same names for all")
+    return {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _joined(name: str, values: list[Any]) -> Tensor | list[Any]:
+    kinds = {_kind(value): value for value in values}
+    if len(kinds) > 1:
+        raise JobError(
+            f"job.outputs: {name!r} is {' in one micro-batch and '.join(list(kinds)[:2])} in another, wanted one type and one shape of a row"
+        )
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    return [row for value in values for row in value]
+
+
+def _kind(value: Tensor | list[Any]) -> str:
+    return f"{value.dtype} with rows of {tuple(value.shape[1:])}" if isinstance(value, Tensor) else "a list"
+
+
+def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
+    """The job's metrics and figures over all outputs, the generators seeded from (seed, "eval set"). Raises LockstepError."""
+    found = {}
+    for name, function in (("whole_set_metrics", job.whole_set_metrics), ("figures", job.figures)):
+        seed_all(seed, "eval set")
+        given = _called(name, function, outputs)
+        if not isinstance(given, Mapping):
+            raise JobError(f"job.{name}: returned {type(given).__name__}, wanted a mapping by name, empty for none")
+        found[name] = given
+    metrics = dict(pair for name, value in found["whole_set_metrics"].items() for pair in _numbers(str(name), value, outputs))
+    return WholeSet(metrics, dict(_figure(str(name), value) for name, value in found["figures"].items()))
+
+
+def _called(name: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    try:
+        with torch.no_grad():
+            return function(*given, **named)
+    except LockstepError:
+        raise
+    except (Exception, SystemExit) as error:  # a job may end the process
+        raise as_lockstep_error(error, f"evaluation, in {name}") from error
+
+
+# --- metrics --------------------------------------------------------------------------------------------------
+
+
+def _numbers(name: str, value: Any, outputs: Outputs) -> Iterator[tuple[str, float]]:
+    """A metric as numbers by name: one, or one for each element, key or class."""
+    if callable(getattr(value, "update", None)) and callable(getattr(value, "compute", None)):
+        yield from _numbers(name, _computed(name, value, outputs), outputs)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(f"{name}/{key}", inner, outputs)
+    elif isinstance(value, Tensor | np.ndarray | list | tuple) and np.ndim(value) == 1:
+        for i, inner in enumerate(value):
+            yield from _numbers(f"{name}/{i}", inner, outputs)
+    elif np.ndim(value) == 0 and hasattr(value, "__float__"):
+        yield name, float(value)
+    else:
+        got = f"of {np.ndim(value)} dimensions" if np.ndim(value) > 1 else type(value).__name__
+        raise JobError(
+            f"job.whole_set_metrics: {name!r} is {got}, wanted a number, some in a row or by name, or an object with update() and "
+            "compute(); give a matrix in figures"
+        )
+
+
+def _computed(name: str, metric: Any, outputs: Outputs) -> Any:
+    """What an object with `update` and `compute`, as torchmetrics has them, makes of the outputs that its `update` names."""
+    taken_by_name = inspect.signature(metric.update).parameters
+    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken_by_name.values())
+    given = {key: value for key, value in outputs.items() if every or key in taken_by_name}
+    if callable(getattr(metric, "reset", None)):
+        _called(f"{name}.reset", metric.reset)
+    _called(f"{name}.update", metric.update, **given)
+    return _called(f"{name}.compute", metric.compute)
+
+
+# --- figures --------------------------------------------------------------------------------------------------
+
+
+def _figure(name: str, value: Any) -> tuple[str, str]:
+    """The name of a figure's file, and its text: as it is, a table as CSV, a drawing of matplotlib as SVG."""
+    if PurePosixPath(name).name != name or not name.isprintable():
+        raise JobError(f"job.figures: got the name {name!r}, wanted the name of a file without folders")
+    if isinstance(value, str):
+        suffix, text = ".txt", value
+    elif callable(getattr(value, "savefig", None)):
+        suffix, text = ".svg", _drawn(value)
+    elif isinstance(value, Tensor | np.ndarray | list | tuple) and np.ndim(value) in (1, 2):
+        suffix, text = ".csv", _table(value)
+    else:
+        raise JobError(
+            f"job.figures: {name!r} is {type(value).__name__}, wanted text, a figure of matplotlib, or numbers in rows and columns"
+        )
+    if len(text) > LONGEST_FIGURE:
+        raise JobError(f"job.figures: {name!r} has {len(text)} characters, wanted at most {LONGEST_FIGURE}; draw fewer points")
+    return name if "." in name else name + suffix, text
+
+
+def _drawn(figure: Any) -> str:
+    """The same text for the same drawing: its ids come from a fixed salt, and it has no date."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.hashsalt": "lockstep"}):
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _table(value: Any) -> str:
+    numbers = np.atleast_2d(np.asarray(value.tolist() if isinstance(value, Tensor) else value))
+    return "".join(",".join(map(str, row)) + "\n" for row in numbers.tolist())
+
+
+def check_names(metrics: Mapping[str, float], taken_names: Mapping[str, object]) -> None:
+    """Refuse a metric by the name of another."""
+    for name in metrics:
+        if name in taken_names:
+            raise JobError(
+                f"job.whole_set_metrics: {name!r} is the name of the loss, of one of its parts or of a metric; give it another name"
+            )
+
+

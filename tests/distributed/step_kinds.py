@@ -1,0 +1,220 @@
+"""Jobs that follow a step: what `after_step` changes, an average of the weights, and what is refused of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+from lockstep import Loss
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, perceptron
+
+# --- after an update ------------------------------------------------------------------------------------------
+
+
+class ClippedCritic(Kind):
+    """Arjovsky et al. 2017: weights are clipped after each update."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+class TeacherAfterStep(Kind):
+    """A frozen teacher moves a little each step, by a share that falls, with noise; every micro-batch reads it."""
+
+    share = 0.5
+
+    def model(self) -> nn.Module:
+        student = perceptron(FEATURES, CLASSES, nn.BatchNorm1d(8))
+        return nn.ModuleDict({"student": student, "teacher": copy.deepcopy(student).requires_grad_(False)})
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.share /= 1 + step
+        for mine, other in zip(model["teacher"].parameters(), model["student"].parameters(), strict=True):
+            mine.lerp_(other, self.share).add_(torch.randn_like(mine), alpha=0.01)
+        for mine, other in zip(model["teacher"].buffers(), model["student"].buffers(), strict=True):
+            mine.copy_(other)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model["student"], batch)
+        x, _ = batch
+        far = F.mse_loss(model["student"](x), model["teacher"](x), reduction="sum")
+        return Loss(loss.total + far, loss.weight, loss.parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"share": self.share}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.share = state["share"]
+
+
+class WeightMean(Kind):
+    """The gradients of the last update decide about the next loss."""
+
+    def model(self) -> nn.Module:
+        model = perceptron(7, CLASSES)  # gradients of 7 numbers a row lie anywhere in a bucket
+        model.register_buffer("steepness", torch.zeros(()))
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        slopes = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+        model.steepness.copy_(torch.stack(slopes).sum())
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return super().loss(model, (F.pad(x, (0, 1)) * (1 + model.steepness), y))
+
+
+class Averaged(Kind):
+    """One line of the spec: evaluated is the average of the weights."""
+
+    more: ClassVar[dict[str, Any]] = {"ema": 0.7}
+
+    def model(self) -> nn.Module:
+        return perceptron(FEATURES, CLASSES, nn.BatchNorm1d(8), nn.Dropout(0.2))
+
+
+class AveragedAndClipped(ClippedCritic):
+    """The average is taken of what `after_step` left; a frozen layer and tied weights are the model's own."""
+
+    more: ClassVar[dict[str, Any]] = {"ema": 0.9, "early_stop": {"patience": 5}}
+
+    def model(self) -> nn.Module:
+        first, tied = nn.Linear(FEATURES, FEATURES).requires_grad_(False), nn.Linear(FEATURES, FEATURES)
+        return nn.Sequential(first, tied, nn.Tanh(), tied, nn.Linear(FEATURES, CLASSES))
+
+
+# --- schedules of the job's own --------------------------------------------------------------------------------
+
+
+class RateByFunction(Kind):
+    """Warm-up and half a cosine, as nanoGPT writes them."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        def factor(update: int) -> float:
+            if update < 1:
+                return (update + 1) / 2
+            return 0.1 + 0.45 * (1 + math.cos(math.pi * (update - 1) / (updates - 1)))
+
+        return factor
+
+
+class Restarts(Kind):
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=3)
+
+
+class MovedMomentum(Kind):
+    """Its scheduler moves the momentum of the optimizer as well."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=updates + 1)
+
+
+class Milestones(Kind):
+    """Two schedulers, one after the other; one of them keeps a Counter."""
+
+    more: ClassVar[dict[str, Any]] = {"ema": 0.5}
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        rising = lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=1)
+        falling = lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.5)
+        return lr_scheduler.SequentialLR(optimizer, [rising, falling], milestones=[1])
+
+
+class FallsWhenNothingImproves(Kind):
+    """pytorch/examples' word_language_model: a quarter of the rate where an evaluation is not the best."""
+
+    more: ClassVar[dict[str, Any]] = {"evaluate": {"every": {"steps": 1}}}
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=20.0)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0, threshold=0.0)
+
+
+# --- refused --------------------------------------------------------------------------------------------------
+
+
+class ReplacesAParameter(Kind):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model[0].weight = nn.Parameter(model[0].weight.clamp(-0.1, 0.1))  # type: ignore[index]
+
+
+class UnfreezesAfterStep(Kind):
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model[0].requires_grad_(False)
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model[0].requires_grad_(True)  # type: ignore[index]
+
+
+class FailsAfterStep(Kind):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        raise ValueError("no such layer")
+
+
+class CountingSchedule(Kind):
+    """Its function counts its calls."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        calls = iter(range(1, 1000))
+        return lambda update: 1 / next(calls)
+
+
+class RateBelowZero(Kind):
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return lambda update: 0.5 - update
+
+
+class SchedulerNotReturned(Kind):
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        lr_scheduler.StepLR(optimizer, 1)
+
+
+class PlateauWithoutEvaluation(FallsWhenNothingImproves):
+    def eval_data(self) -> None:
+        return None
+
+
+class SchedulerOfAnother(Kind):
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), 1)
+
+
+class ScheduleOfNumbers(Kind):
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return [1.0] * updates
+
+
+REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    ReplacesAParameter: ("parameter '0.weight' was replaced after the first update", "copy_(…)"),
+    UnfreezesAfterStep: ("parameter '0.weight' now asks for a gradient", "requires_grad"),
+    CountingSchedule: ("job.schedule: gave [1.0, 0.5]", "asked again", "LRScheduler"),
+    RateBelowZero: ("job.schedule: gave -1.5 for update 2", "at least 0"),
+    SchedulerNotReturned: ("job.schedule: made a scheduler and did not return it",),
+    PlateauWithoutEvaluation: ("job.schedule: ReduceLROnPlateau goes by eval/loss", "no eval_data"),
+    SchedulerOfAnother: ("job.schedule: the StepLR is over another optimizer",),
+    ScheduleOfNumbers: ("job.schedule: returned list", "function of the number of updates"),
+    FailsAfterStep: ("the job failed (after step 1", "step_kinds.py", "ValueError: no such layer"),
+}
+"""Jobs that are refused, and words of the line that says why."""
+
+HELD: list[type[Kind]] = [
+    kind
+    for kind in globals().values()
+    if isinstance(kind, type)
+    and issubclass(kind, Kind)
+    and kind.__module__ == __name__
+    and kind not in REFUSED
+]
+"""Jobs whose bits do not depend on who runs them."""

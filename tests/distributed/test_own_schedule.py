@@ -1,0 +1,74 @@
+"""Schedules of a job's own: the rates of torch's scheduler, through stops and forks, and what is told of its state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.errors import SpecError
+from lockstep.training.schedule import TorchScheduler
+from tests.distributed.kinds import RUN, Kind, document, taken_up
+from tests.distributed.step_kinds import FallsWhenNothingImproves, Milestones, MovedMomentum, Restarts
+from tests.distributed.training import train, train_attempt
+
+
+@pytest.mark.parametrize("kind", [Restarts, MovedMomentum, Milestones], ids=lambda kind: kind.__name__)
+def test_rates_are_those_of_the_scheduler(kind: type[Kind]) -> None:
+    """As a loop by hand has them: `scheduler.step()` after each `optimizer.step()`."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3)
+    scheduler, rates = kind(None).schedule(optimizer, 6), []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    trained = train(document(kind, length={"epochs": 2}, rehearsal="full"))
+    assert [row.lr for row in trained.steps] == rates
+    assert len(set(rates)) > 2
+    assert trained.warnings == ()
+
+
+def test_the_rate_falls_when_nothing_improves() -> None:
+    """word_language_model: `if not best_val_loss or val_loss < best_val_loss: … else: lr /= 4.0`."""
+    trained = train(document(FallsWhenNothingImproves, length={"epochs": 3}))
+    lr, best, wanted = 20.0, float("inf"), []
+    for row in trained.evaluations:
+        wanted.append(lr)
+        loss = float.fromhex(dict(row[2])["eval/loss"])
+        if loss < best:
+            best = loss
+        else:
+            lr /= 4.0
+    assert [row.lr for row in trained.steps] == wanted
+    assert len(set(wanted)) > 1
+
+
+def test_a_scheduler_whose_state_is_lost_has_other_rates(tmp_path: Path) -> None:
+    """The negative control of what a resumed run takes up."""
+    whole = train(document(Restarts))
+    for forgets in (False, True):
+        run = document(Restarts, checkpoint={"storage": str(tmp_path / str(forgets)), "every": None})
+        train_attempt(run, RUN, AttemptOrigin(), 1)
+        loads = TorchScheduler.load_state_dict
+        with mock.patch.object(
+            TorchScheduler, "load_state_dict", (lambda *given, **more: None) if forgets else loads
+        ):
+            resumed = train_attempt(run, RUN, taken_up(run))
+        assert (resumed.weights_digest == whole.weights_digest) is not forgets
+
+
+def test_a_fork_goes_on_with_the_scheduler_or_is_refused(tmp_path: Path) -> None:
+    run = document(Restarts, checkpoint={"storage": str(tmp_path), "every": None})
+    whole = train_attempt(run, RUN, AttemptOrigin())
+    fork = {"run": RUN, "step": 3}
+    longer = {**run, "length": {"epochs": 2}}
+    forked = train_attempt({**longer, "fork": fork}, "forked", AttemptOrigin())
+    alone = train({**longer, "checkpoint": {"every": None}})
+    assert forked.digests == alone.digests[3:]
+    assert whole.digests == alone.digests[:3]
+    with pytest.raises(SpecError, match=r"^fork: the run that is forked began with the rates \[0.001\]"):
+        train_attempt({**longer, "fork": fork, "optimizer": {"lr": 0.5}}, "other", AttemptOrigin())
