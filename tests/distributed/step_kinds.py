@@ -140,6 +140,69 @@ class FallsWhenNothingImproves(Kind):
         return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0, threshold=0.0)
 
 
+# --- metrics of the whole set ---------------------------------------------------------------------------------
+
+
+class Streamed:
+    """A metric as torchmetrics has them: it adds up in float32, so the order of what it is given shows."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+
+    def update(self, scores: torch.Tensor, labels: torch.Tensor) -> None:
+        for score, label in zip(scores, labels, strict=True):
+            self.total = self.total * 0.9 + score[label].exp()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+    def reset(self) -> None:
+        self.total = torch.zeros(())
+
+
+class WholeSet(Kind):
+    """AUROC, F1 by class, perplexity, a confusion matrix and a metric object."""
+
+    more: ClassVar[dict[str, Any]] = {"early_stop": {"metric": "eval/auroc", "mode": "max"}, "ema": 0.5}
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.streamed = Streamed()
+
+    def outputs(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        scores = model(x)
+        loss = F.cross_entropy(scores, y, reduction="none")
+        return {"scores": scores, "labels": y, "loss": loss, "names": [f"{i:.3f}" for i in x[:, 0].tolist()]}
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        scores, labels = outputs["scores"], outputs["labels"]
+        confusion = confusion_of(scores, labels)
+        right = confusion.diagonal()
+        return {
+            "auroc": auroc(scores[:, 0], labels == 0),
+            "f1": 2 * right / (confusion.sum(0) + confusion.sum(1)).clamp(min=1),
+            "perplexity": outputs["loss"].double().mean().exp(),
+            "streamed": self.streamed,
+            "bootstrap": {"low": scores[torch.randint(len(labels), (5,))].min()},
+            "names": sum(i * float(name) for i, name in enumerate(outputs["names"])),
+        }
+
+    def figures(self, outputs: Any) -> dict[str, Any]:
+        return {"confusion": confusion_of(outputs["scores"], outputs["labels"]), "notes.md": "# as it is\n"}
+
+
+def confusion_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    pairs = labels * CLASSES + scores.argmax(1)
+    return torch.bincount(pairs, minlength=CLASSES * CLASSES).view(CLASSES, CLASSES)
+
+
+def auroc(scores: torch.Tensor, positive: torch.Tensor) -> float:
+    """The share of pairs of a positive and a negative sample in which the positive one has the higher score."""
+    ahead = (scores[positive].unsqueeze(1) - scores[~positive].unsqueeze(0)).sign()
+    return float(((ahead + 1) / 2).double().mean())
+
+
 # --- refused --------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +259,36 @@ class ScheduleOfNumbers(Kind):
         return [1.0] * updates
 
 
+class OutputsThatDiffer(Kind):
+    """What it gives of an evaluation is not the same a second time."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.calls = 0
+
+    def outputs(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        self.calls += 1
+        return {"calls": torch.full((len(batch[1]),), self.calls)}
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"calls": outputs["calls"].sum()}
+
+
+class OutputsOfNoRow(WholeSet):
+    def outputs(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": self.loss(model, batch).total}
+
+
+class MatrixAsAMetric(WholeSet):
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"auroc": 0.5, "confusion": torch.eye(3)}
+
+
+class MetricByTheNameOfTheLoss(WholeSet):
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"auroc": 0.5, "loss": 1.0}
+
+
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ReplacesAParameter: ("parameter '0.weight' was replaced after the first update", "copy_(…)"),
     UnfreezesAfterStep: ("parameter '0.weight' now asks for a gradient", "requires_grad"),
@@ -205,6 +298,13 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     PlateauWithoutEvaluation: ("job.schedule: ReduceLROnPlateau goes by eval/loss", "no eval_data"),
     SchedulerOfAnother: ("job.schedule: the StepLR is over another optimizer",),
     ScheduleOfNumbers: ("job.schedule: returned list", "function of the number of updates"),
+    OutputsThatDiffer: (
+        "evaluation: job.calls is kept from one micro-batch to the next",
+        "the output 'calls' depends on it",
+    ),
+    OutputsOfNoRow: ("job.outputs: 'loss' is a tensor of no dimension", "a row for each sample"),
+    MatrixAsAMetric: ("'confusion' is of 2 dimensions", "figures"),
+    MetricByTheNameOfTheLoss: ("job.whole_set_metrics: 'loss' is the name of the loss",),
     FailsAfterStep: ("the job failed (after step 1", "step_kinds.py", "ValueError: no such layer"),
 }
 """Jobs that are refused, and words of the line that says why."""

@@ -95,6 +95,29 @@ class Job:
         """Further means of one evaluation micro-batch. The loss and its parts are always recorded."""
         return {}
 
+    def outputs(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor | list[Any]]:
+        """What `whole_set_metrics` and `figures` need of one evaluation micro-batch, by name.
+
+        A tensor whose first dimension counts samples (or tokens, or boxes), or a list; of one type and shape of a row in
+        all micro-batches.
+        """
+        return {}
+
+    def whole_set_metrics(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Metrics over the outputs of the whole evaluation set, joined in micro-batch order; called on one rank alone.
+
+        By name a number, several in a row or by name, or an object with `update` and `compute` as torchmetrics has them:
+        it is given the outputs that its `update` names.
+        """
+        return {}
+
+    def figures(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Figures of an evaluation by the name of their file, over the same outputs: text, a figure of matplotlib, or a table.
+
+        A table is numbers in rows and columns, such as a confusion matrix. They are recorded with the evaluation.
+        """
+        return {}
+
     def collate(self, samples: Sequence[Any]) -> Any:
         """One micro-batch out of its samples; torch's `default_collate` unless overridden.
 

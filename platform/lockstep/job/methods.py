@@ -19,7 +19,8 @@ NEEDED = ("model", "train_data", "loss")
 
 _LOSS = "write loss(model, batch), which returns lockstep.Loss(total, weight) for one micro-batch"
 _METRICS = (
-    "write metrics(model, batch), which returns lockstep.Mean values by name for one micro-batch of eval_data"
+    "write metrics(model, batch), which returns lockstep.Mean values by name for one micro-batch of eval_data, or "
+    "outputs(model, batch) and whole_set_metrics(outputs) for what only the whole set shows"
 )
 _MODEL = "the model is the nn.Module that model() returns; loss(model, batch) calls it"
 _OPTIMIZER = (
@@ -59,6 +60,7 @@ MEANT = {
 
 _CALLS = {
     "model": (), "train_data": (), "eval_data": (), "loss": ("model", "batch"), "metrics": ("model", "batch"),
+    "outputs": ("model", "batch"), "whole_set_metrics": ("outputs",), "figures": ("outputs",),
     "collate": ("samples",), "optimizer": ("model",), "schedule": ("optimizer", "updates"), "after_step": ("model", "step"), "state_dict": (), "load_state_dict": ("state",), "example_input": (),
     "activation_checkpoints": ("model",), "conditional_parameters": ("model",), "__init__": ("params",),
 }  # fmt: skip
@@ -74,9 +76,23 @@ def check_methods(job_class: type[Job], use: str) -> None:
         raise JobImportError(
             f"job.use: {use!r} has no {missing[0]}(); a job has model(), train_data() and loss(model, batch)"
         )
+    _check_outputs(use, own)
     for name, names in _CALLS.items():
         if name in own:
             _check_call(job_class, use, name, names)
+
+
+def _check_outputs(use: str, own: dict[str, Any]) -> None:
+    """What is made of the outputs and the outputs themselves need each other."""
+    made = [name for name in ("whole_set_metrics", "figures") if name in own]
+    if made and "outputs" not in own:
+        raise JobImportError(
+            f"job.use: {made[0]}() of {use!r} has no outputs(model, batch) to work on; write it, or take {made[0]}() out"
+        )
+    if "outputs" in own and not made:
+        raise JobImportError(
+            f"job.use: nothing uses outputs() of {use!r}; write whole_set_metrics(outputs) or figures(outputs), or take it out"
+        )
 
 
 def _own_methods(job_class: type[Job]) -> dict[str, Any]:

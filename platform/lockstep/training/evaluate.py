@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from lockstep.job.interface import Job, Mean
 from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
+from lockstep.training import whole_set
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
@@ -73,52 +74,98 @@ class Evaluation:
         self.restore_buffers: Callable[[], None] = lambda: None
         """Puts back what evaluation wrote to buffers; it is called after each micro-batch, as in training."""
         self.assigned = evaluation_ranges(self.samples, micro_batch, group.size)[group.rank]
+        self.figures: Mapping[str, str] = {}
+        """What the job drew of the newest evaluation, as texts by the name of their file; on rank 0."""
+        self._gives_outputs = whole_set.has_outputs(job)
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Metrics by name, `eval/` in front, equal on every rank. `alive` is called for each micro-batch."""
         with evaluating(model):
-            own = self._own_totals(model, alive)
+            own, outputs = self._own_results(model, alive)
         totals: dict[str, tuple[float, float]] = {}
         for rank_rows in self.group.gather(own):
             for row in rank_rows:
                 for name, (total, weight) in row.items():
                     before = totals.get(name, (0.0, 0.0))
                     totals[name] = (before[0] + total, before[1] + weight)
-        return {
+        metrics = {
             f"eval/{name}": total / weight if weight else float("nan")
             for name, (total, weight) in totals.items()
         }
+        if self._gives_outputs:
+            over_all = self._over_the_whole_set(outputs)
+            whole_set.check_names(over_all, totals)
+            metrics |= {f"eval/{name}": value for name, value in over_all.items()}
+        return metrics
 
-    def rehearse(self, model: nn.Module, *, repeat: bool = False) -> list[str]:
+    def _over_the_whole_set(self, own: whole_set.Outputs) -> Mapping[str, float]:
+        """Metrics over the outputs of all ranks, in micro-batch order: computed on rank 0, known to all, as is what went wrong."""
+        every = self.group.gather_first(own)
+        found: whole_set.WholeSet | None = None
+        wrong: LockstepError | None = None
+        if every is not None:
+            try:
+                outputs = whole_set.joined([outputs for outputs in every if outputs])
+                found = whole_set.compute(self.job, outputs, seed=self.seed)
+            except LockstepError as error:
+                wrong = error
+        self.figures = found.figures if found is not None else {}
+        metrics, told = self.group.gather((found.metrics if found else {}, wrong))[0]
+        if told is not None:
+            raise wrong or told
+        return dict(metrics)
+
+    def rehearse(
+        self, model: nn.Module, *, repeat: bool = False, warn: Callable[[str], None] = lambda _: None
+    ) -> list[str] | None:
         """The names of the metrics, from the first micro-batch: what is wrong with it is told before training.
 
-        With `repeat` it is computed again, the last one between, and must come out the same. Buffers are put back.
+        With `repeat` it is computed again, the last one between, and must come out the same. Buffers are put back. None
+        where the names are not known yet: a metric of the whole set may fail on one micro-batch, which is warned of.
         """
         before, self.restore_buffers = self.restore_buffers, KeptBuffers(model).restore
         held = memory_of(self.job, model) if repeat else None
         try:
             with evaluating(model):
-                once = self._computed(model, 0)
+                once, outputs = self._computed(model, 0)
                 if repeat:
                     self._check_repeats(model)
+            over_all = self._tried(outputs, warn)
         finally:
             self.restore_buffers = before
             if held is not None:
                 held.restore()
-        return [f"eval/{name}" for name in once]
+        if over_all is None:
+            return None
+        whole_set.check_names(over_all, once)
+        return [f"eval/{name}" for name in (*once, *over_all)]
+
+    def _tried(self, outputs: whole_set.Outputs, warn: Callable[[str], None]) -> Mapping[str, float] | None:
+        if not self._gives_outputs:
+            return {}
+        try:
+            return whole_set.compute(self.job, outputs, seed=self.seed).metrics
+        except LockstepError as error:
+            if error.__cause__ is None:  # not the job's failure on so few samples, but a wrong kind of value
+                raise
+            warn(
+                f"evaluation: the metrics of the whole set could not be tried on its first micro-batch, and are first computed after "
+                f"training has begun: {error}"
+            )
+            return None
 
     def _check_repeats(self, model: nn.Module) -> None:
-        again = self._computed(model, 0)
+        again = self._texts(model, 0)
         between = memory_of(self.job, model)
         last = -(-self.samples // self.micro_batch) - 1
         if last:
             self._computed(model, last)
-        third = self._computed(model, 0)
-        differing = [name for name, value in again.items() if repr(third.get(name)) != repr(value)]
+        third = self._texts(model, 0)
+        differing = [name for name, value in again.items() if third.get(name) != value]
         if not differing:
             return
         left = memory_of(self.job, model).changed_since(between)
-        metric = f"eval/{differing[0]}"
+        metric = differing[0]
         if left:
             raise JobError(
                 f"evaluation: {named(left)} is kept from one micro-batch to the next, and {metric} depends on it; workers share out the "
@@ -129,31 +176,45 @@ class Evaluation:
             "deterministic, or the job draws from a generator of its own, or keeps something out of sight"
         )
 
-    def _computed(self, model: nn.Module, i: int) -> Row:
-        """Totals and weights of one micro-batch."""
+    def _texts(self, model: nn.Module, i: int) -> dict[str, str]:
+        """What one micro-batch gives, by what it is, as texts that two equal values share."""
+        row, outputs = self._computed(model, i)
+        return {
+            **{f"eval/{name}": repr(value) for name, value in row.items()},
+            **{f"the output {name!r}": text for name, text in whole_set.texts(outputs).items()},
+        }
+
+    def _computed(self, model: nn.Module, i: int) -> tuple[Row, whole_set.Outputs]:
+        """Totals and weights of one micro-batch, and its outputs."""
         key = MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i))))
         batch = next(Loader(self.batches, [key], self.group.device))
-        return _numbers(self._means(model, i, batch))
+        means, outputs = self._results(model, i, batch)
+        return _numbers(means), outputs
 
-    def _own_totals(self, model: nn.Module, alive: Callable[[], None]) -> list[Row]:
+    def _own_results(
+        self, model: nn.Module, alive: Callable[[], None]
+    ) -> tuple[list[Row], whole_set.Outputs]:
+        """Totals of each micro-batch of this rank, and their outputs one after another."""
         keys = [
             MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.assigned
         ]
         loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.assigned)))
         try:
-            means = []
+            means, outputs = [], []
             for i, batch in zip(self.assigned, loader, strict=True):
-                means.append(self._means(model, i, batch))
+                found, given = self._results(model, i, batch)
+                means.append(found)
+                outputs.append(given)
                 alive()
         finally:
             loader.close()
-        return [_numbers(row) for row in means]
+        return [_numbers(row) for row in means], whole_set.joined(outputs)
 
     def _end(self, i: int) -> int:
         return min((i + 1) * self.micro_batch, self.samples)
 
-    def _means(self, model: nn.Module, i: int, batch: Any) -> dict[str, Mean]:
-        """Still on the device: nothing waits for it before the last micro-batch is under way."""
+    def _results(self, model: nn.Module, i: int, batch: Any) -> tuple[dict[str, Mean], whole_set.Outputs]:
+        """The means still on the device: nothing waits for it before the last micro-batch is under way, but for outputs."""
         where = f"evaluation micro-batch {i}, rank {self.group.rank}"
         parameters = ParameterWatch(model)
         seed_all(self.seed, "eval", i, cuda=self.group.device if self.group.device.type == "cuda" else None)
@@ -161,6 +222,7 @@ class Evaluation:
             with self.precision.autocast():
                 loss = self.job.loss(model, batch)
                 further = self.job.metrics(model, batch)
+                outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a job may end the process
@@ -168,7 +230,7 @@ class Evaluation:
         finally:
             self.restore_buffers()
         parameters.check(where)
-        return means_of(loss, further)
+        return means_of(loss, further), outputs
 
 
 def _numbers(row: dict[str, Mean]) -> Row:

@@ -49,6 +49,14 @@ class Group:
         dist.all_gather_object(gathered, value, group=self.channel)
         return gathered
 
+    def gather_first(self, value: Any) -> list[Any] | None:
+        """`value` of every rank, by rank, on rank 0; None on the others, which hold no more than their own."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, gathered, dst=0, group=self.channel)
+        return gathered
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on every rank with that of rank 0."""
         if self.size > 1:

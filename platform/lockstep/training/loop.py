@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
-from lockstep.errors import DriftError
+from lockstep.errors import DriftError, SpecError, nearest
 from lockstep.files import private
 from lockstep.job.interface import Job
 from lockstep.job.loading import others_out_of_sight
 from lockstep.plan import Position
 from lockstep.record.events import (
     Alive,
+    Document,
     EvaluationRow,
     Finished,
     PeakMemory,
@@ -132,7 +134,7 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     with run.state.averaged():
         metrics = run.evaluate(run.state.model, lambda: tell(Alive()))
         if rule is not None:
-            over = run.state.best.judge(rule, metrics[rule.metric], step, run.state.model)
+            over = run.state.best.judge(rule, _named(metrics, rule.metric), step, run.state.model)
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
     run.state.schedule.evaluated(metrics)
     run.state.counters.evaluated = step
@@ -140,7 +142,16 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     if run.group.rank == 0:
         run.history.evaluations.append(row)
     tell(row)
+    for name, text in run.evaluate.figures.items():
+        tell(Document(f"evaluations/step-{step:09}/{name}", text))
     return over
+
+
+def _named(metrics: Mapping[str, float], name: str) -> float:
+    """A metric of the evaluation that a rule goes by. SpecError where there is none of that name."""
+    if name not in metrics:
+        raise SpecError(f"early_stop.metric: the job gives no {name!r}{nearest(name, metrics)}")
+    return metrics[name]
 
 
 def keep_weights(run: Run, requests: Requests, origin: AttemptOrigin | None) -> list[Path]:

@@ -143,7 +143,7 @@ def prepare(
             seed=spec.seed,
             processes=spec.data.loader_processes,
         )
-        _check_metric(spec, evaluate.rehearse(model, repeat=extent != "off"))
+        _check_metric(spec, evaluate.rehearse(model, repeat=extent != "off", warn=warn))
     check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
@@ -162,7 +162,9 @@ def prepare(
     return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
 
 
-def _check_metric(spec: Spec, metrics: Iterable[str]) -> None:
+def _check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
+    if metrics is None:  # not known before the first evaluation
+        return
     rules = {"early_stop": spec.early_stop, "checkpoint.keep_best": spec.checkpoint.keep_best}
     for name, rule in rules.items():
         if rule is not None and rule.metric not in metrics:

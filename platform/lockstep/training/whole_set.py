@@ -55,7 +55,9 @@ def taken(given: object) -> Outputs:
             outputs[name] = value
         else:
             got = "a tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
-            raise JobError(f"job.outputs: {name!r} is {got}, wanted a tensor or a list with a row for each sample")
+            raise JobError(
+                f"job.outputs: {name!r} is {got}, wanted a tensor or a list with a row for each sample"
+            )
     return outputs
 
 
@@ -71,7 +73,9 @@ def joined(parts: Sequence[Outputs]) -> Outputs:
     for other in parts[1:]:
         if other.keys() != parts[0].keys():
             odd = sorted(other.keys() ^ parts[0].keys())
-            raise JobError(f"job.outputs: {odd[0]!r} is given for some micro-batches only, wanted the same names for all")
+            raise JobError(
+                f"job.outputs: {odd[0]!r} is given for some micro-batches only, wanted the same names for all"
+            )
     return {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
 
 
@@ -97,9 +101,15 @@ def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
         seed_all(seed, "eval set")
         given = _called(name, function, outputs)
         if not isinstance(given, Mapping):
-            raise JobError(f"job.{name}: returned {type(given).__name__}, wanted a mapping by name, empty for none")
+            raise JobError(
+                f"job.{name}: returned {type(given).__name__}, wanted a mapping by name, empty for none"
+            )
         found[name] = given
-    metrics = dict(pair for name, value in found["whole_set_metrics"].items() for pair in _numbers(str(name), value, outputs))
+    metrics = dict(
+        pair
+        for name, value in found["whole_set_metrics"].items()
+        for pair in _numbers(str(name), value, outputs)
+    )
     return WholeSet(metrics, dict(_figure(str(name), value) for name, value in found["figures"].items()))
 
 
@@ -165,17 +175,21 @@ def _figure(name: str, value: Any) -> tuple[str, str]:
             f"job.figures: {name!r} is {type(value).__name__}, wanted text, a figure of matplotlib, or numbers in rows and columns"
         )
     if len(text) > LONGEST_FIGURE:
-        raise JobError(f"job.figures: {name!r} has {len(text)} characters, wanted at most {LONGEST_FIGURE}; draw fewer points")
+        raise JobError(
+            f"job.figures: {name!r} has {len(text)} characters, wanted at most {LONGEST_FIGURE}; draw fewer points"
+        )
     return name if "." in name else name + suffix, text
 
 
 def _drawn(figure: Any) -> str:
     """The same text for the same drawing: its ids come from a fixed salt, and it has no date."""
     import matplotlib as mpl
+    from matplotlib import pyplot
 
     with mpl.rc_context({"svg.hashsalt": "lockstep"}):
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
+    pyplot.close(figure)  # it keeps those that it has made
     return file.getvalue()
 
 
@@ -191,5 +205,3 @@ def check_names(metrics: Mapping[str, float], taken_names: Mapping[str, object])
             raise JobError(
                 f"job.whole_set_metrics: {name!r} is the name of the loss, of one of its parts or of a metric; give it another name"
             )
-
-
