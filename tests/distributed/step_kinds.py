@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep import Loss
+from lockstep.data import Mixture, Packed
 from tests.distributed.kinds import CLASSES, FEATURES, Kind, perceptron
 
 # --- after an update ------------------------------------------------------------------------------------------
@@ -201,6 +202,40 @@ def auroc(scores: torch.Tensor, positive: torch.Tensor) -> float:
     """The share of pairs of a positive and a negative sample in which the positive one has the higher score."""
     ahead = (scores[positive].unsqueeze(1) - scores[~positive].unsqueeze(0)).sign()
     return float(((ahead + 1) / 2).double().mean())
+
+
+# --- mixtures and packing -------------------------------------------------------------------------------------
+
+
+class MixedAndPacked(Kind):
+    """Two collections of documents, packed, three rows of the one to one of the other."""
+
+    def model(self) -> nn.Module:
+        return nn.ModuleDict(
+            {"word": nn.Embedding(11, 8), "place": nn.Embedding(6, 8), "out": nn.Linear(8, 11)}
+        )
+
+    def train_data(self) -> Any:
+        rows = {
+            name: Packed(documents(number, name), 6, end=0) for name, number in (("prose", 20), ("code", 3))
+        }
+        return Mixture(rows, {"prose": 3, "code": 1}, samples=32)
+
+    def eval_data(self) -> Any:
+        return Packed(documents(4, "held out"), 6, end=0, pad=0)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, positions, documents = batch["tokens"], batch["positions"], batch["documents"]
+        scores = model["out"]((model["word"](tokens) + model["place"](positions)).tanh())[:, :-1]
+        same = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+        targets = tokens[:, 1:].masked_fill(~same, -100)
+        return Loss(F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), same.sum())
+
+
+def documents(number: int, name: str) -> Any:
+    generator = torch.Generator().manual_seed(len(name))
+    lengths = torch.randint(1, 15, (number,), generator=generator).tolist()
+    return [torch.randint(1, 11, (length,), generator=generator) for length in lengths]
 
 
 # --- refused --------------------------------------------------------------------------------------------------

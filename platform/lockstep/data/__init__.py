@@ -1,6 +1,6 @@
-"""Data: the order of the samples, tables, and the way from the dataset to the device.
+"""Data: the order of the samples, tables, mixtures and packing, and the way from the dataset to the device.
 
-`Table` and `Column` are imported when they are first used: pyarrow's Parquet costs a fifth of a second.
+All are imported when they are first used: pyarrow's Parquet costs a fifth of a second.
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.data.mixture import Mixture
+    from lockstep.data.packing import Packed
     from lockstep.data.table_columns import Column
     from lockstep.data.tables import Table
 
-__all__ = ["Column", "Table"]
+__all__ = ["Column", "Mixture", "Packed", "Table"]
 
-_HOME = {"Column": "lockstep.data.table_columns", "Table": "lockstep.data.tables"}
+_HOME = {
+    "Column": "lockstep.data.table_columns",
+    "Mixture": "lockstep.data.mixture",
+    "Packed": "lockstep.data.packing",
+    "Table": "lockstep.data.tables",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -40,6 +40,17 @@ class ChecksOrder(Protocol):
     def check_order(self, shuffle: str, window: int) -> None: ...
 
 
+class OrdersItself(Protocol):
+    """Has an order of its own: the ids at the positions of an epoch, a pure function of seed, epoch and position."""
+
+    def epoch_order(self, seed: int, epoch: int, shuffle: str) -> Any: ...
+
+
+def orders_itself(dataset: Any) -> TypeGuard[OrdersItself]:
+    """Whether it has an order of its own."""
+    return callable(getattr(type(dataset), "epoch_order", None))
+
+
 def is_batched(dataset: Any) -> TypeGuard[Batched]:
     """Whether it fetches many samples at once. A wrapper whose `__getattr__` leads to what it wraps does not: that would
     pass by its own `__getitem__`.

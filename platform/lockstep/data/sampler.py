@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, DistributedSampler
 
-from lockstep.data.dataset import checks_order, is_blocked, reads_ahead, takes_arrays
+from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
 from lockstep.plan import Plan, Position, clip
 
@@ -81,6 +81,9 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
                 yield self._micro_batch(order, position, m)
 
     def _order(self, epoch: int) -> Order:
+        if orders_itself(self.dataset):
+            order: Order = self.dataset.epoch_order(self.seed, epoch, self.order)
+            return order
         blocks = self.dataset.block_sizes if is_blocked(self.dataset) else None
         return epoch_order(self.seed, epoch, self.plan.samples, self.order, blocks=blocks, window=self.window)
 

@@ -1,0 +1,202 @@
+"""A mixture of datasets by weight: which sample of which source an epoch visits where is a pure function of (seed, epoch, position).
+
+Each epoch has `samples` positions. Source s gets its share of them by weight, whole numbers by largest remainder. Its draws are
+numbered through the whole run, and go through the source pass by pass: a keyed bijection of its samples for each pass. So a source
+with a small share shows other samples in the next epoch, one with a large share repeats none before all were seen, and
+neither a resume nor the number of workers needs any state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lockstep.data.dataset import checks_order, draws_nothing, is_table
+from lockstep.data.fingerprint import fingerprint
+from lockstep.data.order import Bijection, Ids
+from lockstep.errors import JobError, SpecError
+
+Weights = Mapping[str, float]
+
+
+class Mixture(Dataset[Any]):
+    """Samples of several datasets, so many of each in an epoch as `weights` say.
+
+    `sources` are map-style datasets by name. `weights` are by the same names, of any sum; or by the number of the epoch from which on
+    they hold, `{0: {…}, 3: {…}}`. `samples` is the length of an epoch, by default all samples of the sources together. An id
+    stands for one sample of one source (`source_of`); ids beyond the last one go round. Raises JobError for what does not fit.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Dataset[Any]],
+        weights: Weights | Mapping[int, Weights],
+        samples: int | None = None,
+    ) -> None:
+        self.sources = dict(sources)
+        self._datasets: list[Any] = list(self.sources.values())
+        self.sizes = [_size(name, source) for name, source in self.sources.items()]
+        self._first = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self.samples = sum(self.sizes) if samples is None else samples
+        if self.samples < 1:
+            raise JobError(f"data: Mixture got {self.samples} samples for an epoch, wanted at least 1")
+        self.weights = _by_epoch(weights, self.sources)
+        self._counts = {epoch: apportioned(self.samples, shares) for epoch, shares in self.weights.items()}
+        self.draws_nothing = all(map(draws_nothing, self._datasets))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, sample_id: int) -> Any:
+        s, index = self._found(sample_id)
+        return self._datasets[s][index]
+
+    def source_of(self, sample_id: int) -> tuple[str, int]:
+        """The name of the source that an id is from, and the index there."""
+        s, index = self._found(sample_id)
+        return list(self.sources)[s], index
+
+    def _found(self, sample_id: int) -> tuple[int, int]:
+        within = sample_id % sum(self.sizes)
+        s = int(np.searchsorted(self._first, within, side="right")) - 1
+        return s, within - self._first[s]
+
+    def counts(self, epoch: int) -> dict[str, int]:
+        """How many samples of each source an epoch has."""
+        return dict(zip(self.sources, self._counts[self._since(epoch)], strict=True))
+
+    def _since(self, epoch: int) -> int:
+        """The epoch from which on the weights of `epoch` hold."""
+        return max(start for start in self.weights if start <= epoch)
+
+    def epoch_order(self, seed: int, epoch: int, shuffle: str) -> MixtureOrder:
+        """The ids of an epoch; with `shuffle` none, source after source and each in its own order."""
+        drawn = [0] * len(self.sizes)
+        starts = [*self.weights, epoch]
+        for start, end in pairwise(starts):
+            for s, count in enumerate(self._counts[start]):
+                drawn[s] += count * max(0, min(end, epoch) - start)
+        counts = self._counts[self._since(epoch)]
+        key = None if shuffle == "none" else (seed, "mixture")
+        return MixtureOrder(counts, drawn, self.sizes, self._first, epoch, key)
+
+    def check_order(self, shuffle: str, window: int) -> None:
+        """Raises SpecError where an order needs blocks, or a source cannot be read in any order."""
+        if shuffle == "blocks":
+            raise SpecError("data.shuffle: got blocks, but a Mixture has none; use data.shuffle=hashed")
+        for source in self._datasets:
+            if checks_order(source):
+                source.check_order("hashed", window)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the sources are, and how they are mixed."""
+        fields: dict[str, Any] = {"samples_per_epoch": self.samples, "weights": json.dumps(self.weights)}
+        for (name, source), size in zip(self.sources.items(), self.sizes, strict=True):
+            fields |= {f"{name}.{field}": value for field, value in fingerprint(source, size, 0).items()}
+            fields[f"{name}.size"] = size
+        return fields
+
+
+class MixtureOrder:
+    """One epoch of a mixture, read at any position.
+
+    `counts` are the draws of each source in it, `drawn` those before it; `first` is the id of each source's first sample.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        drawn: Sequence[int],
+        sizes: Sequence[int],
+        first: Sequence[int],
+        epoch: int,
+        key: tuple[int | str, ...] | None,
+    ) -> None:
+        self._ends = np.cumsum(np.asarray(counts, np.int64))
+        self._counts, self._drawn, self._sizes, self._first = counts, drawn, sizes, first
+        self._key = key
+        self._mixed = None if key is None else Bijection(int(self._ends[-1]), (*key, "epoch", epoch))
+
+    def __getitem__(self, positions: slice) -> Ids:
+        places = np.arange(positions.start, positions.stop, positions.step or 1, dtype=np.int64)
+        if self._mixed is not None:
+            places = self._mixed(places)
+        source = np.searchsorted(self._ends, places, side="right")
+        ids = np.empty_like(places)
+        for s in np.unique(source).tolist():
+            own = source == s
+            draws = places[own] - (int(self._ends[s]) - self._counts[s]) + self._drawn[s]
+            ids[own] = self._first[s] + self._indices(s, draws)
+        return ids
+
+    def _indices(self, s: int, draws: Ids) -> Ids:
+        """Indices in source number s of its draws, numbered through the run."""
+        passes, within = np.divmod(draws, self._sizes[s])
+        if self._key is None:
+            return within
+        indices = np.empty_like(within)
+        for number in np.unique(passes).tolist():
+            own = passes == number
+            indices[own] = Bijection(self._sizes[s], (*self._key, s, number))(within[own])
+        return indices
+
+
+def apportioned(samples: int, shares: Weights) -> list[int]:
+    """`samples` in whole numbers by weight: the largest remainders get what is left over, of equal ones the first."""
+    total = math.fsum(shares.values())
+    exact = [samples * weight / total for weight in shares.values()]
+    counts = [math.floor(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda s: (counts[s] - exact[s], s))
+    for s in by_remainder[: samples - sum(counts)]:
+        counts[s] += 1
+    return counts
+
+
+def _size(name: str, source: Any) -> int:
+    if is_table(source):
+        raise JobError(
+            f"data: Mixture's source {name!r} is a Table, which gives whole micro-batches; wanted a dataset that gives samples, "
+            "such as one that indexes the table's columns"
+        )
+    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        raise JobError(
+            f"data: Mixture's source {name!r} is {type(source).__name__}, wanted a map-style dataset (__len__ and __getitem__): a stream "
+            "has no position to go on from"
+        )
+    return len(source)
+
+
+def _by_epoch(weights: Any, sources: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Weights by the epoch from which on they hold, each in the order of the sources."""
+    table = (
+        dict(sorted(weights.items()))
+        if weights and all(type(key) is int for key in weights)
+        else {0: weights}
+    )
+    if min(table, default=-1) != 0:
+        raise JobError("data: Mixture's weights begin with a later epoch, wanted some from epoch 0 on")
+    for epoch, shares in table.items():
+        if not isinstance(shares, Mapping) or shares.keys() != sources.keys():
+            got = sorted(shares) if isinstance(shares, Mapping) else type(shares).__name__
+            raise JobError(
+                f"data: Mixture's weights are for {got}, wanted one for each of the sources {sorted(sources)}"
+            )
+        if not all(math.isfinite(weight) and weight >= 0 for weight in shares.values()) or not any(
+            shares.values()
+        ):
+            raise JobError(
+                f"data: Mixture's weights are {dict(shares)}, wanted numbers of at least 0, not all of them 0"
+            )
+        empty = [name for name, source in sources.items() if shares[name] and not len(source)]
+        if empty:
+            raise JobError(
+                f"data: Mixture's source {empty[0]!r} holds no sample; give it the weight 0, or leave it out"
+            )
+        table[epoch] = {name: float(shares[name]) for name in sources}
+    return table

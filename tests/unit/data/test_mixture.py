@@ -1,0 +1,199 @@
+"""A mixture: exact proportions, every sample of a source before any again, at any position, for any worker, after any resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data import Mixture, Table
+from lockstep.data.fingerprint import fingerprint
+from lockstep.data.mixture import apportioned
+from lockstep.data.sampler import MicroBatchSampler
+from lockstep.errors import JobError, SpecError
+from lockstep.plan import Plan
+
+
+def mixture(samples: int | None = 24, weights: Any = None, **sizes: int) -> Mixture:
+    sources = {
+        name: [f"{name}{i}" for i in range(size)]
+        for name, size in (sizes or {"a": 10, "b": 5, "c": 2}).items()
+    }
+    return Mixture(sources, weights or dict.fromkeys(sources, 1.0), samples)  # type: ignore[arg-type]
+
+
+def epoch(data: Mixture, number: int, seed: int = 3, shuffle: str = "full") -> list[int]:
+    found: list[int] = data.epoch_order(seed, number, shuffle)[0 : len(data)].tolist()
+    return found
+
+
+def test_each_epoch_has_the_proportions_exactly() -> None:
+    data = mixture(weights={"a": 1, "b": 2, "c": 5})
+    for number in range(5):
+        names = Counter(data.source_of(i)[0] for i in epoch(data, number))
+        assert names == {"a": 3, "b": 6, "c": 15} == data.counts(number)
+
+
+def test_every_sample_of_a_source_is_drawn_before_any_again() -> None:
+    """Through the epochs: draws of a small share go on where the epoch before ended."""
+    data = mixture(weights={"a": 1, "b": 2, "c": 5})
+    drawn: Counter[tuple[str, int]] = Counter()
+    for number in range(10):  # 30 draws of a, 60 of b, 150 of c
+        drawn.update(data.source_of(i) for i in epoch(data, number))
+        for name, size in (("a", 10), ("b", 5), ("c", 2)):
+            times = [drawn[name, i] for i in range(size)]
+            assert max(times) - min(times) <= 1
+    assert [drawn["a", i] for i in range(10)] == [3] * 10
+
+
+@given(
+    weights=st.lists(st.integers(0, 50), min_size=2, max_size=5).filter(any),
+    samples=st.integers(1, 60),
+    number=st.integers(0, 4),
+    start=st.integers(0, 59),
+    step=st.integers(1, 7),
+)
+def test_an_order_can_be_read_at_any_position(
+    weights: list[int], samples: int, number: int, start: int, step: int
+) -> None:
+    names = "abcde"[: len(weights)]
+    data = mixture(
+        samples, dict(zip(names, weights, strict=True)), **{name: 3 + i for i, name in enumerate(names)}
+    )
+    whole = epoch(data, number)
+    assert len(whole) == samples
+    start = min(start, samples)
+    assert data.epoch_order(3, number, "full")[start:samples:step].tolist() == whole[start:samples:step]
+
+
+def test_the_order_is_another_one_in_each_epoch_and_for_each_seed() -> None:
+    data = mixture()
+    orders = [epoch(data, number, seed) for number in range(3) for seed in range(3)]
+    assert len({tuple(order) for order in orders}) == 9
+    assert epoch(data, 0) == epoch(mixture(), 0)
+
+
+def test_unshuffled_it_is_source_after_source() -> None:
+    data = mixture(8, {"a": 2, "b": 1, "c": 1})
+    names = [data[i] for i in epoch(data, 0, shuffle="none")]
+    assert names == ["a0", "a1", "a2", "a3", "b0", "b1", "c0", "c1"]
+    assert [data[i] for i in epoch(data, 1, shuffle="none")] == [
+        "a4",
+        "a5",
+        "a6",
+        "a7",
+        "b2",
+        "b3",
+        "c0",
+        "c1",
+    ]
+
+
+def test_weights_by_epoch() -> None:
+    data = mixture(10, {0: {"a": 1, "b": 0, "c": 0}, 2: {"a": 1, "b": 4, "c": 0}})
+    assert [data.counts(number) for number in range(4)] == [
+        *[{"a": 10, "b": 0, "c": 0}] * 2,
+        *[{"a": 2, "b": 8, "c": 0}] * 2,
+    ]
+    drawn = Counter(data.source_of(i) for number in range(7) for i in epoch(data, number))
+    assert [drawn["a", i] for i in range(10)] == [3] * 10  # 10 + 10 + 5 × 2 draws
+    assert sum(drawn["b", i] for i in range(5)) == 40
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_any_number_of_workers_fetches_the_same_from_any_step(workers: int) -> None:
+    data = mixture(26, {"a": 3, "b": 1, "c": 1})
+    plan = Plan.of(26, 8, 2, drop_last=False, epochs=3)
+
+    def fetched(own: range, start: int) -> dict[tuple[int, int], list[int]]:
+        batches = MicroBatchSampler(data, plan, own, seed=5, shuffle="full", start=start)
+        return {(batch.step, batch.micro_batch): list(batch.ids) for batch in batches}
+
+    alone = fetched(range(4), 0)
+    for start in (0, 1, 5, 9):
+        found = [fetched(own, start) for own in plan.ranges(workers)]
+        together = {key: ids for one in found for key, ids in one.items()}
+        assert together == {key: ids for key, ids in alone.items() if key[0] >= start}
+    ids = [i for key in sorted(alone) for i in alone[key]]
+    assert len(ids) == 78
+    first = Counter(data.source_of(i)[0] for key in alone if key[0] < 4 for i in alone[key])
+    assert first == data.counts(0)
+
+
+@given(samples=st.integers(1, 500), weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=6).filter(any))
+def test_apportioning_is_whole_and_near(samples: int, weights: list[float]) -> None:
+    counts = apportioned(samples, {str(i): weight for i, weight in enumerate(weights)})
+    assert sum(counts) == samples
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - samples * weight / sum(weights)) < 1 + 1e-6
+        assert count == 0 or weight > 0
+
+
+def test_ids_beyond_the_last_go_round() -> None:
+    """An epoch may be longer than all sources together, and whoever looks at its samples counts to its length."""
+    data = mixture(40)
+    assert [data[i] for i in range(17, 20)] == [data[i] for i in range(3)] == ["a0", "a1", "a2"]
+    assert mixture(None).samples == 17
+
+
+def test_what_is_mixed_and_how_is_in_the_fingerprint() -> None:
+    fields = [
+        fingerprint(data, len(data), 0)
+        for data in (
+            mixture(),
+            mixture(25),
+            mixture(weights={"a": 1, "b": 2, "c": 5}),
+            mixture(a=10, b=5, c=3),
+        )
+    ]
+    assert len({str(one) for one in fields}) == 4
+    assert fields[0] == fingerprint(mixture(), 24, 9)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mixture(weights={"a": 1}), r"weights are for \['a'\], wanted one for each of the sources"),
+        (
+            lambda: mixture(weights={"a": 0, "b": 0, "c": 0}),
+            "wanted numbers of at least 0, not all of them 0",
+        ),
+        (lambda: mixture(weights={"a": -1, "b": 1, "c": 1}), "wanted numbers of at least 0"),
+        (lambda: mixture(weights={2: {"a": 1, "b": 1, "c": 1}}), "begin with a later epoch"),
+        (lambda: mixture(weights={0: 3}), "weights are for int"),
+        (lambda: mixture(0), "got 0 samples for an epoch"),
+        (lambda: mixture(4, {"a": 1, "b": 1}, a=3, b=0), "source 'b' holds no sample"),
+        (
+            lambda: Mixture({"a": iter([1])}, {"a": 1}),
+            "source 'a' is list_iterator, .*: a stream has no position",
+        ),  # type: ignore[dict-item]
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(JobError, match=f"^data: Mixture.*{message}"):
+        make()
+
+
+def test_blocks_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"^data\.shuffle: got blocks, but a Mixture has none"):
+        mixture().check_order("blocks", 8)
+
+
+def test_a_table_is_refused(tmp_path: Any) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "part.parquet")
+    with pytest.raises(JobError, match="source 'a' is a Table, which gives whole micro-batches"):
+        Mixture({"a": Table(str(tmp_path))}, {"a": 1})
+
+
+def test_sources_may_fetch_many_at_once() -> None:
+    """A Subset has `__getitems__`, which would give a list."""
+    subset = torch.utils.data.Subset([10, 20, 30], [2, 0])  # type: ignore[arg-type]
+    data = Mixture({"a": subset}, {"a": 1})
+    assert [data[i] for i in range(2)] == [30, 10]
