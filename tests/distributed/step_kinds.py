@@ -55,8 +55,8 @@ class TeacherAfterStep(Kind):
         self.share = state["share"]
 
 
-class WeightMean(Kind):
-    """The gradients of the last update decide about the next loss."""
+class ReadsItsGradients(Kind):
+    """The gradients of the last update scale the inputs of the next step."""
 
     def model(self) -> nn.Module:
         model = perceptron(7, CLASSES)  # gradients of 7 numbers a row lie anywhere in a bucket

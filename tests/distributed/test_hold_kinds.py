@@ -149,7 +149,12 @@ def test_without_a_rehearsal_two_workers_get_other_bits(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [further_kinds.TeacherMovedByHook, further_kinds.TeacherReplacedByHook, further_kinds.WeightAverage],
+    [
+        further_kinds.TeacherMovedByHook,
+        further_kinds.TeacherReplacedByHook,
+        further_kinds.WeightAverage,
+        step_kinds.ReadsItsGradients,
+    ],
 )
 def test_without_what_hooks_write_two_workers_get_other_bits(pool: Pool, kind: type[Kind]) -> None:
     """The negative control: buffers that an update moves, as the step's rule alone would treat them."""
