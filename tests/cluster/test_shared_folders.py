@@ -88,3 +88,22 @@ def test_a_node_that_is_lost_while_it_is_asked_is_left_out(tmp_path: Path) -> No
     probes = {"seen": str(tmp_path / "probe"), "unseen": str(tmp_path / "nothing")}
     here = ray.get_runtime_context().get_node_id()
     assert _seen_from({"127.0.0.1": here, "192.0.2.7": "0" * len(here)}, probes) == {"127.0.0.1": ["unseen"]}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_every_node_is_asked_what_it_sees_of_a_run(tmp_path: Path) -> None:
+    """On the node of the session's own cluster: what a sound job shows, and what a job without its data does."""
+    from lockstep.attempts.seen_from_nodes import seen_from_nodes
+    from lockstep.spec.loading import load_spec
+
+    document = {
+        "job": {"use": "tests.faulty_jobs.jobs:Sound"},
+        "batch": {"global": 32, "micro": 8},
+        "record": {"uri": "off"},
+        "checkpoint": {"storage": str(tmp_path / "runs")},
+    }
+    (seen,) = seen_from_nodes(load_spec(document), None)
+    assert (seen.name, seen.result) == ("nodes", "pass"), seen
+    (failure,) = seen_from_nodes(load_spec(document, ["job.use=tests.faulty_jobs.jobs:Detached"]), None)
+    assert failure.result == "failure"
+    assert "total has no gradient" in failure.evidence

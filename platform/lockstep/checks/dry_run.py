@@ -59,15 +59,17 @@ def check_order(train_data: Any, plan: Plan, spec: Spec) -> None:
 
 def _leakage(train_data: Any, eval_data: Any, seed: int) -> dict[str, int] | None:
     """Evaluation samples that are training samples too, and how many were looked at where it was not all of them."""
-    if eval_data is None:
-        return None
-    if is_table(train_data) and is_table(eval_data):
-        found: Leakage | None = leaked_rows(train_data, eval_data)  # however long it takes
-    else:
-        found = find_leakage(train_data, eval_data, seed, LEAKAGE_S)
+    found = None if eval_data is None else leakage_of(train_data, eval_data, seed, LEAKAGE_S)
     if found is None:
         return None
     return {name: value for name, value in found._asdict().items() if value is not None}
+
+
+def leakage_of(train_data: Any, eval_data: Any, seed: int, within_s: float) -> Leakage | None:
+    """Evaluation samples that are training samples too. Tables are compared whole, however long it takes; None where it cannot be told."""
+    if is_table(train_data) and is_table(eval_data):
+        return leaked_rows(train_data, eval_data)
+    return find_leakage(train_data, eval_data, seed, within_s)
 
 
 def _spread(plan: Plan, workers: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import cluster, records, sweeps
+from lockstep.cli import checks, cluster, records, sweeps
 from lockstep.cli.answers import (
     Address,
     Json,
@@ -68,7 +68,7 @@ DryRun = Annotated[
 def run() -> None:
     """Entry point of the command."""
     began_at = time.time()
-    trains_here = "--local" in sys.argv or "lr-find" in sys.argv[1:2]
+    trains_here = "--local" in sys.argv or sys.argv[1:2] in (["lr-find"], ["check"], ["estimate"])
     if trains_here and "PYTHONHASHSEED" not in os.environ:
         # Python reads it when it starts: a run in this very process has to start over with it.
         os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
@@ -104,10 +104,11 @@ def train(
         sys.path.insert(0, str(Path.cwd()))
         loaded = load_spec(spec, overrides or [], uri=uri)
         if dry_run:
-            from lockstep.checks import dry_run as checks
+            from lockstep.checks.dry_run import as_text
+            from lockstep.checks.dry_run import dry_run as planned
 
-            report = checks.dry_run(loaded)
-            answer(report, lambda: _yaml(report["spec"]) + "\n" + checks.as_text(report))
+            report = planned(loaded)
+            answer(report, lambda: _yaml(report["spec"]) + "\n" + as_text(report))
             return
         from lockstep.calls.named_runs import train_named
 
@@ -222,5 +223,5 @@ def _result_text(run: Result) -> str:
     return "\n".join(lines)
 
 
-for commands in (sweeps, records, cluster):
+for commands in (sweeps, checks, records, cluster):
     commands.register(app)

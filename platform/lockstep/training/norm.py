@@ -38,6 +38,11 @@ ELEMENT_BY_ELEMENT = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """Optimizers that never add up a gradient's elements, so that it does not matter to them where these lie."""
 
 
+def workspace_bytes(device: torch.device) -> int:
+    """Bytes of the workspace that a `GradientNorm` keeps on a device."""
+    return 8 * BLOCK * _BLOCKS_AT_ONCE.get(device.type, 1)
+
+
 class _Piece(NamedTuple):
     """A block: its parameter, its place among the parameter's blocks, and its elements."""
 

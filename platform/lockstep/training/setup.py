@@ -124,7 +124,7 @@ def prepare(
     for text in warnings_of(train_data):
         warn(text)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
-    model = _model(spec, job, plan, group.device)
+    model = make_model(spec, job, plan, group.device)
     precision = Precision(spec.precision, group.device)
     average = None if spec.ema is None else Average(model, spec.ema)
     optimizer = make_optimizer(job, model, spec.optimizer)
@@ -143,7 +143,7 @@ def prepare(
             seed=spec.seed,
             processes=spec.data.loader_processes,
         )
-        _check_metric(spec, evaluate.rehearse(model, repeat=extent != "off", warn=warn))
+        check_metric(spec, evaluate.rehearse(model, repeat=extent != "off", warn=warn))
     check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
@@ -162,8 +162,9 @@ def prepare(
     return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
 
 
-def _check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
-    if metrics is None:  # not known before the first evaluation
+def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
+    """SpecError where a rule goes by a metric that the evaluation does not give; None where it is not known yet."""
+    if metrics is None:
         return
     rules = {"early_stop": spec.early_stop, "checkpoint.keep_best": spec.checkpoint.keep_best}
     for name, rule in rules.items():
@@ -189,7 +190,8 @@ def make_plan(spec: Spec, samples: int) -> Plan:
         raise SpecError(f"batch.global: {error}{advice}") from error
 
 
-def _model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
+def make_model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
+    """The job's model on its device, made from the seeded generators, with the initial weights that the spec names."""
     seed_all(spec.seed, "model")
     try:
         model = job.model()

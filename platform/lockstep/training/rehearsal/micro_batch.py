@@ -104,7 +104,7 @@ def compute(
         try:
             with precision.autocast():
                 loss = module(batch)
-            _check_loss(loss, precision, first=m == 0)
+            check_loss(loss, precision, first=m == 0)
             parameters.check(where)
             _check_untouched(model, values, where)
             loss.total.backward()
@@ -163,7 +163,8 @@ def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> 
     }
 
 
-def _check_loss(loss: object, precision: Precision, *, first: bool) -> None:
+def check_loss(loss: object, precision: Precision, *, first: bool) -> None:
+    """Refuse what is no loss; of the run's very `first` micro-batch also a total that is not finite."""
     if not isinstance(loss, Loss):
         raise JobError(f"job.loss: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
     total = loss.total

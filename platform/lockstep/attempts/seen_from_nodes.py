@@ -1,0 +1,57 @@
+"""What every node of a cluster sees of a run, asked before it is started."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lockstep.attempts.shared_files import PATIENCE_S, check_shared
+from lockstep.checks.findings import Finding, advised, told
+from lockstep.checks.from_here import Sight, compared, look_from_here
+from lockstep.clusters.connection import connected
+from lockstep.errors import LockstepError, SpecError, first_line
+from lockstep.spec.fields import Spec
+
+
+def seen_from_nodes(spec: Spec, address: str | None) -> list[Finding]:
+    """Findings of all nodes that could run workers. Raises ClusterError where the cluster does not answer."""
+    with connected(address, verbose=False, for_workers=True):
+        findings = []
+        try:
+            findings += [advised("folders", text) for text in check_shared(spec)]
+        except SpecError as error:  # the spec is right for another cluster
+            findings.append(told("folders", error))
+        return [*findings, *compared(_asked(spec))]
+
+
+def _asked(spec: Spec) -> dict[str, Sight]:
+    """The sight of each node by its address. A node that does not answer in time, or is lost, has that as its problem."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(sight_of)
+    asked: dict[str, Any] = {}
+    for node in ray.nodes():
+        resources = node["Resources"]
+        if node["Alive"] and resources.get("CPU", 0) > 0:
+            gpus = min(1.0, resources.get("GPU", 0.0)) if spec.workers.gpus_each != 0 else 0.0
+            asked[node["NodeManagerAddress"]] = look.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_gpus=gpus
+            ).remote(spec.document())
+    until = time.monotonic() + PATIENCE_S
+    sights = {}
+    for address, answer in asked.items():
+        try:
+            sights[address] = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
+        except ray.exceptions.RayError as error:
+            line = f"it did not answer within {PATIENCE_S:.0f} s ({first_line(error)}); look at the nodes with ray list nodes"
+            sights[address] = Sight({"answer": line})
+    return sights
+
+
+def sight_of(document: dict[str, Any]) -> Sight:
+    """In a process of the node: what it sees."""
+    try:
+        return look_from_here(Spec.model_validate(document))
+    except LockstepError as error:
+        return Sight({"job": str(error)})

@@ -1,0 +1,140 @@
+"""All that can be known before a long run: one check after another, each told as it comes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from lockstep.checks import of_data, of_model, of_run
+from lockstep.checks.bench import Bench
+from lockstep.checks.estimate import estimated, shown
+from lockstep.checks.findings import Finding, Report, failed, passed, told
+from lockstep.checks.first_step import FirstStep, labels_of, walk
+from lockstep.checks.learning import FASTER, Learning, learn
+from lockstep.errors import LockstepError, SpecError
+from lockstep.job.loading import others_out_of_sight
+from lockstep.spec.fields import Spec
+from lockstep.training.determinism import determinism
+
+
+class Trial:
+    """A bench with what several checks look at, computed when the first of them asks."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.bench = Bench(spec)
+
+    @cached_property
+    def first(self) -> FirstStep:
+        return walk(self.bench)
+
+    @cached_property
+    def learning(self) -> Learning:
+        return learn(self.bench, self.first)
+
+    def loss(self) -> list[Finding]:
+        """The first step's micro-batches from end to end."""
+        first, plan = self.first, self.bench.plan
+        count = plan.position(0).micro_batches
+        return [
+            passed(
+                "loss",
+                f"{count} micro-batches of {plan.micro_batch} forward and backward, those of {self.bench.workers} "
+                f"{'worker' if self.bench.workers == 1 else 'workers'}; the mean loss is {first.loss:.4g}",
+            )
+        ]
+
+    def labels(self) -> list[Finding]:
+        return of_model.labels(self.first, labels_of(self.bench, False), labels_of(self.bench, True))
+
+    def memory(self) -> list[Finding]:
+        """What a worker needs beside what it can have."""
+        found = estimated(self.bench)
+        evidence = (
+            f"a worker needs {shown(found.total_bytes)} at the peak of a step, {shown(found.activations_bytes)} of it activations; there "
+            f"are {shown(found.available_bytes)} for each of {found.workers} on this machine ({found.device})"
+        )
+        if found.fits:
+            return [passed("memory", evidence)]
+        largest = found.largest_micro_batch
+        remedy = (
+            f"set batch.micro={largest}"
+            if largest
+            else "set activation_checkpointing=true, or use a smaller model"
+        )
+        return [failed("memory", evidence, f"{remedy}; lockstep estimate shows the parts")]
+
+    def overfit(self) -> list[Finding]:
+        slow = not self.learning.broke and abs(self.learning.fall) < of_model.MOVED
+        return of_model.overfit(self.learning, learn(self.bench, self.first, FASTER) if slow else None)
+
+
+class Check(NamedTuple):
+    """A check, and those without whose pass it has nothing to look at."""
+
+    name: str
+    look: Callable[[Trial], list[Finding]]
+    needs: tuple[str, ...] = ()
+
+
+CHECKS: Sequence[Check] = (
+    Check("storage", lambda trial: of_run.storage(trial.bench)),
+    Check("record", lambda trial: of_run.record(trial.bench)),
+    Check("shards", lambda trial: of_data.shards(trial.bench)),
+    Check("data", lambda trial: of_data.data(trial.bench), ("shards",)),
+    Check("leakage", lambda trial: of_data.leakage(trial.bench), ("data",)),
+    Check("schedule", lambda trial: of_run.schedule(trial.bench), ("data",)),
+    Check("model", lambda trial: of_model.model(trial.bench), ("data",)),
+    Check("loss", Trial.loss, ("data", "model")),
+    Check("modes", lambda trial: of_model.modes(trial.first), ("loss",)),
+    Check("labels", Trial.labels, ("loss",)),
+    Check("chance", lambda trial: of_model.chance(trial.bench, trial.first), ("loss",)),
+    Check("same bits", lambda trial: of_run.same_bits(trial.bench), ("loss", "modes")),
+    Check("evaluation", lambda trial: of_run.evaluation(trial.bench), ("loss", "modes")),
+    Check("gradients", lambda trial: of_model.gradients(trial.first, trial.learning), ("loss", "same bits")),
+    Check("overfit", Trial.overfit, ("loss", "same bits", "gradients")),
+    Check("resume", lambda trial: of_run.resume(trial.bench), ("loss", "same bits", "evaluation")),
+    Check("loader", lambda trial: of_data.loader(trial.bench, trial.first.compute_s), ("loss",)),
+    Check("memory", Trial.memory, ("loss", "same bits", "gradients")),
+)
+
+
+def check(spec: Spec, say: Callable[[Finding], None] = lambda finding: None) -> Report:
+    """Check a run in this process, whatever it will be run on; `say` hears of each finding at once.
+
+    Raises SpecError where the spec itself is wrong. All else that is wrong is a failure in the report. Nothing is left behind.
+    """
+    found: list[Finding] = []
+    not_reached: list[str] = []
+    trial = Trial(spec)
+    with determinism(spec.determinism, spec.threads), others_out_of_sight():
+        for one in CHECKS:
+            lost = {finding.name for finding in found if finding.result == "failure"} | set(not_reached)
+            if lost & set(one.needs):
+                not_reached.append(one.name)
+                continue
+            for finding in _looked(one, trial):
+                found.append(finding)
+                say(finding)
+    return Report(found, not_reached)
+
+
+def _looked(check: Check, trial: Trial) -> list[Finding]:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch's own: what matters is a finding
+            return check.look(trial)
+    except SpecError:
+        raise
+    except LockstepError as error:
+        return [told(_name_of(error, check.name), error)]
+
+
+def _name_of(error: LockstepError, name: str) -> str:
+    """The check that an error belongs to, where it shows in the course of another one."""
+    text = str(error)
+    if "a label is out of range" in text:
+        return "labels"
+    if "got no gradient" in text or "total has no gradient" in text or "modified by an inplace" in text:
+        return "gradients"
+    return name

@@ -1,0 +1,309 @@
+"""The memory of a run before it is run: what a worker holds, part by part, measured on one micro-batch of it.
+
+Parameters, gradients, the optimizer's state and a checkpoint are counted. Activations and the temporary tensors of an
+update are measured as they come and go (`live_bytes`). The sums of the tree follow from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.tree import pack
+from lockstep.checks.bench import Bench, tensors_in
+from lockstep.checks.live_bytes import peak_of
+from lockstep.data.sampler import MicroBatch
+from lockstep.errors import JobError
+from lockstep.job.loading import others_out_of_sight
+from lockstep.plan import nodes, worker_ranges
+from lockstep.spec.fields import Spec
+from lockstep.training.determinism import determinism
+from lockstep.training.failure import as_lockstep_error
+from lockstep.training.norm import workspace_bytes
+from lockstep.training.state import TrainState
+from lockstep.training.step import LossModule
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+BUCKETS_MOVING = 2
+"""Buckets that are on their way at once: the one that leaves, and the one before it."""
+
+ROOM = 0.9
+"""The share of the memory that is there which a micro-batch may be proposed to fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One micro-batch of `samples`, forward and backward, and an update, in bytes."""
+
+    samples: int
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    checkpoint: int
+    workspace: int
+    """Where the norm of the gradients is taken."""
+    batch: int
+    activations: int
+    """What forward holds at its peak."""
+    computing: int
+    """What forward and backward hold at their peak, the gradients included."""
+    updating: int
+    """What an update makes and lets go of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The memory of one worker in bytes. Parts that are not there at one moment make `total_bytes` less than their sum."""
+
+    parameters_bytes: int
+    buffers_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    reduction_bytes: int
+    """Sums of the tree beside the gradients that are being computed."""
+    communication_bytes: int
+    """With two workers or more: DDP's buckets and the messages on their way."""
+    checkpoint_bytes: int
+    """Tensors of one checkpoint; a save holds as many in host memory, shared out over the workers."""
+    total_bytes: int
+    available_bytes: int
+    """Memory that one worker can have on this machine's device, the other workers of the spec beside it."""
+    device: str
+    workers: int
+    micro_batch: int
+    precision: str
+    activation_checkpointing: bool
+    largest_micro_batch: int | None
+    """The largest `batch.micro` that should fit; None where not even one sample does."""
+    variants: list[dict[str, Any]] = field(default_factory=list)
+    """The same run in the other precisions, and with or without activation checkpointing."""
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.available_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def estimate(spec: Spec) -> Estimate:
+    """Measure one micro-batch of the run in this process, in every precision. Leaves nothing behind. Raises LockstepError."""
+    with determinism(spec.determinism, spec.threads), others_out_of_sight():
+        bench = Bench(spec)
+        found = estimated(bench)
+        variants = [_variant(other) for other in _others(bench)]
+    return Estimate(**{**asdict(found), "variants": variants})
+
+
+def _others(bench: Bench) -> Iterable[Spec]:
+    spec = bench.spec
+    named = bool(list(bench.job.activation_checkpoints(bench.fresh().model)))
+    for checkpointing in (False, True) if named else (False,):
+        for precision in PRECISIONS:
+            other = {"precision": precision, "activation_checkpointing": checkpointing}
+            if other != {
+                "precision": spec.precision,
+                "activation_checkpointing": spec.activation_checkpointing,
+            }:
+                yield spec.model_copy(update=other)
+
+
+def _variant(spec: Spec) -> dict[str, Any]:
+    shown = (
+        "precision",
+        "activation_checkpointing",
+        "activations_bytes",
+        "total_bytes",
+        "largest_micro_batch",
+    )
+    found = asdict(estimated(Bench(spec)))
+    return {name: found[name] for name in shown}
+
+
+def estimated(bench: Bench) -> Estimate:
+    """The estimate of a bench's own spec, without variants."""
+    spec, plan, device = bench.spec, bench.plan, bench.device
+    key = bench.micro_batches()[0]
+    whole = measured(bench, key)
+    half = (
+        measured(bench, key._replace(ids=key.ids[: len(key.ids) // 2], due=())) if len(key.ids) > 1 else whole
+    )
+    workers, available = bench.workers, available_bytes(device, bench.workers)
+    largest = None
+    for micro in sorted(n for n in range(1, plan.global_batch + 1) if plan.global_batch % n == 0):
+        count = plan.global_batch // micro
+        if count < spec.workers.min:
+            break
+        if total_bytes(spec, at(whole, half, micro), count, min(workers, count)) <= ROOM * available:
+            largest = micro
+    return Estimate(
+        parameters_bytes=whole.parameters,
+        buffers_bytes=whole.buffers,
+        gradients_bytes=whole.gradients,
+        optimizer_bytes=whole.optimizer,
+        activations_bytes=whole.activations,
+        reduction_bytes=reduction_bytes(spec, whole, plan.micro_batches, workers),
+        communication_bytes=communication_bytes(spec, whole, plan.micro_batches, workers),
+        checkpoint_bytes=whole.checkpoint,
+        total_bytes=total_bytes(spec, whole, plan.micro_batches, workers),
+        available_bytes=available,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        workers=workers,
+        micro_batch=plan.micro_batch,
+        precision=spec.precision,
+        activation_checkpointing=spec.activation_checkpointing,
+        largest_micro_batch=largest,
+    )
+
+
+# --- measuring --------------------------------------------------------------------------------------------
+
+
+def measured(bench: Bench, key: MicroBatch) -> Measured:
+    """Forward, backward and two updates with the micro-batch `key`, on a fresh state. What the first pass makes for good is no part of it."""
+    state, batch = bench.fresh(), bench.fetch(key)
+    module = LossModule(state.job, state.model)
+    model, optimizer = state.model, state.optimizer
+    try:
+        bench.backward(module, state, batch, key)
+    except JobError:
+        if len(key.ids) == bench.plan.micro_batch:
+            raise
+        return measured(bench, bench.micro_batches()[0])  # a job may need whole micro-batches
+    try:
+        optimizer.step()  # it makes its state
+    except (Exception, SystemExit) as error:
+        raise as_lockstep_error(error, "first update") from error
+    model.zero_grad(set_to_none=True)
+    with peak_of(bench.device) as forward:
+        loss = bench.forward(module, state, batch, key)
+    del loss
+    with peak_of(bench.device) as both:
+        bench.backward(module, state, batch, key)
+    with peak_of(bench.device) as update:
+        optimizer.step()
+    return Measured(
+        samples=len(key.ids),
+        parameters=nbytes(model.parameters()),
+        buffers=nbytes(model.buffers()),
+        gradients=nbytes(p.grad for p in model.parameters() if p.grad is not None),
+        optimizer=optimizer_bytes(optimizer),
+        checkpoint=checkpoint_bytes(state),
+        workspace=workspace_bytes(bench.device),
+        batch=nbytes(tensors_in(batch)),
+        activations=forward.bytes,
+        computing=both.bytes,
+        updating=update.bytes,
+    )
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of some tensors, of each storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state."""
+    return sum(tensor.nbytes for state in optimizer.state.values() for tensor in tensors_in(state))
+
+
+def checkpoint_bytes(state: TrainState) -> int:
+    """Bytes of the tensors that a checkpoint of `state` holds."""
+    packed = (pack(tree, section) for section, tree in state.sections().items())
+    return sum(tensor.nbytes for one in packed for tensor in one.tensors.values())
+
+
+def at(whole: Measured, half: Measured, samples: int) -> Measured:
+    """What another number of samples would measure: along the line through the two that were."""
+    apart = whole.samples - half.samples
+
+    def along(first: int, second: int) -> int:
+        slope = (first - second) / apart if apart else first / whole.samples
+        return max(0, round(first + slope * (samples - whole.samples)))
+
+    changed = {
+        name: along(getattr(whole, name), getattr(half, name))
+        for name in ("batch", "activations", "computing")
+    }
+    return Measured(**{**asdict(whole), **changed, "samples": samples})
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------
+
+
+def sums_held(assigned: range, leaves: int) -> int:
+    """The most sets of gradients that a worker's part of the tree holds while another micro-batch is computed."""
+    return max((len(nodes(range(assigned.start, m), leaves)) for m in assigned), default=0)
+
+
+def reduction_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+    """The tree's sums on the worker that holds most of them."""
+    if spec.reduction != "exact":
+        return 0
+    ranges = worker_ranges(micro_batches, workers)
+    return found.gradients * max(sums_held(own, micro_batches) for own in ranges)
+
+
+def communication_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+    """DDP's buckets, which are there beside the gradients of a micro-batch that is not the last, and the messages of two of them."""
+    if workers == 1:
+        return 0
+    sums = max(len(nodes(own, micro_batches)) for own in worker_ranges(micro_batches, workers))
+    bucket = min(found.gradients, int(spec.workers.bucket_mb * 2**20))
+    return found.gradients + BUCKETS_MOVING * 2 * bucket * (sums if spec.reduction == "exact" else 1)
+
+
+def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
+    """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from."""
+    standing = found.parameters + 2 * found.buffers + found.optimizer + found.workspace
+    sums = reduction_bytes(spec, found, micro_batches, workers)
+    moving = communication_bytes(spec, found, micro_batches, workers)
+    return standing + moving + max(sums + found.batch + found.computing, found.gradients + found.updating)
+
+
+def available_bytes(device: torch.device, workers: int) -> int:
+    """What one of `workers` on this machine can have: of a GPU all of it, of the machine's free memory its share."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().available) // workers
+
+
+# --- for a person -----------------------------------------------------------------------------------------
+
+_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "reduction", "communication")
+
+
+def as_text(found: Estimate) -> str:
+    """The parts, the variants, and the largest micro-batch, as lines."""
+    lines = [f"{part:<18}{shown(getattr(found, f'{part}_bytes')):>12}" for part in _PARTS]
+    lines += [
+        f"{'total':<18}{shown(found.total_bytes):>12}  a worker, at the peak of a step; {shown(found.available_bytes)} for each of "
+        f"{found.workers} on this machine ({found.device})",
+        f"{'checkpoint':<18}{shown(found.checkpoint_bytes):>12}",
+        f"{'largest micro':<18}{found.largest_micro_batch or 'none':>12}  now {found.micro_batch}; another micro-batch is another run",
+    ]
+    for variant in found.variants:
+        recomputed = ", activation checkpointing" if variant["activation_checkpointing"] else ""
+        lines.append(
+            f"{'in ' + variant['precision']:<18}{shown(variant['total_bytes']):>12}  "
+            f"{shown(variant['activations_bytes'])} of it activations{recomputed}"
+        )
+    return "\n".join(lines)
+
+
+def shown(size: int) -> str:
+    """A size for a person: 1 MiB is 1048576 bytes."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"

@@ -1,0 +1,84 @@
+"""One micro-batch, over and over, with the run's own optimizer at its full rate: whatever can learn at all learns that."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lockstep.checks.bench import Bench
+from lockstep.checks.first_step import FirstStep
+from lockstep.errors import NumericsError
+from lockstep.spec.fields import Constant
+from lockstep.training.step import Stepper
+
+UPDATES, SECONDS, LEAST = 60, 6.0, 8
+"""So many updates, or as many as this time allows, and at least so many."""
+
+FASTER = 30.0
+"""How many times the rate a second try has, where the first one did not move the loss."""
+
+
+@dataclass(slots=True)
+class Learning:
+    """The losses before each update, and which parameters never had a gradient other than zero."""
+
+    rate: float
+    losses: list[float] = field(default_factory=list)
+    silent: frozenset[str] = frozenset()
+    skipped: int = 0
+    step_s: float = math.inf
+    broke: str = ""
+    """What ended it early: a loss or gradient that was not finite."""
+
+    @property
+    def start(self) -> float:
+        return self.losses[0] if self.losses else math.nan
+
+    @property
+    def end(self) -> float:
+        """The mean of the last losses, which noise moves less than one of them."""
+        last = self.losses[-3:]
+        return sum(last) / len(last) if last else math.nan
+
+    @property
+    def fall(self) -> float:
+        """How far the loss fell, as a share of where it began; negative where it rose."""
+        return (self.start - self.end) / (abs(self.start) or 1.0)
+
+
+def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
+    """Take the updates on the first micro-batch, from a fresh state, and see what becomes of its loss."""
+    spec = bench.spec
+    constant = spec.model_copy(update={"schedule": Constant(), "reduction": "exact"})
+    state, key = bench.fresh(), bench.micro_batches()[0]
+    for group in state.optimizer.param_groups:
+        group["lr"] *= faster
+    state.base_rates = [rate * faster for rate in state.base_rates]
+    size = len(key.ids)
+    plan = replace(bench.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
+    step = Stepper(
+        state.job, constant, plan, bench.group, state, parts=first.parts, written_buffers=first.written
+    )
+    batch, found = bench.fetch(key), Learning(state.base_rates[0])
+    silent, began = set(first.silent), time.perf_counter()
+    for update in range(UPDATES):
+        at = time.perf_counter()
+        if update >= LEAST and at - began > SECONDS:
+            break
+        try:
+            result = step(plan.position(0), iter([batch]))
+        except NumericsError as error:
+            found.broke = str(error)
+            break
+        found.step_s = min(found.step_s, time.perf_counter() - at)
+        found.losses.append(result.loss)
+        found.skipped += result.skipped
+        silent -= {n for n, p in zip(step.names, step.parameters, strict=True) if _any(p.grad)}
+    found.silent = frozenset(silent)
+    return found
+
+
+def _any(gradient: Any) -> bool:
+    return gradient is not None and bool(gradient.any())

@@ -1,0 +1,74 @@
+"""How much memory tensors take while something is computed, at the peak: counted storage by storage, or asked of the GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(slots=True)
+class Peak:
+    """Bytes above those that were held at the start."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def peak_of(device: torch.device) -> Iterator[Peak]:
+    """The most memory that is held within the block beyond what was held before it."""
+    found = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        torch.cuda.synchronize(device)
+        found.bytes = torch.cuda.max_memory_allocated(device) - before
+        return
+    with LiveBytes() as live:
+        yield found
+    found.bytes = live.most
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own, without types
+    """Counts the storages that operators make while it is entered, and those that are let go of.
+
+    What a kernel needs within one call is not seen: on a processor that is the workspace of a convolution, for one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage(), given)
+        return result
+
+    def _note(self, storage: Any, given: set[int]) -> None:
+        key = id(storage)
+        if key in self._known or key in given:
+            return  # a view, or a tensor that was written in place
+        size = storage.nbytes()
+
+        def freed(_ref: object) -> None:
+            self.now -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.most = max(self.most, self.now)

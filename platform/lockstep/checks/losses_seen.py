@@ -1,0 +1,154 @@
+"""What a job's loss hands to torch's own losses: labels, classes, and what guessing would cost.
+
+A mode sees the calls while the job's loss runs, so a job needs to say nothing about its labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+MOST_CLASSES = 1 << 20
+"""Of an output with more classes, labels are not counted."""
+
+_ROUNDING = 1e-3
+"""How far from 1 the sum of a row of probabilities may be, in half precision too."""
+
+
+@dataclass(slots=True)
+class ClassLabels:
+    """The labels of all calls of a cross-entropy over `classes` classes, and what went in with them."""
+
+    classes: int
+    counts: Tensor
+    """How often each class is the label, (classes,), int64, on the CPU."""
+    ignored: int = 0
+    rows: int = 0
+    probabilities: int = 0
+    """Rows whose logits are probabilities: none negative, the sum 1."""
+    loss: float = 0.0
+    """Sum of the losses of all labels that count."""
+
+    def add(self, logits: Tensor, labels: Tensor, ignore: int, *, logs: bool) -> None:
+        """Count one call. `logits` are (rows, classes), `labels` (rows,); with `logs` they are log-probabilities."""
+        counted = labels != ignore
+        self.ignored += int((~counted).sum())
+        used, own = logits[counted].double(), labels[counted]
+        if not len(own):
+            return
+        self.counts += torch.bincount(own, minlength=self.classes)[: self.classes].cpu()
+        self.rows += len(own)
+        if not logs and self.classes > 1:
+            sums = (used.sum(1) - 1).abs() < _ROUNDING
+            self.probabilities += int((sums & (used >= 0).all(1)).sum())
+        self.loss += float(F.nll_loss(used if logs else used.log_softmax(1), own, reduction="sum"))
+
+    @property
+    def chance(self) -> float:
+        """The mean loss of one who gives every class the same probability."""
+        return math.log(self.classes)
+
+
+@dataclass(slots=True)
+class BinaryLabels:
+    """The labels of all calls of a binary cross-entropy with logits."""
+
+    rows: int = 0
+    positive: float = 0.0
+    outside: int = 0
+    """Labels below 0 or above 1."""
+    loss: float = 0.0
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        own = labels.double()
+        self.rows += own.numel()
+        self.positive += float(own.sum())
+        self.outside += int(((own < 0) | (own > 1)).sum())
+        self.loss += float(F.binary_cross_entropy_with_logits(logits.double(), own, reduction="sum"))
+
+    chance = math.log(2)
+    """The mean loss of one who says one half."""
+
+
+@dataclass(slots=True)
+class Numbers:
+    """The targets of all calls of a squared error."""
+
+    rows: int = 0
+    sum: float = 0.0
+    squares: float = 0.0
+    loss: float = 0.0
+    stretched: str = ""
+    """Shapes of outputs and targets that were not the same, so that each was held against several of the other."""
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.shape != targets.shape:
+            self.stretched = (
+                f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
+            )
+        given = outputs.double()
+        own = targets.double() + torch.zeros_like(given)
+        self.rows += own.numel()
+        self.sum += float(own.sum())
+        self.squares += float((own * own).sum())
+        self.loss += float(((given - own) ** 2).sum())
+
+    @property
+    def chance(self) -> float:
+        """The mean loss of one who always says the mean of the targets: their variance."""
+        return self.squares / self.rows - (self.sum / self.rows) ** 2
+
+
+@dataclass(slots=True)
+class Seen:
+    """All that the calls of torch's losses were given, by the number of classes where there are some."""
+
+    classes: dict[int, ClassLabels] = field(default_factory=dict)
+    binary: BinaryLabels = field(default_factory=BinaryLabels)
+    numbers: Numbers = field(default_factory=Numbers)
+
+
+class LossesSeen(TorchFunctionMode):
+    """While it is entered, notes into `seen` what torch's losses are called with. It changes no result."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _NOTED:
+            given = inspect.signature(func).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            with torch.no_grad(), torch.autocast(given.arguments["input"].device.type, enabled=False):
+                self._note(func, given.arguments)
+        return result
+
+    def _note(self, func: Callable[..., Any], given: dict[str, Any]) -> None:
+        output, target = given["input"].detach(), given["target"].detach()
+        if func is F.binary_cross_entropy_with_logits:
+            self.seen.binary.add(output, target)
+        elif func is F.mse_loss:
+            self.seen.numbers.add(output, target)
+        elif not target.is_floating_point():
+            classes = output.shape[-1] if output.dim() == 1 else output.shape[1]
+            if classes > MOST_CLASSES:
+                return
+            rows = output.reshape(1, -1) if output.dim() == 1 else output.movedim(1, -1).reshape(-1, classes)
+            noted = self.seen.classes.setdefault(
+                classes, ClassLabels(classes, torch.zeros(classes, dtype=torch.int64))
+            )
+            noted.add(rows, target.reshape(-1), given["ignore_index"], logs=func is F.nll_loss)
+
+
+_NOTED = frozenset({F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.mse_loss})

@@ -1,0 +1,157 @@
+"""Checks of the data: they open, they are finite, every sample has one place, none is in both parts, and they come fast enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.checks.bench import Bench, Timed, tensors_in
+from lockstep.checks.dry_run import leakage_of
+from lockstep.checks.findings import Finding, failed, passed, warned
+from lockstep.data.sampler import MicroBatch
+from lockstep.job.loading import dataset_size
+from lockstep.plan import evaluation_ranges
+
+MOST_SAMPLES = 1 << 22
+"""Of a longer epoch, so many samples' places are compared."""
+
+LEAKAGE_S = 5.0
+"""How long samples are compared that are no rows of a table."""
+
+WAITING = 0.5
+"""The share of a step's time from which on waiting for data is told."""
+
+FETCHES = 5
+
+
+def data(bench: Bench) -> list[Finding]:
+    """The first and the last micro-batch of an epoch, and of the evaluation: fetched, collated, and finite."""
+    plan = bench.plan
+    keys = [bench.micro_batches()[0], bench.micro_batches(bench.epoch_steps - 1)[-1]]
+    held_out = bench.evaluation_micro_batches()
+    for key in [*keys, *held_out[:1], *held_out[1:][-1:]]:
+        for tensor in tensors_in(bench.fetch(key)):
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                place = "the evaluation" if key in held_out else f"step {key.step + 1}"
+                return [
+                    failed(
+                        "data",
+                        f"{int((~tensor.isfinite()).sum())} numbers of micro-batch {key.micro_batch} of {place} (samples "
+                        f"{_first(key)}) are not finite",
+                        "leave these samples out, or fill what is missing before the model sees it",
+                    )
+                ]
+    if same_everywhere(bench.fetch(keys[0])):
+        return [
+            failed(
+                "data",
+                f"all samples of the first micro-batch are equal (samples {_first(keys[0])})",
+                "make train_data give another sample for each index",
+            )
+        ]
+    size = 0 if bench.data[1] is None else dataset_size(bench.data[1], "eval_data")
+    return [
+        passed(
+            "data",
+            f"{plan.samples} training samples, {plan.steps_per_epoch} steps an epoch; {size} held out; first and last micro-batches read",
+        )
+    ]
+
+
+def _first(key: MicroBatch) -> str:
+    ids = list(islice(key.ids, 5))
+    return ", ".join(map(str, ids)) + (", …" if len(key.ids) > len(ids) else "")
+
+
+def shards(bench: Bench) -> list[Finding]:
+    """The places of an epoch's samples on the most workers: each sample once, but for the tail that is dropped."""
+    plan, workers = bench.plan, bench.workers
+    steps = min(plan.steps_per_epoch, max(1, MOST_SAMPLES // plan.global_batch))
+    epoch = replace(plan, total_steps=steps)
+    ids = [np.asarray(key.ids) for own in plan.ranges(workers) for key in bench.sampler(own, epoch)]
+    every = np.concatenate(ids)
+    expected = sum(position.samples for position in epoch.positions())
+    strays = int(((every < 0) | (every >= plan.samples)).sum())
+    distinct = len(np.unique(every))
+    if strays or distinct < expected or len(every) != expected:
+        return [
+            failed(
+                "shards",
+                f"of {expected} samples of {steps} steps on {workers} workers {expected - distinct} are missing or repeated, "
+                f"{strays} are beyond the data's {plan.samples}",
+                "make len(train_data) and train_data.block_sizes say what the data hold",
+            )
+        ]
+    found = [f"{expected} of {plan.samples} samples in {steps} steps on {workers} workers, each once"]
+    left = plan.samples % plan.global_batch if plan.drop_last and steps == plan.steps_per_epoch else 0
+    if left:
+        found.append(f"{left} an epoch left out by data.drop_last")
+    if bench.data[1] is not None:
+        size = dataset_size(bench.data[1], "eval_data")
+        shares = evaluation_ranges(size, plan.micro_batch, workers)
+        found.append(f"{sum(map(len, shares))} evaluation micro-batches shared out")
+    return [passed("shards", "; ".join(found))]
+
+
+def leakage(bench: Bench) -> list[Finding]:
+    """Evaluation samples that are training samples."""
+    train_data, eval_data = bench.data
+    if eval_data is None:
+        return [passed("leakage", "no evaluation data")]
+    found = leakage_of(train_data, eval_data, bench.spec.seed, LEAKAGE_S)
+    size = dataset_size(eval_data, "eval_data")
+    if found is None:
+        return [passed("leakage", "not compared: what the samples hold cannot be read")]
+    if not found.rows:
+        looked = "all" if found.whole else f"{found.eval_looked_at or size}"
+        beside = "all" if found.train_looked_at is None else str(found.train_looked_at)
+        return [
+            passed(
+                "leakage",
+                f"{looked} of {size} evaluation samples held against {beside} training samples: none is in both",
+            )
+        ]
+    return [
+        warned(
+            "leakage",
+            f"{found.described(size)}; they flatter every metric",
+            "leave them out of one of the two",
+        )
+    ]
+
+
+def loader(bench: Bench, compute_s: float) -> list[Finding]:
+    """What fetching a micro-batch takes beside computing it, in this process and without loader processes."""
+    keys = bench.micro_batches()
+    fetched, processes = Timed(), bench.spec.data.loader_processes
+    for i in range(FETCHES):
+        fetched(partial(bench.fetch, keys[i % len(keys)]))
+    fetch_s = fetched.least_s
+    waits = max(0.0, fetch_s / processes - compute_s) if processes else fetch_s
+    share = waits / (waits + compute_s)
+    evidence = (
+        f"a micro-batch is fetched in {1e3 * fetch_s:.1f} ms and computed in {1e3 * compute_s:.1f} ms; with data.loader_processes="
+        f"{processes} a worker waits for data {share:.0%} of a step"
+    )
+    if share <= WAITING:
+        return [passed("loader", evidence)]
+    wanted = max(processes + 1, math.ceil(1.2 * fetch_s / compute_s))
+    remedy = (
+        f"set data.loader_processes={wanted}"
+        if wanted <= 16
+        else "make the dataset faster: fetch many at once with __getitems__"
+    )
+    return [warned("loader", evidence, remedy)]
+
+
+def same_everywhere(batch: Any) -> bool:
+    """Whether all samples of a batch are equal, in every tensor that has one row a sample."""
+    tensors: list[Tensor] = [tensor for tensor in tensors_in(batch) if tensor.dim() > 0 and len(tensor) > 1]
+    return bool(tensors) and all(torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in tensors)

@@ -1,0 +1,216 @@
+"""Checks of the run as a whole: its promise, its evaluation, its resume, and the places that it writes to."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs import claim
+from lockstep.checks.bench import Bench
+from lockstep.checks.findings import Finding, advised, failed, passed, warned
+from lockstep.checks.preflight import check_storage
+from lockstep.errors import DriftError, RecordError
+from lockstep.job.loading import load_job
+from lockstep.record.documents import without_password
+from lockstep.record.events import Event, StepRow
+from lockstep.record.stores import reader
+from lockstep.spec.fields import Cadence, Checkpoint, Length, Record, Spec
+from lockstep.spec.locations import RECORD_OFF
+from lockstep.training.evaluate import Evaluation
+from lockstep.training.loop import fit
+from lockstep.training.rehearsal.promise import StepRehearsal
+from lockstep.training.requests import NoRequests
+from lockstep.training.schedule import rate_factor
+from lockstep.training.setup import check_metric
+
+_RUN_ID = "0" * 32
+
+
+VANISHED = 1e-4
+"""A factor of the learning rate below which a step changes next to nothing."""
+
+
+def schedule(bench: Bench) -> list[Finding]:
+    """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
+    rule, steps = bench.spec.schedule, bench.plan.total_steps
+    factors = [rate_factor(rule, steps * i // 100, steps) for i in range(100)]
+    if rule.warmup_steps >= steps:
+        return [
+            warned(
+                "schedule",
+                f"schedule.warmup_steps = {rule.warmup_steps} and the run has {steps} steps: the rate never arrives at optimizer.lr",
+                "lower schedule.warmup_steps, or train longer",
+            )
+        ]
+    after = [factor < VANISHED for factor in factors[50:]]
+    if all(after):
+        return [
+            warned(
+                "schedule",
+                f"for the second half of the {steps} steps the rate is below {VANISHED:g} of optimizer.lr: nothing is learnt there",
+                "train less long, or raise schedule.every, schedule.gamma or schedule.final",
+            )
+        ]
+    return [
+        passed(
+            "schedule",
+            f"{rule.name}: the rate goes from {factors[0]:.3g} of optimizer.lr by {max(factors):.3g} to {factors[-1]:.3g}",
+        )
+    ]
+
+
+def same_bits(bench: Bench) -> list[Finding]:
+    """The rehearsal that begins every run, as far as it can go: a micro-batch gives the same bits whatever ran before it."""
+    spec = bench.spec
+    if spec.determinism != "strict":
+        return [passed("same bits", "not compared: determinism is fast, which promises none")]
+    warnings: list[str] = []
+    thorough = spec.model_copy(update={"rehearsal": "full"})
+    StepRehearsal(
+        bench.job, thorough, bench.plan, bench.fresh(), bench.batches, bench.device, warnings.append
+    )()
+    if warnings:
+        return [advised("same bits", text) for text in warnings]
+    return [
+        passed(
+            "same bits",
+            "the first micro-batch repeats, after another one and in halves; so does the first update",
+        )
+    ]
+
+
+def evaluation(bench: Bench) -> list[Finding]:
+    """The first evaluation micro-batch, again after the last one, in the same bits; and the metrics that the spec asks for."""
+    if bench.data[1] is None:
+        return [passed("evaluation", "the job has no evaluation data")]
+    spec, state = bench.spec, bench.fresh()
+    evaluate = Evaluation(
+        bench.job,
+        bench.data[1],
+        bench.group,
+        state.precision,
+        micro_batch=bench.plan.micro_batch,
+        seed=spec.seed,
+        processes=0,
+    )
+    strict = spec.determinism == "strict"
+    names = evaluate.rehearse(state.model, repeat=strict)
+    check_metric(spec, names)
+    repeated = "; the first micro-batch repeats after the last one" if strict else ""
+    return [passed("evaluation", f"{', '.join(names)}{repeated}")]
+
+
+# --- resume -----------------------------------------------------------------------------------------------
+
+
+class _Named(NoRequests):
+    """A run whose id is known from the start."""
+
+    def run_id(self) -> str:
+        return _RUN_ID
+
+
+def resume(bench: Bench) -> list[Finding]:
+    """Three steps in one go, and two, a checkpoint, and the third of a new process's state: the same weights."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
+        spec = _short(bench.spec, folder)
+        whole, rows = _fitted(bench, spec, AttemptOrigin())
+        resumed, again = _fitted(bench, spec, claim(folder, _RUN_ID, 2))
+        size = sum(path.stat().st_size for path in Path(folder).rglob("step-*2/*"))
+    if resumed["weights_digest"] == whole["weights_digest"] and rows[-1].loss == again[-1].loss:
+        return [
+            passed(
+                "resume",
+                f"step 3 after loading step 2's checkpoint ({size:,} bytes) has the same bits as without",
+            )
+        ]
+    if bench.spec.determinism != "strict":
+        return [
+            passed(
+                "resume",
+                "step 3 after loading step 2's checkpoint has other bits, as determinism=fast allows",
+            )
+        ]
+    return [
+        failed(
+            "resume",
+            f"step 3 after loading step 2's checkpoint has other weights than without (its loss is {again[-1].loss!r}, and was {rows[-1].loss!r})",
+            "keep what changes in training in the model, in the optimizer's state, or in job.state_dict()",
+        )
+    ]
+
+
+def _short(spec: Spec, folder: str) -> Spec:
+    """Three steps of the run with a checkpoint after the second, all in `folder`."""
+    return spec.model_copy(
+        update={
+            "length": Length(steps=3),
+            "checkpoint": Checkpoint(storage=folder, every=Cadence(steps=2), keep_last=3),
+            "record": Record(uri=RECORD_OFF, folder=folder),
+            "early_stop": None,
+            "rehearsal": "off",
+            "data": spec.data.model_copy(update={"loader_processes": 0}),
+        }
+    )
+
+
+def _fitted(bench: Bench, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, Any], list[StepRow]]:
+    rows: list[StepRow] = []
+
+    def tell(event: Event) -> None:
+        if isinstance(event, StepRow):
+            rows.append(event)
+
+    job = load_job(spec.job.use, spec.job.params)
+    job.eval_data = lambda: None  # type: ignore[method-assign]  # an evaluation of everything would take long
+    summary = fit(spec, job, bench.group, tell, _Named(), origin)
+    if summary is None or not rows:
+        raise DriftError("resume: the short run ended before its last step")
+    return summary, rows
+
+
+# --- where it writes --------------------------------------------------------------------------------------
+
+
+def storage(bench: Bench) -> list[Finding]:
+    """Write and remove a file where checkpoints and the record go."""
+    check_storage(bench.spec)
+    return [
+        passed(
+            "storage",
+            f"can be written: {', '.join(dict.fromkeys((bench.spec.checkpoint.storage, str(bench.spec.folder))))}",
+        )
+    ]
+
+
+def record(bench: Bench) -> list[Finding]:
+    """The tracking store answers, or its database can be made or opened. Nothing is made."""
+    return [passed("record", record_answers(bench.spec))]
+
+
+def record_answers(spec: Spec) -> str:
+    """What was found of the tracking store. RecordError where a run could not be recorded there."""
+    uri = spec.record.uri or RECORD_OFF
+    if uri == RECORD_OFF:
+        return "record.uri is off: runs are recorded in folders alone"
+    if uri.startswith("sqlite"):
+        return _database_opens(Path(uri.partition(":///")[2]))
+    found = reader(uri, spec.folder).runs(None, 1)
+    return f"{without_password(uri)} answers" + (f"; its newest run is {found[0].run_id}" if found else "")
+
+
+def _database_opens(path: Path) -> str:
+    if not path.exists():
+        return f"{path} is not there yet: the first run makes it"
+    try:
+        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
+            connection.execute("select count(*) from sqlite_master").fetchone()
+        connection.close()
+    except sqlite3.Error as error:
+        raise RecordError(
+            f"record.uri: {str(path)!r} is no SQLite database that can be opened ({error}); name another with --uri"
+        ) from error
+    return f"{path} opens"

@@ -1,0 +1,452 @@
+"""Jobs with one fault each, of the kind that trains without a message; `Sound` is the job without any."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep
+
+CLASSES, FEATURES = 4, 8
+
+
+def points(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Points (samples, 8), and which of four classes each is in, by a rule that can be learnt."""
+    x = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(seed))
+    return x, x[:, :CLASSES].argmax(1)
+
+
+class Sound(lockstep.Job):
+    """A small classifier with dropout, nothing wrong with it."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, CLASSES)
+        )
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(256, 1))
+
+    def eval_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(128, 2))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+class SoundRegression(Sound):
+    """Numbers instead of classes."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, _ = batch
+        return lockstep.Loss(F.mse_loss(model(x), x[:, :1], reduction="sum"), len(x))
+
+
+class SoundZeroStart(Sound):
+    """A last layer that begins at zero, so that the first gradient of all others is zero."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        nn.init.zeros_(model[4].weight)  # type: ignore[index]
+        return model
+
+
+class SoundTied(Sound):
+    """One matrix used twice, and a frozen copy of another."""
+
+    def model(self) -> nn.Module:
+        return Pair(tied=True)
+
+
+# --- the data ---------------------------------------------------------------------------------------------
+
+
+class NotFinite(Sound):
+    def train_data(self) -> Dataset[Any]:
+        x, y = points(256, 1)
+        x[:, 3] = float("nan")
+        return TensorDataset(x, y)
+
+
+class OneSample(Sound):
+    """`__getitem__` forgets its index."""
+
+    def train_data(self) -> Dataset[Any]:
+        x, y = points(256, 1)
+        return TensorDataset(x[:1].expand(256, -1).contiguous(), y[:1].expand(256).contiguous())
+
+
+class Truncated(Sound):
+    """The last samples cannot be read."""
+
+    def train_data(self) -> Dataset[Any]:
+        return Short(*points(256, 1))
+
+
+class Short(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        if index >= 200:
+            raise EOFError(f"sample {index}: unexpected end of file")
+        return super().__getitem__(index)
+
+
+class Slow(Sound):
+    def train_data(self) -> Dataset[Any]:
+        return Sleeping(*points(256, 1))
+
+
+class Sleeping(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.003)
+        return super().__getitem__(index)
+
+
+class LyingBlocks(Sound):
+    """Says that its blocks hold other samples than they do."""
+
+    def train_data(self) -> Dataset[Any]:
+        return Blocks(*points(256, 1))
+
+
+class Blocks(TensorDataset):
+    block_sizes = (100, 100, 100)
+
+
+class Leaking(Sound):
+    """Evaluation samples are training samples."""
+
+    def eval_data(self) -> Dataset[Any]:
+        x, y = points(256, 1)
+        return TensorDataset(x[:128], y[:128])
+
+
+class UnseededAugmentation(Sound):
+    def train_data(self) -> Dataset[Any]:
+        return Noisy(*points(256, 1))
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + int.from_bytes(os.urandom(2), "little") / 2**18, y
+
+
+# --- the labels -------------------------------------------------------------------------------------------
+
+
+class OffByOne(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return super().loss(model, (x, y + 1))
+
+
+class SoftmaxTwice(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x).softmax(1), y, reduction="sum"), len(y))
+
+
+class MissingClass(Sound):
+    """Held-out samples of class 2 were lost."""
+
+    def eval_data(self) -> Dataset[Any]:
+        x, y = points(256, 2)
+        return TensorDataset(x[y != 2], y[y != 2])
+
+
+class SwappedMap(Sound):
+    """Held-out labels are read by another map, which knows no class 0 and calls it 1."""
+
+    def eval_data(self) -> Dataset[Any]:
+        x, y = points(256, 2)
+        return TensorDataset(x, y.clamp(min=1))
+
+
+class Sorted(Sound):
+    """The data are sorted by class, and not shuffled."""
+
+    def train_data(self) -> Dataset[Any]:
+        x, y = points(256, 1)
+        order = y.argsort(stable=True)
+        return TensorDataset(x[order], y[order])
+
+
+class PlusMinusOne(Sound):
+    """Labels -1 and 1 where 0 and 1 are wanted."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(FEATURES, 1)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        signs = (y > 1).float() * 2 - 1
+        total = F.binary_cross_entropy_with_logits(model(x).squeeze(1), signs, reduction="sum")
+        return lockstep.Loss(total, len(y))
+
+
+class Stretched(SoundRegression):
+    """Outputs (B, 1) against targets (B,): torch compares each with every other."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, _ = batch
+        return lockstep.Loss(F.mse_loss(model(x), x[:, 0], reduction="sum"), len(x))
+
+
+class PaddingCounts(Sound):
+    """A third of the labels are padding, and the weight counts them."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        padded = torch.where(torch.arange(len(y)) % 3 == 0, -100, y)
+        return lockstep.Loss(F.cross_entropy(model(x), padded, reduction="sum"), len(y))
+
+
+class Unscaled(Sound):
+    """Outputs a thousand times too large."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x) * 1000, y, reduction="sum"), len(y))
+
+
+# --- the model --------------------------------------------------------------------------------------------
+
+
+class Entropy(Sound):
+    """Initial weights from the operating system: other ones on each rank."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        with torch.no_grad():
+            next(model.parameters()).mul_(1 + int.from_bytes(os.urandom(4), "little") / 2**32)
+        return model
+
+
+class Pair(nn.Module):
+    """Encoder and decoder, whose matrices are one or a copy."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, FEATURES)
+        self.outer = nn.Linear(FEATURES, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES)
+        weight = self.inner.weight
+        self.outer.weight = weight if tied else nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.outer(self.inner(x).tanh()).tanh())
+        return logits
+
+
+class Untied(Sound):
+    def model(self) -> nn.Module:
+        return Pair(tied=False)
+
+
+class Unused(Sound):
+    """A layer that no forward uses."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.further = nn.Linear(3, 3)
+        model.forward = lambda x: nn.Sequential(*list(model)[:5])(x)  # type: ignore[call-overload,method-assign]
+        return model
+
+
+class Masked(Sound):
+    """A mask of zeros: the first layers have a gradient, which is zero."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        features = model[1](model[0](x)) * torch.zeros(16)  # type: ignore[index]
+        return lockstep.Loss(F.cross_entropy(model[4](features), y, reduction="sum"), len(y))  # type: ignore[index]
+
+
+class DeadUnits(Sound):
+    """A bias so low that no unit of the layer ever fires."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        nn.init.constant_(model[1].bias, -100.0)  # type: ignore[index]
+        return model
+
+
+class Detached(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        loss = super().loss(model, batch)
+        return lockstep.Loss(loss.total.detach(), loss.weight)
+
+
+class Frozen(Sound):
+    """A layer behind a detach: it never learns."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        hidden = model[2](model[1](model[0](x))).detach()  # type: ignore[index]
+        return lockstep.Loss(F.cross_entropy(model[4](hidden), y, reduction="sum"), len(y))  # type: ignore[index]
+
+
+class InPlace(Sound):
+    """Writes to what backward still needs."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        probabilities = model(x).softmax(1)
+        total = -probabilities.log()[torch.arange(len(y)), y].sum()
+        probabilities.mul_(2)
+        return lockstep.Loss(total, len(y))
+
+
+class NormOfOne(Sound):
+    """Batch norm, and micro-batches of one sample."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+class LogOfZero(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        logits = model(x)
+        return lockstep.Loss((logits - logits).log().sum() * 0 + logits.sum(), len(y))
+
+
+class InEvaluationMode(Sound):
+    """Training without dropout."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        model.eval()
+        return super().loss(model, batch)
+
+
+class InTrainingMode(Sound):
+    """A metric that leaves the model in training mode."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, lockstep.Mean]:
+        x, y = batch
+        model.train()
+        return {"accuracy": lockstep.Mean((model(x).argmax(1) == y).sum(), len(y))}
+
+
+# --- the loss and the update ------------------------------------------------------------------------------
+
+
+class MeanLoss(Sound):
+    """The mean where the sum is wanted."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x), y), len(y))
+
+
+class KeptGraph(Sound):
+    """A list that keeps every loss with its graph."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.losses: list[Tensor] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        loss = super().loss(model, batch)
+        self.losses.append(loss.total)
+        return loss
+
+
+class Accumulating(Sound):
+    """A metric that adds up from one micro-batch to the next."""
+
+    right = 0.0
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, lockstep.Mean]:
+        x, y = batch
+        self.right += float((model(x).argmax(1) == y).sum())
+        return {"accuracy": lockstep.Mean(self.right, len(y))}
+
+
+class Uphill(torch.optim.SGD):
+    """Steps up the gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter += group["lr"] * parameter.grad
+
+
+class Ascending(Sound):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Uphill(model.parameters(), lr=0.003)
+
+
+class Idle(torch.optim.SGD):
+    """Keeps gradients to itself, as a step that is made on a copy of the parameters does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                copy = parameter.detach().clone()
+                copy -= group["lr"] * parameter.grad
+
+
+class Standing(Sound):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Idle(model.parameters(), lr=0.5)
+
+
+class ForgottenZeroing(torch.optim.SGD):
+    """Adds each gradient to those before it, as a loop without zero_grad does, and keeps the sum to itself."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.sums: dict[int, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for i, parameter in enumerate(group["params"]):
+                    self.sums[i] = self.sums.get(i, torch.zeros_like(parameter)) + parameter.grad
+                    parameter -= group["lr"] * self.sums[i]
+
+
+class NeverZeroed(Sound):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return ForgottenZeroing(model.parameters(), lr=0.01)
+
+
+class Underflowing(Sound):
+    """In fp16 the gradient of the first layers is below the smallest number there is."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        hidden = model[1](model[0](x)) * 1e-12  # type: ignore[index]
+        return lockstep.Loss(F.cross_entropy(model[4](hidden).float(), y, reduction="sum"), len(y))  # type: ignore[index]
+
+
+class Overflowing(Sound):
+    """In fp16 every gradient is beyond the largest number there is, at any scale."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x).float(), y, reduction="sum") * 1e25, len(y))
+
+
+class SparseTable(Sound):
+    """An embedding whose gradient is sparse."""
+
+    def model(self) -> nn.Module:
+        return nn.Embedding(CLASSES, CLASSES, sparse=True)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        _, y = batch
+        return lockstep.Loss(F.cross_entropy(model(y), y, reduction="sum"), len(y))

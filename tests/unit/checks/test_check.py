@@ -1,0 +1,199 @@
+"""`lockstep check` names each planted fault by the check it belongs to and by no other, and passes every sound job here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from lockstep.checks import check as checking
+from lockstep.checks.check import check
+from lockstep.checks.findings import Report, as_text
+from lockstep.errors import SpecError
+from lockstep.spec.loading import load_spec
+from tests.in_process import here
+
+JOBS = "tests.faulty_jobs.jobs"
+
+
+class Fault(NamedTuple):
+    """A job, what its spec says beyond the usual, and the check that must find it, with a word of what it says."""
+
+    job: str
+    found_by: str
+    result: str
+    word: str
+    spec: Mapping[str, Any] = MappingProxyType({})
+
+
+FAULTS = [
+    Fault("NotFinite", "data", "failure", "not finite"),
+    Fault("OneSample", "data", "failure", "are equal"),
+    Fault("Truncated", "data", "failure", "unexpected end of file", {"data": {"shuffle": "none"}}),
+    Fault("LyingBlocks", "shards", "failure", "beyond the data's 256", {"data": {"shuffle": "blocks", "window": 2}}),
+    Fault("Leaking", "leakage", "warning", "128 of 128 evaluation samples"),
+    Fault("Slow", "loader", "warning", "is fetched in"),
+    Fault("UnseededAugmentation", "same bits", "failure", "data"),
+    Fault("OffByOne", "labels", "failure", "out of range"),
+    Fault("SoftmaxTwice", "labels", "failure", "softmax is taken twice"),
+    Fault("MissingClass", "labels", "warning", "class 2 is"),
+    Fault("SwappedMap", "labels", "warning", "class 0 is"),
+    Fault("Sorted", "labels", "warning", "labels of the first step are 0", {"data": {"shuffle": "none"}}),
+    Fault("PlusMinusOne", "labels", "failure", "below 0 or above 1"),
+    Fault("Stretched", "labels", "failure", "(8, 1) and targets of shape (8,)"),
+    Fault("PaddingCounts", "labels", "warning", "padding"),
+    Fault("Unscaled", "chance", "warning", "guessing one of 4 classes gives 1.386"),
+    Fault("Entropy", "model", "failure", "'0.weight' has other values"),
+    Fault("Untied", "model", "warning", "'inner.weight' and 'outer.weight'"),
+    Fault("Unused", "gradients", "failure", "'further.weight'"),
+    Fault("Frozen", "gradients", "failure", "'0.weight'"),
+    Fault("Masked", "gradients", "failure", "zero in every element"),
+    Fault("DeadUnits", "gradients", "failure", "'0.bias' and 4 more"),
+    Fault("Detached", "gradients", "failure", "no gradient"),
+    Fault("InPlace", "gradients", "failure", "inplace"),
+    Fault("Underflowing", "gradients", "failure", "'0.bias'", {"precision": "fp16"}),
+    Fault("NormOfOne", "loss", "failure", "more than 1 value per channel", {"batch": {"global": 8, "micro": 1}}),
+    Fault("LogOfZero", "loss", "failure", "total is nan"),
+    Fault("InEvaluationMode", "modes", "failure", "in training"),
+    Fault("InTrainingMode", "modes", "failure", "during evaluation"),
+    Fault("MeanLoss", "same bits", "failure", "a mean, wanted the sum"),
+    Fault("KeptGraph", "same bits", "warning", "job.losses"),
+    Fault("SparseTable", "same bits", "failure", "sparse"),
+    Fault("Accumulating", "evaluation", "failure", "job.right"),
+    Fault("Ascending", "overfit", "failure", "it rises"),
+    Fault("Standing", "overfit", "failure", "does not fall"),
+    Fault("Overflowing", "overfit", "failure", "overflow", {"precision": "fp16"}),
+    Fault("Sound", "overfit", "failure", "goes from", {"optimizer": {"name": "sgd", "lr": 1e5}}),
+    Fault("Sound", "overfit", "warning", "too low", {"optimizer": {"name": "sgd", "lr": 1e-4}}),
+    Fault("Sound", "schedule", "warning", "never arrives", {"schedule": {"warmup_steps": 500}}),
+    Fault("Sound", "schedule", "warning", "nothing is learnt", {"schedule": {"name": "step", "every": 2, "gamma": 0.1}}),
+    Fault("Sound", "storage", "failure", "cannot write", {"checkpoint": {"storage": "/proc/runs"}}),
+]  # fmt: skip
+
+SOUND = ["Sound", "SoundRegression", "SoundZeroStart", "SoundTied"]
+
+
+def checked(folder: Path, job: str, **more: Any) -> Report:
+    """The report on a job of this folder; 20 steps of 4 micro-batches."""
+    document = {
+        "job": {"use": job if ":" in job else f"{JOBS}:{job}"},
+        "length": {"steps": 20},
+        "batch": {"global": 32, "micro": 8},
+        "optimizer": {"lr": 0.01},
+        "workers": {"max": 2},
+        "record": {"uri": "off"},
+        "checkpoint": {"storage": str(folder / "runs")},
+        **more,
+    }
+    return check(load_spec(document))
+
+
+def found_in(report: Report) -> dict[str, tuple[str, str]]:
+    """What is no pass, by the check that found it."""
+    return {f.name: (f.result, f.evidence) for f in report.checks if f.result != "pass"}
+
+
+def each_fault() -> pytest.MarkDecorator:
+    """One fault of each check and kind of result by default, all of them where they are asked for."""
+    params, met = [], set[tuple[str, str]]()
+    for fault in FAULTS:
+        further = (fault.found_by, fault.result) in met
+        met.add((fault.found_by, fault.result))
+        name = f"{fault.job}-{fault.found_by.replace(' ', '-')}-{fault.result}"
+        params.append(pytest.param(fault, id=name, marks=[pytest.mark.exact] if further else []))
+    return pytest.mark.parametrize("fault", params)
+
+
+@each_fault()
+def test_a_fault_is_named_by_its_check_and_by_no_other(fault: Fault, tmp_path: Path) -> None:
+    report = checked(tmp_path, fault.job, **fault.spec)
+    found = found_in(report)
+    assert found.keys() == {fault.found_by}, as_text(report)
+    result, evidence = found[fault.found_by]
+    assert result == fault.result
+    assert fault.word in evidence
+    remedies = [f.remedy for f in report.checks if f.result != "pass"]
+    assert all(remedies), remedies
+    assert report.passed == (fault.result == "warning")
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_state_that_no_checkpoint_keeps_shows_in_the_resume(tmp_path: Path) -> None:
+    """The rehearsal sees that an update changes it; the short run that goes on sees that it matters."""
+    found = found_in(checked(tmp_path, "NeverZeroed"))
+    assert found.keys() == {"same bits", "resume"}
+    assert found["resume"][0] == "failure"
+    assert "other weights than without" in found["resume"][1]
+
+
+@pytest.mark.parametrize("job", SOUND)
+def test_a_sound_job_passes_every_check(job: str, tmp_path: Path) -> None:
+    report = checked(tmp_path, job)
+    assert found_in(report) == {}, as_text(report)
+    assert [f.name for f in report.checks] == [one.name for one in checking.CHECKS]
+    assert not report.not_reached
+
+
+def test_the_digits_pass_every_check(tmp_path: Path) -> None:
+    spec = load_spec(
+        "jobs/digits/train.yaml", ["record.uri=off", f"checkpoint.storage={tmp_path}", "job.params.width=4"]
+    )
+    report = check(spec)
+    assert found_in(report) == {}, as_text(report)
+
+
+def test_what_a_failed_check_could_not_give_is_not_reached(tmp_path: Path) -> None:
+    report = checked(tmp_path, "Truncated", data={"shuffle": "none"})
+    assert {"loss", "gradients", "resume"} <= set(report.not_reached)
+    assert "storage" in [f.name for f in report.checks]
+
+
+def test_a_metric_that_the_job_does_not_give_is_a_wrong_spec(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"early_stop\.metric"):
+        checked(tmp_path, "Sound", early_stop={"metric": "eval/accuracy"})
+
+
+def test_a_database_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "notes.db").write_text("no database, a text of some length\n" * 10)
+    found = found_in(checked(tmp_path, "Sound", record={"uri": f"sqlite:///{tmp_path}/notes.db"}))
+    assert found.keys() == {"record"}
+    assert "no SQLite database" in found["record"][1]
+
+
+def test_a_run_that_does_not_fit_is_told_with_the_micro_batch_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.checks.estimate.available_bytes", lambda device, workers: 608_000)
+    report = checked(tmp_path, "Sound", batch={"global": 256, "micro": 256}, workers={"max": 1})
+    (failure,) = [f for f in report.checks if f.result != "pass"]
+    assert failure.name == "memory"
+    assert "set batch.micro=" in failure.remedy
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+
+def test_the_command_answers_with_a_table_an_object_and_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "spec.yaml").write_text(
+        f"job: {{use: '{JOBS}:OffByOne'}}\nbatch: {{global: 32, micro: 8}}\nrecord: {{uri: 'off'}}\n"
+    )
+    code, out, _ = here(monkeypatch, capfd, tmp_path, "check", "spec.yaml", "--local", "--json")
+    told = json.loads(out)
+    assert (code, told["passed"]) == (1, False)
+    assert {"name", "result", "evidence", "remedy"} == set(told["checks"][0])
+    code, out, _ = here(
+        monkeypatch, capfd, tmp_path, "check", "spec.yaml", "--local", f"job.use={JOBS}:Sound"
+    )
+    assert code == 0
+    assert "0 warned, 0 failed" in out
+    code, out, _ = here(
+        monkeypatch, capfd, tmp_path, "check", "spec.yaml", "--local", "optimizer.rl=1", "--json"
+    )
+    assert (code, json.loads(out)["exit_code"]) == (2, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
