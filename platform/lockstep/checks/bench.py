@@ -43,6 +43,12 @@ class Bench:
         self.device = local_device(spec)
         self.group = Group(rank=0, size=1, device=self.device)
 
+    def beside(self, spec: Spec) -> Bench:
+        """The bench of another spec of the same job on the same data, which are not opened again."""
+        other = Bench(spec)
+        other.job, other.data = self.job, self.data
+        return other
+
     @cached_property
     def job(self) -> Job:
         return load_job(self.spec.job.use, self.spec.job.params)

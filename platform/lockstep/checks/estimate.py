@@ -100,7 +100,7 @@ def estimate(spec: Spec) -> Estimate:
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
         bench = Bench(spec)
         found = estimated(bench)
-        variants = [_variant(other) for other in _others(bench)]
+        variants = [_variant(bench.beside(other)) for other in _others(bench)]
     return Estimate(**{**asdict(found), "variants": variants})
 
 
@@ -117,7 +117,7 @@ def _others(bench: Bench) -> Iterable[Spec]:
                 yield spec.model_copy(update=other)
 
 
-def _variant(spec: Spec) -> dict[str, Any]:
+def _variant(bench: Bench) -> dict[str, Any]:
     shown = (
         "precision",
         "activation_checkpointing",
@@ -125,7 +125,7 @@ def _variant(spec: Spec) -> dict[str, Any]:
         "total_bytes",
         "largest_micro_batch",
     )
-    found = asdict(estimated(Bench(spec)))
+    found = asdict(estimated(bench))
     return {name: found[name] for name in shown}
 
 
