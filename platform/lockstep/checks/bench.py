@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.data.loader import Loader, MicroBatches
@@ -42,6 +41,8 @@ class Bench:
         self.spec = spec
         self.device = local_device(spec)
         self.group = Group(rank=0, size=1, device=self.device)
+        self.written: frozenset[int] = frozenset()
+        """Indices of the buffers that a forward in training has written."""
 
     def beside(self, spec: Spec) -> Bench:
         """The bench of another spec of the same job on the same data, which are not opened again."""
@@ -158,6 +159,7 @@ class Bench:
         except (Exception, SystemExit) as error:
             raise as_lockstep_error(error, self.where(key)) from error
         finally:
+            self.written |= buffers.written()
             buffers.restore()
         missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         if missing:
@@ -184,14 +186,3 @@ class Timed:
         result = action()
         self.least_s = min(self.least_s, time.perf_counter() - began)
         return result
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a batch: in its lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for inner in value.values() for tensor in tensors_in(inner)]
-    if isinstance(value, list | tuple):
-        return [tensor for inner in value for tensor in tensors_in(inner)]
-    return []

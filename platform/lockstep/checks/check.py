@@ -66,7 +66,9 @@ class Trial:
         return [failed("memory", evidence, f"{remedy}; lockstep estimate shows the parts")]
 
     def overfit(self) -> list[Finding]:
-        slow = not self.learning.broke and abs(self.learning.fall) < of_model.MOVED
+        slow = (
+            not self.learning.broke and not self.learning.moving and abs(self.learning.fall) < of_model.MOVED
+        )
         return of_model.overfit(self.learning, learn(self.bench, self.first, FASTER) if slow else None)
 
 

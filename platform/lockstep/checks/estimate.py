@@ -12,10 +12,8 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
 
-from lockstep.checkpoint.tree import pack
-from lockstep.checks.bench import Bench, tensors_in
+from lockstep.checks.bench import Bench
 from lockstep.checks.live_bytes import peak_of
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError
@@ -24,8 +22,8 @@ from lockstep.plan import nodes, worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.memory import checkpoint_bytes, gradient_bytes, nbytes, optimizer_bytes, tensors_in
 from lockstep.training.norm import workspace_bytes
-from lockstep.training.state import TrainState
 from lockstep.training.step import LossModule
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -195,7 +193,7 @@ def measured(bench: Bench, key: MicroBatch) -> Measured:
         samples=len(key.ids),
         parameters=nbytes(model.parameters()),
         buffers=nbytes(model.buffers()),
-        gradients=nbytes(p.grad for p in model.parameters() if p.grad is not None),
+        gradients=gradient_bytes(model),
         optimizer=optimizer_bytes(optimizer),
         checkpoint=checkpoint_bytes(state),
         workspace=workspace_bytes(bench.device),
@@ -204,23 +202,6 @@ def measured(bench: Bench, key: MicroBatch) -> Measured:
         computing=both.bytes,
         updating=update.bytes,
     )
-
-
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of some tensors, of each storage once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state."""
-    return sum(tensor.nbytes for state in optimizer.state.values() for tensor in tensors_in(state))
-
-
-def checkpoint_bytes(state: TrainState) -> int:
-    """Bytes of the tensors that a checkpoint of `state` holds."""
-    packed = (pack(tree, section) for section, tree in state.sections().items())
-    return sum(tensor.nbytes for one in packed for tensor in one.tensors.values())
 
 
 def at(whole: Measured, half: Measured, samples: int) -> Measured:

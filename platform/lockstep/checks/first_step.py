@@ -50,11 +50,10 @@ def walk(bench: Bench) -> FirstStep:
     for key in bench.micro_batches():
         batch = bench.fetch(key)
         modes = modes_of(state.model)
-        buffers, began = KeptBuffers(state.model), time.perf_counter()
+        began = time.perf_counter()
         with LossesSeen(found.seen):
             loss = bench.backward(module, state, batch, key)
         found.compute_s = min(found.compute_s, time.perf_counter() - began)
-        found.written |= buffers.written()
         found.changed_mode = found.changed_mode or first_change(modes, modes_of(state.model))
         total, weight = total + float(loss.total.detach()), weight + float(loss.weight)
         found.parts = tuple(loss.parts)
@@ -62,7 +61,7 @@ def walk(bench: Bench) -> FirstStep:
         state.model.zero_grad(set_to_none=True)
         state.model.train()
     found.loss, found.weight = total / weight if weight else float("nan"), weight
-    found.silent = frozenset(silent)
+    found.silent, found.written = frozenset(silent), bench.written
     for key in bench.evaluation_micro_batches()[:1]:
         found.kept_mode = _evaluated(bench, state.model, module, key)
     return found

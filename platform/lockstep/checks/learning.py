@@ -11,6 +11,7 @@ from lockstep.checks.bench import Bench
 from lockstep.checks.first_step import FirstStep
 from lockstep.errors import NumericsError
 from lockstep.spec.fields import Constant
+from lockstep.training.buffers import statistics
 from lockstep.training.step import Stepper
 
 UPDATES, SECONDS, LEAST = 60, 6.0, 8
@@ -26,9 +27,13 @@ class Learning:
 
     rate: float
     losses: list[float] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+    """All trainable parameters."""
     silent: frozenset[str] = frozenset()
     skipped: int = 0
     step_s: float = math.inf
+    moving: str = ""
+    """A buffer, other than a norm's statistics, that each forward writes: the loss may follow it rather than the weights."""
     broke: str = ""
     """What ended it early: a loss or gradient that was not finite."""
 
@@ -62,6 +67,9 @@ def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
         state.job, constant, plan, bench.group, state, parts=first.parts, written_buffers=first.written
     )
     batch, found = bench.fetch(key), Learning(state.base_rates[0])
+    usual = statistics(state.model)
+    buffers = [name for name, _ in state.model.named_buffers()]
+    found.moving = next((buffers[i] for i in sorted(first.written - usual)), "")
     silent, began = set(first.silent), time.perf_counter()
     for update in range(UPDATES):
         at = time.perf_counter()
@@ -76,7 +84,7 @@ def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
         found.losses.append(result.loss)
         found.skipped += result.skipped
         silent -= {n for n, p in zip(step.names, step.parameters, strict=True) if _any(p.grad)}
-    found.silent = frozenset(silent)
+    found.silent, found.names = frozenset(silent), tuple(step.names)
     return found
 
 

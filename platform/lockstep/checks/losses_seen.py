@@ -130,6 +130,8 @@ class LossesSeen(TorchFunctionMode):
         if func in _NOTED:
             given = inspect.signature(func).bind(*args, **(kwargs or {}))
             given.apply_defaults()
+            if any(_is_symbolic(given.arguments[name]) for name in ("input", "target")):
+                return result
             with torch.no_grad(), torch.autocast(given.arguments["input"].device.type, enabled=False):
                 self._note(func, given.arguments)
         return result
@@ -149,6 +151,11 @@ class LossesSeen(TorchFunctionMode):
                 classes, ClassLabels(classes, torch.zeros(classes, dtype=torch.int64))
             )
             noted.add(rows, target.reshape(-1), given["ignore_index"], logs=func is F.nll_loss)
+
+
+def _is_symbolic(tensor: Tensor) -> bool:
+    """Whether it stands for many, under `torch.func.vmap` and its like: then it has no values to look at."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 _NOTED = frozenset({F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.mse_loss})

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checks.bench import Bench, Timed, tensors_in
+from lockstep.checks.bench import Bench, Timed
 from lockstep.checks.dry_run import leakage_of
 from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.data.sampler import MicroBatch
 from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
+from lockstep.training.memory import tensors_in
 
 MOST_SAMPLES = 1 << 22
 """Of a longer epoch, so many samples' places are compared."""

@@ -31,6 +31,7 @@ from lockstep.record.events import (
     Tell,
 )
 from lockstep.spec.fields import Spec
+from lockstep.training import memory
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import tensor_digests, weights_digest
 from lockstep.training.group import Group
@@ -87,7 +88,9 @@ def fit(
             checkpoints.finish()
 
         summary = summarise(run, clock, stopped=stopped, checkpoint=checkpoints.newest)
-        tell(PeakMemory(group.gather(peak_memory(group.device))))
+        peaks = group.gather(peak_memory(group.device))
+        tell(PeakMemory(peaks))
+        tell(Document("memory.json", memory.used(run.state, peaks)))
         tell(Finished(summary, keep_weights(run, requests, origin)))
         return summary
 

@@ -19,12 +19,14 @@ from lockstep.checks.estimate import Estimate, Measured, at, estimate, estimated
 from lockstep.checks.live_bytes import LiveBytes
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan
-from lockstep.record.events import tell_nobody
+from lockstep.record.events import Document, Event, tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.group import Group
+from lockstep.training.loop import fit
 from lockstep.training.reduction import TreeSum
+from lockstep.training.requests import NoRequests
 from lockstep.training.setup import Run, prepare
 from lockstep.training.step import LossModule
 from tests.in_process import here
@@ -128,6 +130,22 @@ def test_the_peak_of_a_step_is_near_what_torch_allocates(
     assert found.activations_bytes == pytest.approx(forward, rel=0.01)
     standing = found.parameters_bytes + 2 * found.buffers_bytes + found.optimizer_bytes + (1 << 19)
     assert found.total_bytes - standing == pytest.approx(peak, rel=0.05)
+
+
+def test_what_a_run_used_is_in_its_record_by_the_names_of_its_estimate() -> None:
+    spec = spec_of("perceptron")
+    told: list[Event] = []
+    fit(spec, load_job(spec.job.use, spec.job.params), CPU, told.append, NoRequests())
+    (document,) = [event for event in told if isinstance(event, Document)]
+    used = json.loads(document.text)
+    with determinism("strict", 1):
+        found = estimated(Bench(spec)).as_dict()
+    peaks = used.pop("peak_bytes_by_rank")
+    assert document.name == "memory.json"
+    assert used == {name: found[name] for name in used}
+    assert used.keys() >= {"parameters_bytes", "gradients_bytes", "optimizer_bytes", "checkpoint_bytes"}
+    assert len(peaks) == 1
+    assert peaks[0] > found["total_bytes"], "the whole process, which torch itself is part of"
 
 
 def test_live_bytes_are_those_of_the_allocator() -> None:
