@@ -173,6 +173,14 @@ class SwappedMap(Sound):
         return TensorDataset(x, y.clamp(min=1))
 
 
+class HeldOutOffByOne(Sound):
+    """Held-out labels count from 1."""
+
+    def eval_data(self) -> Dataset[Any]:
+        x, y = points(128, 2)
+        return TensorDataset(x, y + 1)
+
+
 class Sorted(Sound):
     """The data are sorted by class, and not shuffled."""
 

@@ -6,7 +6,8 @@ Parts are made when a check first asks for them, so an error is told by the chec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,13 +105,20 @@ class Bench:
         every = iter(self.sampler(range(count), start=step))
         return [next(every) for _ in range(count)]
 
-    def evaluation_micro_batches(self) -> list[MicroBatch]:
-        """The micro-batches of an evaluation."""
-        if self.data[1] is None:
-            return []
-        size, micro = dataset_size(self.data[1], "eval_data"), self.plan.micro_batch
-        starts = range(0, size, micro)
-        return [MicroBatch(EVALUATION, i, list(range(s, min(s + micro, size)))) for i, s in enumerate(starts)]
+    @property
+    def evaluation_count(self) -> int:
+        """Micro-batches of an evaluation."""
+        return (
+            0
+            if self.data[1] is None
+            else -(-dataset_size(self.data[1], "eval_data") // self.plan.micro_batch)
+        )
+
+    def evaluation_micro_batch(self, i: int) -> MicroBatch:
+        """Micro-batch `i` of an evaluation; the last one may be short."""
+        assert self.data[1] is not None
+        micro, size = self.plan.micro_batch, dataset_size(self.data[1], "eval_data")
+        return MicroBatch(EVALUATION, i, list(range(i * micro, min((i + 1) * micro, size))))
 
     def fetch(self, key: MicroBatch) -> Any:
         """A micro-batch on the device."""
@@ -130,7 +138,7 @@ class Bench:
         """Make the parameters that a lazy module leaves to its first forward."""
         if any(torch.nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
             model.eval()
-            with torch.no_grad():
+            with torch.no_grad(), self.told(self.micro_batches()[0]):
                 job.loss(model, self.fetch(self.micro_batches()[0]))
             model.train()
 
@@ -138,13 +146,8 @@ class Bench:
         """The loss of a micro-batch, seeded as in its step."""
         cuda = self.device if self.device.type == "cuda" else None
         seed_all(self.spec.seed, "step", key.step, key.micro_batch, cuda=cuda)
-        try:
-            with state.precision.autocast():
-                loss: Loss = module(batch)
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:  # a job may end the process
-            raise as_lockstep_error(error, self.where(key)) from error
+        with self.told(key), state.precision.autocast():
+            loss: Loss = module(batch)
         check_loss(loss, state.precision, first=True)
         return loss
 
@@ -152,12 +155,9 @@ class Bench:
         """The loss of a micro-batch, whose gradients are left in the model. Buffers are put back."""
         model, buffers = state.model, KeptBuffers(state.model)
         try:
-            loss = self.forward(module, state, batch, key)
-            torch.autograd.backward(state.precision.scaled(loss.total))
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise as_lockstep_error(error, self.where(key)) from error
+            with self.told(key):
+                loss = self.forward(module, state, batch, key)
+                torch.autograd.backward(state.precision.scaled(loss.total))
         finally:
             self.written |= buffers.written()
             buffers.restore()
@@ -165,6 +165,16 @@ class Bench:
         if missing:
             raise missing_gradient(missing, self.where(key))
         return loss
+
+    @contextmanager
+    def told(self, key: MicroBatch) -> Iterator[None]:
+        """Whatever the job raises in the block as a LockstepError with the place of the micro-batch."""
+        try:
+            yield
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise as_lockstep_error(error, self.where(key)) from error
 
     def where(self, key: MicroBatch) -> str:
         """The place of a micro-batch in the run, with the rank that will have it on the most workers."""

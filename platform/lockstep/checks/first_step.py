@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.checks.bench import Bench
 from lockstep.checks.losses_seen import LossesSeen, Seen
+from lockstep.data.sampler import MicroBatch
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.evaluate import evaluating
 from lockstep.training.means import means_of
@@ -62,16 +62,16 @@ def walk(bench: Bench) -> FirstStep:
         state.model.train()
     found.loss, found.weight = total / weight if weight else float("nan"), weight
     found.silent, found.written = frozenset(silent), bench.written
-    for key in bench.evaluation_micro_batches()[:1]:
-        found.kept_mode = _evaluated(bench, state.model, module, key)
+    if bench.evaluation_count:
+        found.kept_mode = _evaluated(bench, state.model, bench.evaluation_micro_batch(0))
     return found
 
 
-def _evaluated(bench: Bench, model: nn.Module, module: LossModule, key: Any) -> str:
+def _evaluated(bench: Bench, model: nn.Module, key: MicroBatch) -> str:
     """A module that is in training mode after one evaluation micro-batch."""
     batch, buffers = bench.fetch(key), KeptBuffers(model)
     try:
-        with evaluating(model):
+        with evaluating(model), bench.told(key):
             loss = bench.job.loss(model, batch)
             means_of(loss, bench.job.metrics(model, batch))
             return next((name or "the model" for name, on in modes_of(model).items() if on), "")
@@ -84,13 +84,14 @@ def labels_of(bench: Bench, held_out: bool) -> Seen:
     state, seen = bench.fresh(), Seen()
     module, until = LossModule(bench.job, state.model), time.perf_counter() + LABELS_S
     count = bench.plan.micro_batches
-    keys = bench.evaluation_micro_batches() if held_out else bench.sampler(range(count))
+    held = (bench.evaluation_micro_batch(i) for i in range(bench.evaluation_count))
+    keys = held if held_out else bench.sampler(range(count))
     with evaluating(state.model), LossesSeen(seen):
         for key in keys:
             if time.perf_counter() > until or (key.step > 0 and key.step >= bench.plan.steps_per_epoch):
                 break
             buffers = KeptBuffers(state.model)
-            with torch.no_grad(), state.precision.autocast():
+            with bench.told(key), torch.no_grad(), state.precision.autocast():
                 module.job.loss(state.model, bench.fetch(key))
             buffers.restore()
     return seen

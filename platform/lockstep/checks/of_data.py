@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lockstep.checks.bench import Bench, Timed
 from lockstep.checks.dry_run import leakage_of
@@ -29,6 +30,9 @@ LEAKAGE_S = 5.0
 WAITING = 0.5
 """The share of a step's time from which on waiting for data is told."""
 
+EACH = 8
+"""On more workers the micro-batches are drawn once for all of them: each worker would draw the whole epoch."""
+
 FETCHES = 5
 
 
@@ -36,8 +40,9 @@ def data(bench: Bench) -> list[Finding]:
     """The first and the last micro-batch of an epoch, and of the evaluation: fetched, collated, and finite."""
     plan = bench.plan
     keys = [bench.micro_batches()[0], bench.micro_batches(bench.epoch_steps - 1)[-1]]
-    held_out = bench.evaluation_micro_batches()
-    for key in [*keys, *held_out[:1], *held_out[1:][-1:]]:
+    last = bench.evaluation_count - 1
+    held_out = [bench.evaluation_micro_batch(i) for i in sorted({0, last}) if last >= 0]
+    for key in [*keys, *held_out]:
         for tensor in tensors_in(bench.fetch(key)):
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 place = "the evaluation" if key in held_out else f"step {key.step + 1}"
@@ -76,7 +81,8 @@ def shards(bench: Bench) -> list[Finding]:
     plan, workers = bench.plan, bench.workers
     steps = min(plan.steps_per_epoch, max(1, MOST_SAMPLES // plan.global_batch))
     epoch = replace(plan, total_steps=steps)
-    ids = [np.asarray(key.ids) for own in plan.ranges(workers) for key in bench.sampler(own, epoch)]
+    ranges = plan.ranges(workers) if workers <= EACH else [range(plan.micro_batches)]
+    ids = [np.asarray(key.ids) for own in ranges for key in bench.sampler(own, epoch)]
     every = np.concatenate(ids)
     expected = sum(position.samples for position in epoch.positions())
     strays = int(((every < 0) | (every >= plan.samples)).sum())
@@ -153,6 +159,7 @@ def loader(bench: Bench, compute_s: float) -> list[Finding]:
 
 
 def same_everywhere(batch: Any) -> bool:
-    """Whether all samples of a batch are equal, in every tensor that has one row a sample."""
-    tensors: list[Tensor] = [tensor for tensor in tensors_in(batch) if tensor.dim() > 0 and len(tensor) > 1]
-    return bool(tensors) and all(torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in tensors)
+    """Whether all samples of a batch are equal: it holds nothing but tensors, and each repeats its first row."""
+    leaves = tree_leaves(batch)
+    rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) > 1]
+    return bool(rows) and len(rows) == len(leaves) and all(torch.equal(x, x[:1].expand_as(x)) for x in rows)

@@ -42,6 +42,7 @@ FAULTS = [
     Fault("SoftmaxTwice", "labels", "failure", "softmax is taken twice"),
     Fault("MissingClass", "labels", "warning", "class 2 is"),
     Fault("SwappedMap", "labels", "warning", "class 0 is"),
+    Fault("HeldOutOffByOne", "labels", "failure", "evaluation micro-batch 0"),
     Fault("Sorted", "labels", "warning", "labels of the first step are 0", {"data": {"shuffle": "none"}}),
     Fault("PlusMinusOne", "labels", "failure", "below 0 or above 1"),
     Fault("Stretched", "labels", "failure", "(8, 1) and targets of shape (8,)"),
