@@ -29,6 +29,8 @@ class Learning:
     losses: list[float] = field(default_factory=list)
     names: tuple[str, ...] = ()
     """All trainable parameters."""
+    matrices: frozenset[str] = frozenset()
+    """Those of two dimensions or more."""
     silent: frozenset[str] = frozenset()
     skipped: int = 0
     step_s: float = math.inf
@@ -85,6 +87,7 @@ def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
         found.skipped += result.skipped
         silent -= {n for n, p in zip(step.names, step.parameters, strict=True) if _any(p.grad)}
     found.silent, found.names = frozenset(silent), tuple(step.names)
+    found.matrices = frozenset(n for n, p in zip(step.names, step.parameters, strict=True) if p.dim() > 1)
     return found
 
 

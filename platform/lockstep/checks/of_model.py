@@ -91,8 +91,8 @@ def modes(first: FirstStep) -> list[Finding]:
 def gradients(first: FirstStep, learning: Learning) -> list[Finding]:
     """Every trainable parameter has had a gradient that is not zero: in the first step, or once others had moved."""
     alive = {name.rpartition(".")[0] for name in learning.names if name not in learning.silent}
-    # A single part of a layer that learns may cancel out of the loss, as a bias does in a difference of outputs.
-    dead = sorted(name for name in learning.silent if name.rpartition(".")[0] not in alive)
+    # The bias of a layer that learns may cancel out of the loss, as in a difference of outputs.
+    dead = sorted(n for n in learning.silent if n in learning.matrices or n.rpartition(".")[0] not in alive)
     if not dead:
         evidence = f"every trainable layer has a gradient within {len(learning.losses)} updates"
         out = [repr(name) for name in sorted(learning.silent)]
