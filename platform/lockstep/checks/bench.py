@@ -27,10 +27,8 @@ from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group, local_device
 from lockstep.training.job_data import check_rules, open_data
-from lockstep.training.optimizer import make_optimizer
-from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.micro_batch import check_loss
-from lockstep.training.setup import make_model, make_plan
+from lockstep.training.setup import make_model, make_plan, make_state
 from lockstep.training.state import TrainState
 from lockstep.training.step import LossModule, missing_gradient
 
@@ -131,8 +129,7 @@ class Bench:
         job = load_job(self.spec.job.use, self.spec.job.params)
         model = make_model(self.spec, job, self.plan, self.device)
         self._give_shapes(job, model)
-        optimizer = make_optimizer(job, model, self.spec.optimizer)
-        return TrainState(job, model, optimizer, Precision(self.spec.precision, self.device))
+        return make_state(self.spec, job, self.plan, model, self.device, evaluates=self.data[1] is not None)
 
     def _give_shapes(self, job: Job, model: torch.nn.Module) -> None:
         """Make the parameters that a lazy module leaves to its first forward."""

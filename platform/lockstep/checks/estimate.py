@@ -22,7 +22,14 @@ from lockstep.plan import nodes, worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.memory import checkpoint_bytes, gradient_bytes, nbytes, optimizer_bytes, tensors_in
+from lockstep.training.memory import (
+    average_bytes,
+    checkpoint_bytes,
+    gradient_bytes,
+    nbytes,
+    optimizer_bytes,
+    tensors_in,
+)
 from lockstep.training.norm import workspace_bytes
 from lockstep.training.step import LossModule
 
@@ -44,6 +51,7 @@ class Measured:
     buffers: int
     gradients: int
     optimizer: int
+    average: int
     checkpoint: int
     workspace: int
     """Where the norm of the gradients is taken."""
@@ -64,6 +72,8 @@ class Estimate:
     buffers_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    average_bytes: int
+    """The moving average of the weights, where `ema` asks for it."""
     activations_bytes: int
     reduction_bytes: int
     """Sums of the tree beside the gradients that are being computed."""
@@ -148,6 +158,7 @@ def estimated(bench: Bench) -> Estimate:
         buffers_bytes=whole.buffers,
         gradients_bytes=whole.gradients,
         optimizer_bytes=whole.optimizer,
+        average_bytes=whole.average,
         activations_bytes=whole.activations,
         reduction_bytes=reduction_bytes(spec, whole, plan.micro_batches, workers),
         communication_bytes=communication_bytes(spec, whole, plan.micro_batches, workers),
@@ -181,6 +192,8 @@ def measured(bench: Bench, key: MicroBatch) -> Measured:
         optimizer.step()  # it makes its state
     except (Exception, SystemExit) as error:
         raise as_lockstep_error(error, "first update") from error
+    if state.average is not None:
+        state.average.move()
     model.zero_grad(set_to_none=True)
     with peak_of(bench.device) as forward:
         loss = bench.forward(module, state, batch, key)
@@ -195,6 +208,7 @@ def measured(bench: Bench, key: MicroBatch) -> Measured:
         buffers=nbytes(model.buffers()),
         gradients=gradient_bytes(model),
         optimizer=optimizer_bytes(optimizer),
+        average=average_bytes(state),
         checkpoint=checkpoint_bytes(state),
         workspace=workspace_bytes(bench.device),
         batch=nbytes(tensors_in(batch)),
@@ -246,7 +260,7 @@ def communication_bytes(spec: Spec, found: Measured, micro_batches: int, workers
 
 def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from."""
-    standing = found.parameters + 2 * found.buffers + found.optimizer + found.workspace
+    standing = found.parameters + 2 * found.buffers + found.optimizer + found.average + found.workspace
     sums = reduction_bytes(spec, found, micro_batches, workers)
     moving = communication_bytes(spec, found, micro_batches, workers)
     return standing + moving + max(sums + found.batch + found.computing, found.gradients + found.updating)
@@ -261,7 +275,16 @@ def available_bytes(device: torch.device, workers: int) -> int:
 
 # --- for a person -----------------------------------------------------------------------------------------
 
-_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "reduction", "communication")
+_PARTS = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer",
+    "average",
+    "activations",
+    "reduction",
+    "communication",
+)
 
 
 def as_text(found: Estimate) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from lockstep.checks.bench import Bench
 from lockstep.checks.first_step import FirstStep
 from lockstep.errors import NumericsError
-from lockstep.spec.fields import Constant
 from lockstep.training.buffers import statistics
+from lockstep.training.schedule import FunctionOfUpdates
 from lockstep.training.step import Stepper
 
 UPDATES, SECONDS, LEAST = 60, 6.0, 8
@@ -58,15 +58,16 @@ class Learning:
 def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
     """Take the updates on the first micro-batch, from a fresh state, and see what becomes of its loss."""
     spec = bench.spec
-    constant = spec.model_copy(update={"schedule": Constant(), "reduction": "exact"})
+    exact = spec.model_copy(update={"reduction": "exact"})
     state, key = bench.fresh(), bench.micro_batches()[0]
     for group in state.optimizer.param_groups:
         group["lr"] *= faster
     state.base_rates = [rate * faster for rate in state.base_rates]
+    state.schedule = FunctionOfUpdates(state.optimizer, lambda _: 1.0)
     size = len(key.ids)
     plan = replace(bench.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
     step = Stepper(
-        state.job, constant, plan, bench.group, state, parts=first.parts, written_buffers=first.written
+        state.job, exact, plan, bench.group, state, parts=first.parts, written_buffers=first.written
     )
     batch, found = bench.fetch(key), Learning(state.base_rates[0])
     usual = statistics(state.model)

@@ -17,10 +17,11 @@ from lockstep.job.loading import load_job
 from lockstep.record.documents import without_password
 from lockstep.record.events import Event, StepRow
 from lockstep.record.stores import reader
-from lockstep.spec.fields import Cadence, Checkpoint, Length, Record, Spec
+from lockstep.spec.fields import Cadence, Checkpoint, Length, OneCycle, Record, Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.loop import fit
+from lockstep.training.optimizer import make_optimizer
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import NoRequests
 from lockstep.training.schedule import rate_factor
@@ -36,8 +37,11 @@ VANISHED = 1e-4
 def schedule(bench: Bench) -> list[Finding]:
     """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
     rule, steps = bench.spec.schedule, bench.plan.total_steps
+    optimizer = make_optimizer(bench.job, bench.fresh().model, bench.spec.optimizer)
+    if bench.job.schedule(optimizer, steps) is not None:
+        return [passed("schedule", "the job's own; the run records the rate of each step")]
     factors = [rate_factor(rule, steps * i // 100, steps) for i in range(100)]
-    if rule.warmup_steps >= steps:
+    if not isinstance(rule, OneCycle) and rule.warmup_steps >= steps:
         return [
             warned(
                 "schedule",
@@ -97,10 +101,16 @@ def evaluation(bench: Bench) -> list[Finding]:
         processes=0,
     )
     strict = spec.determinism == "strict"
-    names = evaluate.rehearse(state.model, repeat=strict)
+    warnings: list[str] = []
+    names = evaluate.rehearse(state.model, repeat=strict, warn=warnings.append)
     check_metric(spec, names)
     repeated = "; the first micro-batch repeats after the last one" if strict else ""
-    return [passed("evaluation", f"{', '.join(names)}{repeated}")]
+    known = (
+        ", ".join(names)
+        if names is not None
+        else "metrics of the whole set are known after a run's first evaluation"
+    )
+    return [*[advised("evaluation", text) for text in warnings], passed("evaluation", f"{known}{repeated}")]
 
 
 # --- resume -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ def used(state: TrainState, peak_by_rank: Sequence[int]) -> str:
             "buffers_bytes": nbytes(state.model.buffers()),
             "gradients_bytes": gradient_bytes(state.model),
             "optimizer_bytes": optimizer_bytes(state.optimizer),
+            "average_bytes": average_bytes(state),
             "checkpoint_bytes": checkpoint_bytes(state),
             "peak_bytes_by_rank": list(peak_by_rank),
         },
@@ -42,6 +43,11 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state."""
     return sum(tensor.nbytes for state in optimizer.state.values() for tensor in tensors_in(state))
+
+
+def average_bytes(state: TrainState) -> int:
+    """Bytes of the moving average of the weights; 0 where there is none."""
+    return nbytes(state.average.weights.values()) if state.average is not None else 0
 
 
 def checkpoint_bytes(state: TrainState) -> int:

@@ -125,11 +125,7 @@ def prepare(
         warn(text)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = make_model(spec, job, plan, group.device)
-    precision = Precision(spec.precision, group.device)
-    average = None if spec.ema is None else Average(model, spec.ema)
-    optimizer = make_optimizer(job, model, spec.optimizer)
-    schedule = make_schedule(job, spec.schedule, optimizer, plan.total_steps, evaluates=eval_data is not None)
-    state = TrainState(job, model, optimizer, precision, average=average, schedule=schedule)
+    state = make_state(spec, job, plan, model, group.device, evaluates=eval_data is not None)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     rehearsal, extent = StepRehearsal(job, spec, plan, state, batches, group.device, warn)()
     evaluate = None
@@ -138,7 +134,7 @@ def prepare(
             job,
             eval_data,
             group,
-            precision,
+            state.precision,
             micro_batch=plan.micro_batch,
             seed=spec.seed,
             processes=spec.data.loader_processes,
@@ -160,6 +156,18 @@ def prepare(
         evaluate.restore_buffers = step.buffers.restore
     tell(StageEnded("preparation", time.time()))
     return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
+
+
+def make_state(
+    spec: Spec, job: Job, plan: Plan, model: torch.nn.Module, device: torch.device, *, evaluates: bool
+) -> TrainState:
+    """The state of a run before its first step, around its model; `evaluates` is whether the job has evaluation data."""
+    average = None if spec.ema is None else Average(model, spec.ema)
+    optimizer = make_optimizer(job, model, spec.optimizer)
+    schedule = make_schedule(job, spec.schedule, optimizer, plan.total_steps, evaluates=evaluates)
+    return TrainState(
+        job, model, optimizer, Precision(spec.precision, device), average=average, schedule=schedule
+    )
 
 
 def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:

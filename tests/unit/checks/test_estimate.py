@@ -133,7 +133,7 @@ def test_the_peak_of_a_step_is_near_what_torch_allocates(
 
 
 def test_what_a_run_used_is_in_its_record_by_the_names_of_its_estimate() -> None:
-    spec = spec_of("perceptron")
+    spec = spec_of("perceptron").model_copy(update={"ema": 0.9})
     told: list[Event] = []
     fit(spec, load_job(spec.job.use, spec.job.params), CPU, told.append, NoRequests())
     (document,) = [event for event in told if isinstance(event, Document)]
@@ -144,6 +144,7 @@ def test_what_a_run_used_is_in_its_record_by_the_names_of_its_estimate() -> None
     assert document.name == "memory.json"
     assert used == {name: found[name] for name in used}
     assert used.keys() >= {"parameters_bytes", "gradients_bytes", "optimizer_bytes", "checkpoint_bytes"}
+    assert used["average_bytes"] == used["parameters_bytes"]
     assert len(peaks) == 1
     assert peaks[0] > found["total_bytes"], "the whole process, which torch itself is part of"
 
@@ -187,7 +188,7 @@ def test_another_micro_batch_lies_on_the_line_and_the_largest_that_fits_is_propo
         )
     assert found.largest_micro_batch == 128
     assert larger.activations_bytes == pytest.approx(2 * found.activations_bytes, rel=0.05)
-    whole = Measured(8, 0, 0, 100, 0, 0, 0, 80, 800, 900, 0)
+    whole = Measured(8, 0, 0, 100, 0, 0, 0, 0, 80, 800, 900, 0)
     half = Measured(4, 0, 0, 100, 0, 0, 0, 40, 500, 500, 0)
     assert at(whole, half, 16) == Measured(16, 0, 0, 100, 0, 0, 0, 160, 1400, 1700, 0)
     assert total_bytes(spec, at(whole, half, 16), 2, 1) == 160 + 1700 + 100, "one sum waits for the second"
