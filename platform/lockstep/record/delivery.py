@@ -7,12 +7,13 @@ costs no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.record.events import Opened, StepRow
 from lockstep.record.journal import Journal
+from lockstep.record.outbox import Outbox
 from lockstep.record.points import Point, points_of
 from lockstep.record.run_store import POINTS_PER_CALL, RejectedError, RunStore, UnavailableError
 
@@ -20,8 +21,6 @@ MOST_ASIDE = 1000
 """How many points that were refused are kept to be sent once more at the run's end."""
 _MOST_SINGLE = 16
 """After so many refused points of one batch the rest of it is not looked through any more."""
-
-Aside = Callable[[str, Exception], None]
 
 
 class _Cursor(NamedTuple):
@@ -33,7 +32,7 @@ class _Cursor(NamedTuple):
 class Delivery:
     """For a journal that was opened. `high_water` is the highest step that the store has of each key; `scaled` whether a loss scaler runs.
 
-    With `thorough` the store may lack points below `high_water`. `aside` is told of points that are refused, and why.
+    With `thorough` the store may lack points below `high_water`. Calls go through the lane for points of `outbox`.
     """
 
     def __init__(
@@ -44,13 +43,14 @@ class Delivery:
         *,
         scaled: bool,
         thorough: bool,
-        aside: Aside,
+        outbox: Outbox,
     ) -> None:
         self._journal = journal
         self._store = store
         self._high_water = high_water
         self._thorough = thorough
-        self._aside = aside
+        self._outbox = outbox
+        self._sending = self._again = False
         self._scaled = scaled
         self._cursor = _Cursor(0, None)
         self._passed: dict[str, int] = {}
@@ -60,24 +60,44 @@ class Delivery:
         self._started_at = next(event.at for event in journal.events if isinstance(event, Opened))
 
     @property
-    def due(self) -> bool:
-        """Whether the journal has what the store has not."""
-        return self._cursor.offset < self._journal.size
-
-    @property
     def left(self) -> bool:
         """Whether points were refused that may be sent once more."""
         return bool(self._left)
 
-    def send(self) -> None:
-        """Send all that is due."""
-        for points, after in self._batches():
-            if points:
-                self._log(points)
-            self._cursor = after
+    def flush(self, *, again: bool = False) -> None:
+        """Have the journal's points sent, and with `again` once more what was refused. Called by one thread; never waits.
 
-    def again(self) -> None:
+        It is done once: the call that waits sends all there are when its turn comes.
+        """
+        self._again = self._again or again
+        if (self._cursor.offset < self._journal.size or self._again) and not self._sending:
+            self._sending = True
+            self._outbox.send("points", "points", self._send)
+
+    # --- in the lane ----------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        again, self._again = self._again, False
+        try:
+            for points, after in self._batches():
+                if points:
+                    self._log(points)
+                self._cursor = after
+            if again:
+                self._send_left()
+        except (UnavailableError, OSError) as error:
+            self._again = self._again or again
+            if isinstance(error, OSError):  # of the journal's disk
+                raise UnavailableError(f"record: cannot read the journal: {error}") from error
+            raise  # the call stays, and is made again
+        except BaseException:
+            self._sending = False
+            raise
+        self._sending = False
+
+    def _send_left(self) -> None:
         """Send once more what was refused."""
+        self._outbox.lanes["points"].set_aside.clear()
         left, self._left = self._left, []
         for start in range(0, len(left), POINTS_PER_CALL):
             self._log(left[start : start + POINTS_PER_CALL])
@@ -108,7 +128,7 @@ class Delivery:
         where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         names = sorted({point.key for point in points})
         shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
-        self._aside(f"metrics of {where} ({shown})", error)
+        self._outbox.lanes["points"].aside(f"metrics of {where} ({shown})", error)
         self._left.extend(points[: MOST_ASIDE - len(self._left)])
 
     def _batches(self) -> Iterator[tuple[list[Point], _Cursor]]:

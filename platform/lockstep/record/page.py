@@ -9,7 +9,7 @@ import hashlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, assert_never
@@ -57,7 +57,7 @@ _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name"
 
 
 class Page:
-    """One run's page. `send` makes a call of the store in its turn, and `end` tells the store how the run ended."""
+    """One run's page. `send` makes a call of the store in its turn."""
 
     def __init__(
         self,
@@ -66,13 +66,12 @@ class Page:
         journal: Journal,
         store: RunStore,
         send: Send,
-        end: Callable[[Status], None],
     ) -> None:
         self._spec = spec
         self._folder = folder
         self._journal = journal
         self._store = store
-        self._send, self._tell_end = send, end
+        self._send = send
         self._facts: dict[str, Any] = {}
         self._violation = ""
         self._trouble = ""
@@ -81,6 +80,8 @@ class Page:
         self._figures: list[str] = []
         self._stragglers: list[str] = []
         self.working = False
+        self.came_to: Status | None = None
+        """What the run came to, while its store does not know it."""
         self._copies = Copies(store, self._copied, _checkpoint_tags, spec.record.copy_mb_per_s)
         self.not_whole = ""
         """What the ledger of a run that came to its end lacks."""
@@ -306,7 +307,7 @@ class Page:
         self._note(verdict, details)
         self.log(verdict.replace("**", ""))
         self._keep(self._folder / "log.txt")
-        self._tell_end(status)
+        self.came_to = status
 
     def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
         self._verdict = verdict, details

@@ -1,9 +1,9 @@
-"""The thread that writes a run's record: the only one that touches the journal, the store, the ledger and their files.
+"""The thread that writes a run's record: it alone adds rows to the journal, and shows events on the run's page.
 
 * Events arrive in the inbox, in order, and are in the journal before a store hears of them. What the disk refuses is
   kept and written again, so that one failed write leaves no hole.
-* The store calls made of them wait in the outbox, each kind for itself; metric points wait in the journal, not in memory.
-* The run's end is told to the store last: when it has all else, or has been told what it lacks.
+* The store calls made of them wait in the outbox, whose lanes make them in threads of their own, as does whoever copies
+  checkpoints; metric points wait in the journal, not in memory.
 * A step that the journal has is not added again but compared with it: with `determinism: strict` and
   `reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is told.
 * Nothing here stops training: a failure is kept, to be read by `failure` and raised by `Recorder.close`.
@@ -37,12 +37,13 @@ from lockstep.record.events import (
     SetAside,
     TakenOver,
 )
-from lockstep.record.heartbeat import BEAT_S, process_tags
+from lockstep.record.heartbeat import process_tags
 from lockstep.record.journal import Journal
-from lockstep.record.outbox import Kind, Outbox
+from lockstep.record.outbox import Outbox
 from lockstep.record.page import Page
 from lockstep.record.replay import last_words, unsaid
-from lockstep.record.run_store import DeniedError, RunStore, Status, UnavailableError
+from lockstep.record.run_state import RunState
+from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0
@@ -51,9 +52,6 @@ OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may keep a run from starting."""
 DISK_PATIENCE_S = 30.0
 """How long a disk that refuses the journal's last lines is tried again once the run has ended."""
-
-_CONTENT: tuple[Kind, ...] = ("facts", "points", "files")
-"""What the store is to have before it learns that the run has ended."""
 
 Aliases = Callable[[str, frozenset[int]], None]
 
@@ -93,6 +91,7 @@ class Writer:
         self._journal: Journal
         self._page: Page
         self._delivery: Delivery
+        self._state: RunState
         self._folder: Path
         self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._unwritten: list[Event] = []
@@ -101,16 +100,9 @@ class Writer:
         """In the journal, and not on the page yet."""
         self._disk_failure: RecordError | None = None
         self._outbox = Outbox(patience_s, self._set_aside)
-        self._end: Status | None = None
-        """What the run came to, while its store does not know it."""
-        self._trouble = self._trouble_told = ""
-        self._away = False
-        self._again = False
-        self._sending = self._busy = False
+        self._busy = False
         # Not the inbox: a thread that wakes for each step slows every step by 10 %.
         self._wake = threading.Event()
-        self._beat_at = 0.0
-        self._ended = self._over = False
         self._closing = threading.Event()
         self._last_words = False
         self._closing_s = 0.0
@@ -142,9 +134,8 @@ class Writer:
         while self._thread.is_alive():
             if self._outbox.delivered != seen or self._working:
                 seen, until = self._outbox.delivered, time.monotonic() + timeout_s + 0.5
-            elif (
-                not self.opened.is_set() and time.monotonic() > until
-            ):  # once it is open the thread sees to that
+            # Once it is open the thread sees to that.
+            elif not self.opened.is_set() and time.monotonic() > until:
                 self._outbox.refuse(
                     RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
                 )
@@ -172,30 +163,13 @@ class Writer:
             self._show()
             if closing and not self._unwritten and not self._unshown:
                 self._say_last_words()
-            self._flush()
-            self._beat()
-            self._report()
-            if self._end is not None and self._outbox.idle(_CONTENT) and self.failure() is None:
-                self._end_run()
+            self._delivery.flush()
+            self._state.tend()
         self._finish()
 
     def _finish(self) -> None:
-        """Nothing more will be told: let the store have what waits, then the run's end."""
-        kept = f"what was recorded up to its end is in {str(self._folder)!r}; `lockstep record sync {self.run_id}` sends it"
-        self._settle(_CONTENT)
-        if self._outbox.retry() or self._delivery.left:
-            self._again = True
-            self._flush()
-            self._settle(_CONTENT)
-        copied = self._page.close(self._deadline())
-        self._outbox.give_up(kept, ("points", "files"))
-        told = self._told()
-        if self._end is not None and told:  # else whoever reads the store would take it for whole
-            self._end_run()
-        elif self._end is not None:
-            self._outbox.refuse(RecordError(f"record: the store was not told how the run ended; {kept}"))
-        self._settle(("status",))
-        self._outbox.give_up(kept)
+        """Nothing more will be told."""
+        copied = self._state.finish(self._closing_at, self._closing_s)
         try:
             if copied and self.failure() is None:
                 self._journal.add([Delivered()])
@@ -206,77 +180,53 @@ class Writer:
         except RecordError as error:
             self._outbox.refuse(error)
 
-    def _told(self) -> bool:
-        """Whether the store knows what it lacks, and lacks nothing else."""
-        for _ in range(3):  # what is told may itself be refused
-            self._report()
-            self._settle(("facts",))
-            if self._outbox.idle(("facts",)) and self._trouble_told == str(self.failure() or ""):
-                return True
-        return False
-
-    def _settle(self, kinds: Sequence[Kind]) -> None:
-        """Wait until the calls of these kinds are made, or have waited for as long as the end of a run may take."""
-        began = time.monotonic()
-        while self._page.working or not self._outbox.settled(kinds, self._closing_at, began, self._closing_s):
-            time.sleep(0.01)
-            self._flush()
-            self._beat()
-            self._report()
-
-    def _end_run(self) -> None:
-        assert self._end is not None
-        end, self._end = self._end, None
-        self._over = True
-        self._send_status(end)
-
     def _open(self) -> None:
         self._store = self._make_store(self.spec)
         run_id = self._open_store()
+        self._folder = self.spec.folder / run_id
         try:
-            self._begin(run_id)
-        except Exception:
-            self._outbox.give_up("")
-            if hasattr(self, "_journal"):
+            self._journal = Journal(self._folder)
+            try:
+                self._begin(run_id)
+            except Exception:
+                self._outbox.give_up("")
                 self._journal.close()  # whoever tries again, in this process too, finds it free
+                raise
+        except Exception:
             if self._resumed is None:  # a run that another process records is not touched
-                with contextlib.suppress(
-                    RecordError
-                ):  # the cause is raised; that the run stays RUNNING comes second
+                # The cause is raised; that the run stays RUNNING comes second.
+                with contextlib.suppress(RecordError):
                     self._store.set_status("FAILED")
             raise
         self.run_id = run_id
 
     def _begin(self, run_id: str) -> None:
-        self._folder = self.spec.folder / run_id
-        self._journal = Journal(self._folder)
         if self.spec.record.private:  # also where the folder was there
             self._folder.chmod(0o700)
         try:
             self._store.set_status("RUNNING")
         except UnavailableError:  # a call like others, from here on
-            self._send_status("RUNNING")
+            self._outbox.send("status", "status RUNNING", self._store.set_status, "RUNNING")
         self._outbox.advice = f"`lockstep record sync {run_id}` sends it again"
         before, left = list(self._journal.events), not self._journal.delivered
         self._journal.add([Opened(time.time(), process_tags(time.time()))])
-        self._page = Page(
-            self.spec, self._folder, self._journal, self._store, self._outbox.send, self._end_last
-        )
+        self._page = Page(self.spec, self._folder, self._journal, self._store, self._outbox.send)
         self._delivery = Delivery(
             self._journal,
             self._store,
             dict(self._store.last_steps()),
             scaled=self.spec.precision == "fp16",
             thorough=self._replay or (left and any(isinstance(event, SetAside) for event in before)),
-            aside=self._outbox.lanes["points"].aside,
+            outbox=self._outbox,
+        )
+        self._state = RunState(
+            self._folder, self._page, self._delivery, self._outbox, self._store, self.failure
         )
         self._admission = Admission(self._journal, self.spec, self._source, self._violated)
         self._page.keep_spec()
         self._first_file()
         self._page.describe(resumed=self._resumed is not None)
-        if self._resumed is not None:
-            self._send_trouble("")  # that of the attempt before
-        self._tag_process()
+        self._state.begin(resumed=self._resumed is not None)
         self.url = self._store.url()
         self._page.take_up_copies()
         if self._journal.damage:
@@ -293,13 +243,6 @@ class Writer:
         lane = self._outbox.lanes["files"]
         while len(lane) and not lane.outage and not lane.set_aside and time.monotonic() < until:
             time.sleep(0.002)
-
-    def _send_status(self, status: Status) -> None:
-        self._outbox.send("status", f"status {status}", self._store.set_status, status)
-
-    def _end_last(self, status: Status) -> None:
-        """The store learns how the run ended when it has everything else."""
-        self._end = status
 
     def _set_aside(self, aside: SetAside) -> None:
         self._journal.add([aside])
@@ -406,13 +349,13 @@ class Writer:
 
     def _end_badly(self, error: Exception) -> None:
         """What the run came to cannot be recorded."""
-        self._ended = True
+        self._state.ended = True
         self._guarded(partial(self._page.take, Failed(str(error))))
 
     def _take(self, event: Recorded) -> None:
         if isinstance(event, Finished | Failed | TakenOver):
-            self._ended = True
-            self._flush()
+            self._state.ended = True
+            self._delivery.flush()
         if isinstance(event, Finished) and not self._replay:
             self._mend()
         self._page.take(event)
@@ -443,68 +386,6 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
             self._outbox.refuse(error)
 
-    def _flush(self) -> None:
-        """Have the journal's points sent, once: the call that waits sends all there are when its turn comes."""
-        if (self._delivery.due or self._again) and not self._sending:
-            self._sending = True
-            self._outbox.send("points", "points", self._send_points)
-
-    def _send_points(self) -> None:
-        again, self._again = self._again, False
-        try:
-            self._delivery.send()
-            if again:
-                self._outbox.lanes["points"].set_aside.clear()
-                self._delivery.again()
-        except (UnavailableError, OSError) as error:
-            self._again = again
-            if isinstance(error, OSError):  # of the journal's disk
-                raise UnavailableError(f"record: cannot read the journal: {error}") from error
-            raise  # the call stays, and is made again
-        except BaseException:
-            self._sending = False
-            raise
-        self._sending = False
-
-    def _beat(self) -> None:
-        """Say that this process lives, now and then; with it goes what a hasty reader may have said, and RUNNING is back."""
-        if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
-            return
-        self._send_status("RUNNING")
-        self._tag_process()
-        if not self._ended and self._outbox.idle(
-            ("facts",)
-        ):  # among the facts: an error of the run's own comes after it
-            self._outbox.send("facts", "tags lockstep.error", self._store.set_tags, {"lockstep.error": ""})
-
-    def _report(self) -> None:
-        """Tell on the run's page what is not recorded, when that changes."""
-        away = self._outbox.away
-        if bool(away) != self._away:
-            self._away = bool(away)
-            self._page.log(f"the store is away: {away}" if away else "the store is back")
-        text = str(self.failure() or "")
-        if text != self._trouble:
-            self._trouble = text
-            self._page.trouble(text)
-            self._send_trouble(text)
-
-    def _send_trouble(self, text: str) -> None:
-        self._outbox.send("facts", "what is not recorded", self._tag_trouble, text)
-
-    def _tag_trouble(self, text: str) -> None:
-        self._store.set_tags({"lockstep.record_error": text})
-        self._trouble_told = text
-
-    def _tag_process(self) -> None:
-        self._beat_at = time.monotonic()
-        tags = process_tags(time.time()) | {"lockstep.vanished": ""}
-        self._outbox.send("status", "heartbeat", self._store.set_tags, tags)
-
-    def _deadline(self) -> float:
-        """Until when a silent store is waited for, in monotonic seconds."""
-        return max(self._closing_at, self._outbox.away_since) + self._closing_s
-
     @property
     def _working(self) -> bool:
         """Whether this process itself takes its time: it draws, or traces the job's model, or waits for its disk."""
@@ -519,7 +400,7 @@ class Writer:
         if self._last_words:
             return
         self._last_words = True
-        if not self._ended:
+        if not self._state.ended:
             failure = self.failure()
             end = Failed(f"the run ended without a result{f' ({failure})' if failure else ''}")
             with contextlib.suppress(RecordError):  # the disk refuses; the page still tells

@@ -1,0 +1,144 @@
+"""What a run's store is told of its state: that its process lives, what is not recorded, and last of all how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lockstep.errors import RecordError
+from lockstep.record.delivery import Delivery
+from lockstep.record.heartbeat import BEAT_S, process_tags
+from lockstep.record.outbox import Kind, Outbox
+from lockstep.record.page import Page
+from lockstep.record.run_store import RunStore, Status
+
+_CONTENT: tuple[Kind, ...] = ("facts", "points", "files")
+"""What the store is to have before it learns that the run has ended."""
+
+
+class RunState:
+    """The state of the run in `folder`. `failure` says what could not be recorded so far. One thread calls it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        page: Page,
+        delivery: Delivery,
+        outbox: Outbox,
+        store: RunStore,
+        failure: Callable[[], RecordError | None],
+    ) -> None:
+        self._folder = folder
+        self._page, self._delivery = page, delivery
+        self._outbox, self._store = outbox, store
+        self._failure = failure
+        self.ended = False
+        """Whether the run has come to an end, which its page shows or is about to."""
+        self._over = False
+        self._trouble = self._trouble_told = ""
+        self._away = False
+        self._beat_at = 0.0
+
+    def begin(self, *, resumed: bool) -> None:
+        """Tell that this process records the run."""
+        if resumed:
+            self._send_trouble("")  # that of the attempt before
+        self._tag_process()
+
+    def tend(self) -> None:
+        """Tell what is due: called now and then while the run lasts."""
+        self._beat()
+        self._report()
+        if self._page.came_to is not None and self._outbox.idle(_CONTENT) and self._failure() is None:
+            self._tell_end()
+
+    def finish(self, closing_at: float, patience_s: float) -> bool:
+        """Nothing more is told of the run: let the store have what waits, then the run's end. Whether it has all copies.
+
+        A store that is silent is waited for up to `patience_s` after `closing_at` (monotonic seconds).
+        """
+        kept = (
+            f"what was recorded up to its end is in {str(self._folder)!r}; "
+            f"`lockstep record sync {self._folder.name}` sends it"
+        )
+
+        def settle(*kinds: Kind) -> None:
+            self._settle(kinds, closing_at, patience_s)
+
+        settle(*_CONTENT)
+        if self._outbox.retry() or self._delivery.left:
+            self._delivery.flush(again=True)
+            settle(*_CONTENT)
+        copied = self._page.close(max(closing_at, self._outbox.away_since) + patience_s)
+        self._outbox.give_up(kept, ("points", "files"))
+        told = self._told(settle)
+        if self._page.came_to is not None and told:  # else whoever reads the store would take it for whole
+            self._tell_end()
+        elif self._page.came_to is not None:
+            self._outbox.refuse(RecordError(f"record: the store was not told how the run ended; {kept}"))
+        settle("status")
+        self._outbox.give_up(kept)
+        return copied
+
+    def _settle(self, kinds: Sequence[Kind], closing_at: float, patience_s: float) -> None:
+        """Wait until the calls of these kinds are made, or have waited for as long as the end of a run may take."""
+        began = time.monotonic()
+        while self._page.working or not self._outbox.settled(kinds, closing_at, began, patience_s):
+            time.sleep(0.01)
+            self._delivery.flush()
+            self._beat()
+            self._report()
+
+    def _told(self, settle: Callable[[Kind], None]) -> bool:
+        """Whether the store knows what it lacks, and lacks nothing else."""
+        for _ in range(3):  # what is told may itself be refused
+            self._report()
+            settle("facts")
+            if self._outbox.idle(("facts",)) and self._trouble_told == str(self._failure() or ""):
+                return True
+        return False
+
+    def _tell_end(self) -> None:
+        """The store learns how the run ended when it has everything else."""
+        end, self._page.came_to = self._page.came_to, None
+        assert end is not None
+        self._over = True
+        self._send_status(end)
+
+    def _beat(self) -> None:
+        """Say that this process lives, now and then; with it goes what a hasty reader may have said, and RUNNING is back."""
+        if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
+            return
+        self._send_status("RUNNING")
+        self._tag_process()
+        # Among the facts: an error of the run's own comes after it.
+        if not self.ended and self._outbox.idle(("facts",)):
+            self._outbox.send("facts", "tags lockstep.error", self._store.set_tags, {"lockstep.error": ""})
+
+    def _report(self) -> None:
+        """Tell on the run's page what is not recorded, when that changes."""
+        away = self._outbox.away
+        if bool(away) != self._away:
+            self._away = bool(away)
+            self._page.log(f"the store is away: {away}" if away else "the store is back")
+        text = str(self._failure() or "")
+        if text != self._trouble:
+            self._trouble = text
+            self._page.trouble(text)
+            self._send_trouble(text)
+
+    def _send_trouble(self, text: str) -> None:
+        self._outbox.send("facts", "what is not recorded", self._tag_trouble, text)
+
+    def _tag_trouble(self, text: str) -> None:
+        self._store.set_tags({"lockstep.record_error": text})
+        self._trouble_told = text
+
+    def _tag_process(self) -> None:
+        self._beat_at = time.monotonic()
+        tags = process_tags(time.time()) | {"lockstep.vanished": ""}
+        self._outbox.send("status", "heartbeat", self._store.set_tags, tags)
+
+    def _send_status(self, status: Status) -> None:
+        self._outbox.send("status", f"status {status}", self._store.set_status, status)
