@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +76,7 @@ class Page:
         self._facts: dict[str, Any] = {}
         self._violation = ""
         self._trouble = ""
+        self._logging = threading.Lock()
         self._unlogged, self._unprinted = "", dict[str, str]()
         self._verdict: tuple[str, Mapping[str, Any]] = ("", {})
         self._figures: list[str] = []
@@ -280,13 +282,14 @@ class Page:
             self._end(end.status, f"**{end.status}** {reached}: {end.message}", self._facts)
 
     def log(self, text: str) -> None:
-        """Add a line to log.txt, with its time. What the disk refuses is added with the next one."""
-        self._unlogged += f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
-        try:
-            append(self._folder / "log.txt", self._unlogged)
-        except OSError:
-            return
-        self._unlogged = ""
+        """Add a line to log.txt, with its time; any thread may. What the disk refuses is added with the next one."""
+        with self._logging:
+            self._unlogged += f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+            try:
+                append(self._folder / "log.txt", self._unlogged)
+            except OSError:
+                return
+            self._unlogged = ""
 
     def output(self, name: str, text: str) -> None:
         """Keep what a worker has printed. What the disk refuses is kept with what it prints next."""
