@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from lockstep.attempts.mailbox import Fetched, RecorderState, on_this_node
-from lockstep.checkpoint.runs import pin_aliased
+from lockstep.checkpoint.runs import pin_aliased, read_shared
 from lockstep.errors import RecordError
 from lockstep.record.events import Event, Failed, Finished, Started
 from lockstep.record.recorder import Recorder
@@ -40,6 +40,7 @@ class RecorderActor:
             spec,
             run_id=run_id,
             on_aliases=partial(pin_aliased, spec.checkpoint.storage),
+            fetch=partial(read_shared, spec.checkpoint.storage),
             source=Path(source),
         )
         self._mailbox = mailbox

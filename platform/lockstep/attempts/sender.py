@@ -89,6 +89,7 @@ def _in_parts(event: Event) -> Iterator[Event]:
     if not isinstance(event, Restored) or len(event.steps) <= ROWS_PER_CALL:
         yield event
         return
+    yield Restored((), (), event.segments)
     for start in range(0, len(event.steps), ROWS_PER_CALL):
         yield Restored(event.steps[start : start + ROWS_PER_CALL], ())
     yield Restored((), event.evaluations)

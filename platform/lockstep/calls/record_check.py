@@ -16,8 +16,9 @@ from lockstep.record.check import (
     check_ledger,
     check_store,
 )
+from lockstep.record.history import History
 from lockstep.record.journal import Journal
-from lockstep.record.ledger import History
+from lockstep.record.ledger import Rows
 from lockstep.record.mlflow_store import in_mlflow
 from lockstep.record.sync import check_there, spec_of, sync
 from lockstep.spec.fields import Spec
@@ -64,7 +65,7 @@ def _in_store(spec: Spec, folder: Path, journal: Journal) -> list[Difference]:
     return list(check_store(folder, journal, store, scaled=spec.precision == "fp16"))
 
 
-def _history(spec: Spec, run_id: str, found: list[Difference]) -> History | None:
+def _history(spec: Spec, run_id: str, found: list[Difference]) -> Rows | None:
     """The rows that the newest good checkpoint has; those that are passed over are told."""
     storage = open_storage(spec.checkpoint.storage)
     try:
@@ -74,4 +75,5 @@ def _history(spec: Spec, run_id: str, found: list[Difference]) -> History | None
     newest = newest_good(run, lambda text: found.append(Difference("checkpoint", text)))
     if newest is None:
         return None
-    return History.restored(load(newest, only=("steps", "evaluations")).sections)
+    loaded = load(newest, only=("steps", "evaluations"), shared=True)
+    return History.whole(loaded.sections, loaded.shared)

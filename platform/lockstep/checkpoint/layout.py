@@ -6,11 +6,12 @@
     <storage>/<run_id>/holds/0003.json                           the command that the run is in the hands of
     <storage>/<run_id>/pins/step-000000200.asked                 a checkpoint that stays
     <storage>/<run_id>/attempt-0003/                             where that attempt writes aside (on a disk)
+    <storage>/<run_id>/shared/…                                  files that several checkpoints name: the steps behind them
     <storage>/<run_id>/step-000000200/manifest.json              what makes the checkpoint exist
     <storage>/<run_id>/step-000000200/manifest.a0003.json        the same in an object store
     <storage>/<run_id>/step-000000200/model.a0003.r0000.safetensors
 
-Every file but the manifest bears the attempt and the rank that wrote it, so that no two writers share a name. In an
+Every file of a step but the manifest bears the attempt and the rank that wrote it, so that no two writers share a name. In an
 object store the manifest bears its attempt as well: a put that is late can't land on top of a newer attempt's manifest.
 """
 
@@ -26,6 +27,7 @@ MANIFEST = "manifest.json"
 PINS = "pins"
 CLAIMS = "attempts"
 HOLDS = "holds"
+SHARED = "shared"
 RECEIPT = "receipt"
 
 KINDS = {"tensors": "safetensors", "tree": "json", "bytes": "bin", RECEIPT: "part"}
@@ -38,6 +40,7 @@ _CLAIM = re.compile(r"(\d{4,})\.([0-9a-f]+)")
 _HOLD = re.compile(r"(\d{4,})\.json")
 _FILE = re.compile(r"([a-z][a-z0-9_]*)\.a(\d{4,})\.r(\d{4,})\.([a-z]+)")
 _SECTION = re.compile(r"[a-z][a-z0-9_]*")
+_SHARED = re.compile(r"[0-9][0-9a-f.-]*\.rows")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -114,6 +117,11 @@ def hold_of(name: str) -> int | None:
 def is_section(name: str) -> bool:
     """Whether a section may have this name."""
     return _SECTION.fullmatch(name) is not None and name != RECEIPT
+
+
+def is_shared(name: str) -> bool:
+    """Whether a file that checkpoints share may have this name: it bears the hash of its content, so no two contents share it."""
+    return _SHARED.fullmatch(name) is not None
 
 
 def is_run_id(name: str) -> bool:

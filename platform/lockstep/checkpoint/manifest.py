@@ -21,7 +21,8 @@ from lockstep.errors import JobError
 T = TypeVar("T")
 
 FORMAT = "lockstep-checkpoint"
-VERSION = 1
+VERSION = 2
+"""Of a checkpoint that shares no file the version is 1: what it needs is what that version has."""
 
 _FACTS = ("identity_fields", "environment", "counters", "metrics")
 
@@ -33,6 +34,15 @@ class FileEntry:
     name: str
     section: str
     kind: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """A file that checkpoints of the run share: it lies beside them, never changes, and is named after what it holds."""
+
+    name: str
     size: int
     sha256: str
 
@@ -60,10 +70,11 @@ class Manifest:
     written_at: float
     files: tuple[FileEntry, ...]
     facts: Facts
+    shared: tuple[SharedFile, ...] = ()
 
     @property
     def size(self) -> int:
-        """Bytes of all files, the manifest apart."""
+        """Bytes of all files of its own, the manifest apart."""
         return sum(entry.size for entry in self.files)
 
     def encode(self) -> bytes:
@@ -73,7 +84,7 @@ class Manifest:
             raise JobError(f"checkpoint: metrics are {dict(self.facts.metrics)}, wanted numbers")
         document = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.shared else 1,
             "run": self.run,
             "step": self.step,
             "attempt": self.attempt,
@@ -81,6 +92,7 @@ class Manifest:
             "files": [asdict(entry) for entry in self.files],
             "identity": self.facts.identity,
             **facts,
+            **({"shared": [asdict(entry) for entry in self.shared]} if self.shared else {}),
         }
         return _canonical({**document, "sha256": _digest(document)})
 
@@ -117,6 +129,7 @@ def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
         attempt=_of(int, document["attempt"]),
         written_at=_of(float, document["written_at"]),
         files=tuple(FileEntry(**entry) for entry in document["files"]),
+        shared=tuple(SharedFile(**entry) for entry in document.get("shared", ())),
         facts=Facts(
             identity=_of(str, document["identity"]),
             **{name: _of(dict, unpack(document[name], {})) for name in _FACTS},
@@ -131,7 +144,17 @@ def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
     return manifest
 
 
-_READERS = {1: _version_1}
+def _version_2(document: dict[str, Any], text: bytes) -> Manifest:
+    manifest = _version_1(document, text)
+    for entry in manifest.shared:
+        if not layout.is_shared(_of(str, entry.name)):
+            raise BadCheckpointError(f"it names {entry.name!r}, which is no file that checkpoints share")
+        if _of(int, entry.size) < 0 or len(_of(str, entry.sha256)) != 64:
+            raise BadCheckpointError(f"it gives {entry.name!r} no size or hash")
+    return manifest
+
+
+_READERS = {1: _version_1, 2: _version_2}
 
 
 def check_entry(entry: FileEntry) -> None:

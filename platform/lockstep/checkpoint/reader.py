@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
-from lockstep.checkpoint.manifest import FileEntry, Manifest
+from lockstep.checkpoint.manifest import FileEntry, Manifest, SharedFile
 from lockstep.checkpoint.plain_json import parsed
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.storage import PIECE, Reading, Storage
@@ -68,16 +68,22 @@ class Checkpoint:
         """The path of a file, as the storage takes it."""
         return f"{self.folder}/{name}" if self.folder else name
 
+    @property
+    def shared_folder(self) -> str:
+        """Where the files are that it shares: beside the run's checkpoints, or in the folder of one by itself."""
+        return self.folder if self.run_id is None else f"{self.run_id}/{layout.SHARED}"
+
     def bad(self, name: str, why: object) -> BadCheckpointError:
         return BadCheckpointError(f"checkpoint {self.shown}: {name}: {why}")
 
 
 class Loaded(NamedTuple):
-    """A verified checkpoint's content: each section a tree or a block of bytes."""
+    """A verified checkpoint's content: each section a tree or a block of bytes, and the files that it shares, where they were read."""
 
     checkpoint: Checkpoint
     manifest: Manifest
     sections: dict[str, Tree | bytes]
+    shared: list[bytes]
 
 
 def checkpoint_at(uri: str) -> Checkpoint:
@@ -109,11 +115,11 @@ def listed(run: RunFolder) -> list[tuple[int, dict[str, int]]]:
 
 
 def load_step(run: RunFolder, step: int) -> Loaded:
-    """The content of the checkpoint of `step`. BadCheckpointError where there is none that is whole."""
+    """The content of the checkpoint of `step`, with what it shares. BadCheckpointError where there is none that is whole."""
     failed: StorageError | None = None
     for checkpoint in checkpoints_of(run, step) or [Checkpoint.of(run, step)]:
         try:
-            return load(checkpoint)
+            return load(checkpoint, shared=True)
         except (BadCheckpointError, LostFileError) as error:
             failed = failed or error
     assert failed is not None
@@ -129,11 +135,15 @@ def verify(checkpoint: Checkpoint, *, hashes: bool = True) -> Manifest:
     check_sizes(checkpoint, manifest.files, _sizes(checkpoint))
     for entry in manifest.files if hashes else ():
         _read(checkpoint, entry, lambda file: file.rest())
+    if manifest.shared:
+        check_sizes(checkpoint, manifest.shared, _sizes_of_shared(checkpoint))
+    for shared in manifest.shared if hashes else ():
+        _read(checkpoint, shared, lambda file: file.rest())
     return manifest
 
 
-def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
-    """Read a checkpoint, or `only` some of its sections, in one pass in which each file is verified.
+def load(checkpoint: Checkpoint, only: Collection[str] | None = None, *, shared: bool = False) -> Loaded:
+    """Read a checkpoint, or `only` some of its sections, in one pass in which each file is verified; with `shared` what it shares too.
 
     BadCheckpointError names the first file that is wrong, and how.
     """
@@ -156,7 +166,8 @@ def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
             sections[section] = unpack(skeleton, tensors.get(section, {}))
         except BadCheckpointError as error:
             raise checkpoint.bad(entry.name, error) from error
-    return Loaded(checkpoint, manifest, sections)
+    files = [_read(checkpoint, entry, lambda file: bytes(file.all())) for entry in manifest.shared if shared]
+    return Loaded(checkpoint, manifest, sections, files)
 
 
 def newest_good(run: RunFolder, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -169,8 +180,8 @@ def newest_good(run: RunFolder, warn: Callable[[str], None]) -> Checkpoint | Non
 
 
 def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
-    """The content of the newest checkpoint that is whole, read once; else as `newest_good`."""
-    return _newest(run, warn, load)
+    """The content of the newest checkpoint that is whole, read once, with what it shares; else as `newest_good`."""
+    return _newest(run, warn, lambda checkpoint: load(checkpoint, shared=True))
 
 
 def _newest(run: RunFolder, warn: Callable[[str], None], read: Callable[[Checkpoint], T]) -> T | None:
@@ -187,7 +198,13 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     return {item.name: item.size for item in checkpoint.storage.list(checkpoint.folder)}
 
 
-def check_sizes(checkpoint: Checkpoint, entries: Iterable[FileEntry], sizes: Mapping[str, int]) -> None:
+def _sizes_of_shared(checkpoint: Checkpoint) -> dict[str, int]:
+    return {item.name: item.size for item in checkpoint.storage.list(checkpoint.shared_folder)}
+
+
+def check_sizes(
+    checkpoint: Checkpoint, entries: Iterable[FileEntry | SharedFile], sizes: Mapping[str, int]
+) -> None:
     """BadCheckpointError for the first file that is missing among those in `sizes`, or has another size."""
     for entry in entries:
         if entry.name not in sizes:
@@ -198,10 +215,10 @@ def check_sizes(checkpoint: Checkpoint, entries: Iterable[FileEntry], sizes: Map
             )
 
 
-def _read(checkpoint: Checkpoint, entry: FileEntry, content: Callable[[_Verified], T]) -> T:
+def _read(checkpoint: Checkpoint, entry: FileEntry | SharedFile, content: Callable[[_Verified], T]) -> T:
     """What `content` makes of a file, when all of it has been read and has the right hash."""
     try:
-        with checkpoint.storage.open(checkpoint.path(entry.name)) as reading:
+        with checkpoint.storage.open(_path(checkpoint, entry)) as reading:
             file = _Verified(reading, entry)
             try:
                 found = content(file)
@@ -214,6 +231,12 @@ def _read(checkpoint: Checkpoint, entry: FileEntry, content: Callable[[_Verified
         raise checkpoint.bad(entry.name, error) from error
 
 
+def _path(checkpoint: Checkpoint, entry: FileEntry | SharedFile) -> str:
+    if isinstance(entry, FileEntry):
+        return checkpoint.path(entry.name)
+    return f"{checkpoint.shared_folder}/{entry.name}".lstrip("/")
+
+
 def _skeleton(file: _Verified) -> Any:
     try:
         return parsed(file.all())
@@ -224,7 +247,7 @@ def _skeleton(file: _Verified) -> Any:
 class _Verified:
     """A file that is hashed as it is read."""
 
-    def __init__(self, reading: Reading, entry: FileEntry) -> None:
+    def __init__(self, reading: Reading, entry: FileEntry | SharedFile) -> None:
         self.entry = entry
         self._reading = reading
         self._digest = hashlib.sha256()

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, StaleAttemptError
 from lockstep.checkpoint.holder import ensure_held
-from lockstep.checkpoint.layout import manifests, step_folder
+from lockstep.checkpoint.layout import SHARED, is_shared, manifests, step_folder
 from lockstep.checkpoint.pins import ALIAS, pin_exactly
 from lockstep.checkpoint.reader import Checkpoint, checkpoints_of, listed, verify
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
-from lockstep.files import flush
+from lockstep.files import flush, make_folder
 
 
 def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> AttemptOrigin:
@@ -71,6 +71,12 @@ def _has_its_files(checkpoint: Checkpoint) -> bool:
     return True
 
 
+def read_shared(storage: str, run_id: str, name: str) -> bytes:
+    """A file that the run's checkpoints share, unverified. StorageError where it cannot be read."""
+    folder = RunFolder.open(open_storage(storage), run_id)
+    return folder.storage.read(folder.path(SHARED, name))
+
+
 def opened(storage: str, run_id: str) -> RunFolder:
     """The run's folder, made where there is none: it ended before its first checkpoint, or on another machine."""
     place = open_storage(storage)
@@ -87,8 +93,17 @@ def pin_aliased(storage: str, run_id: str, steps: frozenset[int]) -> None:
 
 
 def adopt(storage: str, run_id: str, step: int, files: Path) -> None:
-    """Make a verified folder of files the run's checkpoint of `step`, in one rename; it lies on the storage's own disk."""
-    place = Path(storage, opened(storage, run_id).path(step_folder(step)))
+    """Make a verified folder of files the run's checkpoint of `step`, in one rename; it lies on the storage's own disk.
+
+    Before it, the files that it shares take their place beside the run's checkpoints.
+    """
+    run = opened(storage, run_id)
+    place, shared = Path(storage, run.path(step_folder(step))), Path(storage, run.path(SHARED))
+    for file in [file for file in files.iterdir() if is_shared(file.name)]:
+        make_folder(shared)
+        flush(file)
+        file.replace(shared / file.name)
+        flush(shared)
     if place.exists():  # what is there is no checkpoint
         shutil.rmtree(place)
     for file in files.iterdir():

@@ -12,22 +12,36 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from lockstep.checkpoint.errors import StaleAttemptError, TakenError
-from lockstep.checkpoint.manifest import Facts
+from lockstep.checkpoint.manifest import Facts, SharedFile
 from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt
 from lockstep.checkpoint.snapshot import Block, Snapshot, snapshot
 from lockstep.checkpoint.tree import Tree
-from lockstep.checkpoint.writer import Part, commit, gather_parts, post_failure, post_receipt, write_part
+from lockstep.checkpoint.writer import (
+    Part,
+    commit,
+    gather_parts,
+    post_failure,
+    post_receipt,
+    share,
+    write_part,
+)
 from lockstep.errors import LockstepError, StorageError
 
 T = TypeVar("T")
+
+Share = Callable[[str, bytes], SharedFile]
+"""Writes a file that checkpoints share, by its name."""
+Sharing = Callable[[Share], Sequence[SharedFile]]
+"""What a checkpoint shares with others of the run: those files that are new are written by what it is called with."""
 
 _ALIVE_S = 1.0
 
@@ -107,8 +121,16 @@ class AsyncSaver:
         self.wait()
         self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
 
-    def save(self, step: int, sections: Mapping[str, Tree | Block], facts: Facts | None = None) -> Pause:
+    def save(
+        self,
+        step: int,
+        sections: Mapping[str, Tree | Block],
+        facts: Facts | None = None,
+        sharing: Sharing = lambda share: (),
+    ) -> Pause:
         """Copy the state and begin to write it. Returns as soon as the sections may change again.
+
+        `sharing` is called in the thread that writes, by the rank that publishes, and again where a try failed.
 
         Raises JobError for what no checkpoint can hold, RuntimeError when closed, and nothing else: a failure
         is reported instead.
@@ -122,10 +144,10 @@ class AsyncSaver:
             return Pause(waited_s, 0.0)
         try:
             self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
-            work = _Save(self, step, self._copied, facts or Facts())
+            work = _Save(self, step, self._copied, facts or Facts(), sharing)
         except StorageError as error:
             self._copied = None
-            work = _Save(self, step, error, Facts())
+            work = _Save(self, step, error, Facts(), sharing)
         work.pause = Pause(waited_s, time.perf_counter() - began - waited_s)
         self._thread = threading.Thread(target=work.run, name=f"lockstep-save-{step}")
         self._thread.start()
@@ -174,8 +196,10 @@ class AsyncSaver:
 class _Save:
     """One save, from its copy to its report."""
 
-    def __init__(self, saver: AsyncSaver, step: int, copied: Snapshot | StorageError, facts: Facts) -> None:
-        self.saver, self.step, self.copied, self.facts = saver, step, copied, facts
+    def __init__(
+        self, saver: AsyncSaver, step: int, copied: Snapshot | StorageError, facts: Facts, sharing: Sharing
+    ) -> None:
+        self.saver, self.step, self.copied, self.facts, self.sharing = saver, step, copied, facts, sharing
         self.pause = Pause(0.0, 0.0)
         self.used = 0  # tries
 
@@ -215,7 +239,8 @@ class _Save:
         parts = gather_parts(
             saver.attempt, step, part, copied.writers, timeout_s=saver.parts_timeout_s, sleep=saver._sleep
         )
-        return self._tried(lambda: commit(saver.attempt, step, parts, self.facts))
+        shared = self._tried(lambda: self.sharing(partial(share, saver.attempt)))
+        return self._tried(lambda: commit(saver.attempt, step, parts, self.facts, shared))
 
     def _tried(self, action: Callable[[], T]) -> T:
         """The result of `action`, tried again after a failure that may pass."""

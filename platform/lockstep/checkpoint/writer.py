@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import TakenError
 from lockstep.checkpoint.layout import FileName
-from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, check_entry
+from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, SharedFile, check_entry
 from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.run_folder import Attempt
@@ -38,12 +38,17 @@ class Part(NamedTuple):
 
 
 def write_checkpoint(
-    attempt: Attempt, step: int, sections: Mapping[str, Tree | Block], facts: Facts | None = None
+    attempt: Attempt,
+    step: int,
+    sections: Mapping[str, Tree | Block],
+    facts: Facts | None = None,
+    shared: Mapping[str, bytes] | None = None,
 ) -> Checkpoint:
-    """Write and publish a whole checkpoint from one process."""
+    """Write and publish a whole checkpoint from one process, with the files that it shares by their names."""
     copied = snapshot(sections)
     part = write_part(attempt, step, copied)
-    return commit(attempt, step, [part], facts or Facts())
+    entries = [share(attempt, name, content) for name, content in (shared or {}).items()]
+    return commit(attempt, step, [part], facts or Facts(), entries)
 
 
 def write_part(attempt: Attempt, step: int, copied: Snapshot) -> Part:
@@ -113,8 +118,16 @@ def gather_parts(
     return [parts[rank] for rank in sorted(parts)]
 
 
-def commit(attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts) -> Checkpoint:
-    """Publish a step of which all parts are written: from here on the checkpoint exists.
+def share(attempt: Attempt, name: str, content: bytes) -> SharedFile:
+    """Write a file that checkpoints of the run share. Its name bears its hash: one that is there already is the same."""
+    written = attempt.write((layout.SHARED, name), [content])
+    return SharedFile(name, written.size, written.sha256)
+
+
+def commit(
+    attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts, shared: Iterable[SharedFile] = ()
+) -> Checkpoint:
+    """Publish a step of which all parts are written, and all that it shares: from here on the checkpoint exists.
 
     StaleAttemptError where the attempt is over. What this makes useless in the step's folder is deleted.
     """
@@ -127,7 +140,7 @@ def commit(attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts) -> 
                 f"checkpoint: {entry.name!r} of step {step} was written with {entry.size} bytes "
                 f"and now has {sizes.get(entry.name, 'none')}; the step is not published"
             )
-    manifest = Manifest(attempt.run.run_id, step, attempt.number, time.time(), files, facts)
+    manifest = Manifest(attempt.run.run_id, step, attempt.number, time.time(), files, facts, tuple(shared))
     attempt.publish((folder, attempt.manifest), manifest.encode())
     with suppress(StorageError):  # the step is published; what is left is cleared with the leftovers
         for name in layout.manifests(sizes):  # before the files that they name

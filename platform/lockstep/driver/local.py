@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import pin_aliased
+from lockstep.checkpoint.runs import pin_aliased, read_shared
 from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
@@ -167,6 +167,7 @@ def _start(
         spec,
         run_id=origin.run_id,
         on_aliases=partial(pin_aliased, spec.checkpoint.storage),
+        fetch=partial(read_shared, spec.checkpoint.storage),
         source=Path.cwd(),
         apart=apart,
     )

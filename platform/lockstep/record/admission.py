@@ -19,6 +19,7 @@ from lockstep.record.events import (
     Printed,
     Recorded,
     Restored,
+    Segment,
     StageEnded,
     Started,
     StepRow,
@@ -26,6 +27,7 @@ from lockstep.record.events import (
     Warned,
 )
 from lockstep.record.journal import Journal
+from lockstep.record.segments import check, steps_in
 from lockstep.spec.fields import Spec
 
 
@@ -33,13 +35,21 @@ class Admission:
     """Lets events into the journal of one run.
 
     A row that the journal has already is compared with it instead: with `determinism: strict` and `reduction: exact` a step
-    that is done again has the same bits. The first that has others is told to `on_violation`, in one line.
+    that is done again has the same bits. The first that has others is told to `on_violation`, in one line. Of restored segments
+    the digest is compared; one that the journal has not is read by `fetch`, or is `lost`.
     """
 
     def __init__(
-        self, journal: Journal, spec: Spec, source: Path | None, on_violation: Callable[[str], None]
+        self,
+        journal: Journal,
+        spec: Spec,
+        source: Path | None,
+        fetch: Callable[[Segment], bytes],
+        on_violation: Callable[[str], None],
     ) -> None:
-        self._journal, self._source, self._on_violation = journal, source, on_violation
+        self._journal, self._source, self._fetch = journal, source, fetch
+        self._on_violation = on_violation
+        self._lost: dict[int, str] = {}
         self._watched = spec.determinism == "strict" and spec.reduction == "exact"
         self._first: int | None = None
         self._reached = 0
@@ -49,7 +59,7 @@ class Admission:
         """What of these events the journal is to have, with the rows of what was restored in its place."""
         steps: dict[int, StepRow] = {}
         evaluations: dict[int, EvaluationRow] = {}
-        for event in _with_rows(events):
+        for event in self._with_rows(events):
             match event:
                 case StepRow(step=step):
                     self._pass(step)
@@ -102,16 +112,35 @@ class Admission:
             self._gap = True
         self._reached = max(self._reached, step)
 
+    def _with_rows(self, events: Sequence[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Restored):
+                for segment in event.segments:
+                    yield from self._steps_of(segment)
+                yield from event.steps
+                yield from event.evaluations
+            else:
+                yield event
+
+    def _steps_of(self, segment: Segment) -> Sequence[StepRow]:
+        """The steps of a restored segment that are to be looked at: none where the journal has the same."""
+        self._lost.pop(segment.first, None)
+        if self._journal.has_segment(segment):
+            self._pass(segment.first)
+            self._reached = max(self._reached, segment.last)
+            return ()
+        try:
+            return steps_in(check(segment, self._fetch(segment)))
+        except Exception as error:  # noqa: BLE001 - what cannot be read must not cost the rows after it; the run is not whole
+            self._lost[segment.first] = f"steps {segment.first} to {segment.last}: {error}"
+            return ()
+
+    @property
+    def lost(self) -> str:
+        """Which restored steps are not recorded and cannot be read, and why; nothing where none."""
+        return next(iter(self._lost.values()), "")
+
     def _judge(self, difference: str, step: int) -> None:
         if difference and self._watched:
             self._watched = False
             self._on_violation(f"step {step} gave other bits when it was done again: {difference}")
-
-
-def _with_rows(events: Sequence[Event]) -> Iterator[Event]:
-    for event in events:
-        if isinstance(event, Restored):
-            yield from event.steps
-            yield from event.evaluations
-        else:
-            yield event

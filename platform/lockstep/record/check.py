@@ -37,9 +37,9 @@ class InStore(NamedTuple):
     digests: Mapping[str, str]
 
 
-def check_journal(journal: Journal, history: ledger.History | None, *, repair: bool) -> Iterator[Difference]:
+def check_journal(journal: Journal, history: ledger.Rows | None, *, repair: bool) -> Iterator[Difference]:
     """The journal beside the history of a checkpoint: with `repair` it is given the rows that it lacks."""
-    found = history or ledger.History()
+    found = history or ledger.Rows((), ())
     steps = [row for row in found.steps if not journal.has_step(row.step)]
     evaluations = [row for row in found.evaluations if journal.evaluation(row.step) is None]
     yield from _differing(journal, found)
@@ -63,7 +63,7 @@ def check_journal(journal: Journal, history: ledger.History | None, *, repair: b
         yield Difference("journal", f"a damaged line at byte {one.start}: {one.held}", one in mended)
 
 
-def _is_back(damage: Damage, journal: Journal, history: ledger.History) -> bool:
+def _is_back(damage: Damage, journal: Journal, history: ledger.Rows) -> bool:
     """Whether the rows that a damaged line held are in the journal now. What else a line can hold has no second place."""
     kind, _, number = damage.held.partition(" ")
     if kind == "step" and number:
@@ -75,7 +75,7 @@ def _is_back(damage: Damage, journal: Journal, history: ledger.History) -> bool:
     return True
 
 
-def _differing(journal: Journal, history: ledger.History) -> Iterator[Difference]:
+def _differing(journal: Journal, history: ledger.Rows) -> Iterator[Difference]:
     for row in history.steps:
         known = journal.step(row.step) if journal.has_step(row.step) else None
         if known is not None and (difference := step_difference(known, row)):

@@ -29,6 +29,9 @@ PAUSE_S = 2.0
 HELD = ".copying"
 """The folder beside the checkpoints in which those are held that are being sent."""
 
+SHARED = "shared"
+"""The folder beside the checkpoints of what several of them name; in a whole copy of one it lies with the other files."""
+
 _NICE = 10
 
 
@@ -164,7 +167,8 @@ def _held(folder: Path) -> Iterator[Path]:
     """The files of a checkpoint, which stay while they are sent. OSError where they are gone already.
 
     The manifest is linked first, and those that it names after it, so that they are of one checkpoint. Where the file
-    system has no links the folder itself is given: a checkpoint that is deleted before it is sent is then given up.
+    system has no links the folder itself is given: a checkpoint that is deleted before it is sent is then given up. One that
+    shares files with others is copied.
     """
     held = folder.parent / HELD / folder.name
     shutil.rmtree(held, ignore_errors=True)  # of a recorder that was killed
@@ -172,15 +176,30 @@ def _held(folder: Path) -> Iterator[Path]:
         try:
             held.mkdir(parents=True)
             os.link(folder / "manifest.json", held / "manifest.json")
-            for entry in json.loads((held / "manifest.json").read_bytes())["files"]:
+            named = json.loads((held / "manifest.json").read_bytes())
+            for entry in named["files"]:
                 os.link(folder / entry["name"], held / entry["name"])
+            for entry in named.get("shared", ()):
+                os.link(folder.parent / SHARED / entry["name"], held / entry["name"])
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            yield folder
+            _copy_shared(folder, held)
+            yield held if any(held.iterdir()) else folder
             return
         yield held
     finally:
         shutil.rmtree(held, ignore_errors=True)
         with suppress(OSError):  # another step's are in it
             held.parent.rmdir()
+
+
+def _copy_shared(folder: Path, held: Path) -> None:
+    """Copy a checkpoint that shares files into `held`, which is left empty where it shares none."""
+    named = json.loads((folder / "manifest.json").read_bytes())
+    if not named.get("shared"):
+        return
+    for entry in named["shared"]:
+        shutil.copyfile(folder.parent / SHARED / entry["name"], held / entry["name"])
+    for entry in [*named["files"], {"name": "manifest.json"}]:
+        shutil.copyfile(folder / entry["name"], held / entry["name"])

@@ -7,14 +7,17 @@ event here and one case in the fold that shows it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, StorageError
 
 EndStatus = Literal["FAILED", "KILLED"]
+
+_SEGMENT_FILE = re.compile(r"(\d{9,})-(\d{9,})\.([0-9a-f]{32})\.[0-9a-f]{16}\.rows")
 
 
 # --- recorded: in the journal, in this order ------------------------------------------------------------------
@@ -177,15 +180,42 @@ class Delivered:
     """All that was told before has reached the store."""
 
 
+class Segment(NamedTuple):
+    """A sealed segment, as others refer to it: its steps, the digest of their deterministic columns, and its file."""
+
+    first: int
+    last: int
+    digest: str
+    size: int
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"{self.first:09d}-{self.last:09d}.{self.digest}.{self.sha256[:16]}.rows"
+
+    @classmethod
+    def of(cls, name: str, size: int, sha256: str) -> Segment:
+        """The segment of a file's name. StorageError for a name that is none."""
+        found = _SEGMENT_FILE.fullmatch(name)
+        if found is None:
+            raise StorageError(f"ledger: {name!r} is no segment")
+        return cls(int(found[1]), int(found[2]), found[3], size, sha256)
+
+
 # --- passing: for whoever watches now -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The rows up to the checkpoint that an attempt starts from. The record may have them already, or more."""
+    """The rows up to the checkpoint that an attempt starts from. The record may have them already, or more.
+
+    The steps of `segments` come before `steps`; they are read where the record lacks them.
+    """
 
     steps: Sequence[StepRow]
     evaluations: Sequence[EvaluationRow]
+    segments: Sequence[Segment] = ()
 
 
 @dataclass(frozen=True, slots=True)

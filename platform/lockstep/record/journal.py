@@ -22,11 +22,13 @@ from typing import NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.files import NoLocksError, flush, lock, make_folder
-from lockstep.record.events import Delivered, EvaluationRow, Mended, Recorded, Sampled, StepRow
+from lockstep.record.events import Delivered, EvaluationRow, Mended, Recorded, Sampled, Segment, StepRow
 from lockstep.record.journal_lines import from_line, held_by, to_line
+from lockstep.record.segments import digest_of
 
 NAME = "journal.jsonl"
 _READ_BYTES = 1 << 20
+_LINE_BYTES = 1 << 10
 
 
 class Entry(NamedTuple):
@@ -206,8 +208,25 @@ class Journal:
             if not self._on_time(number):
                 return None
             start = self._starts[bisect_left(self._numbers, number)]
-        row = next(self.read(start)).event
+        return self._step_at(start)
+
+    def _step_at(self, start: int) -> StepRow | None:
+        data, length = b"", 0
+        while b"\n" not in data and length < self.size - start:
+            length = min(2 * length or _LINE_BYTES, self.size - start)
+            data = os.pread(self._file, length, start)
+        row = from_line(data.partition(b"\n")[0], self._folder)
         return row if isinstance(row, StepRow) else None  # damaged since
+
+    def has_segment(self, segment: Segment) -> bool:
+        """Whether the journal has all steps of a segment, with the same bits in their deterministic columns."""
+        rows = []
+        for number in range(segment.first, segment.last + 1):
+            row = self.step(number) if self.has_step(number) else None
+            if row is None:
+                return False
+            rows.append(row)
+        return digest_of(rows) == segment.digest
 
     def has_step(self, number: int) -> bool:
         """Whether the journal has a step."""

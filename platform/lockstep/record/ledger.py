@@ -8,9 +8,9 @@ sign of zero survive. A part that a step did not have is null, a part that was N
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
@@ -37,33 +37,36 @@ _EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wa
 _PART = "part/"
 
 
-class History:
-    """All rows of a run so far, in order: what a checkpoint keeps of the ledger. Rows are only ever added."""
+class Rows(NamedTuple):
+    """Steps and evaluations, in order."""
 
-    def __init__(self) -> None:
-        self.steps: list[StepRow] = []
-        self.evaluations: list[EvaluationRow] = []
+    steps: Sequence[StepRow]
+    evaluations: Sequence[EvaluationRow]
 
-    def blocks(self) -> dict[str, Callable[[], bytes]]:
-        """The rows as they are now, as Parquet that is made when it is asked for."""
-        steps, evaluations = len(self.steps), len(self.evaluations)
-        return {
-            "steps": lambda: _encoded(_step_table(self.steps[:steps])),
-            "evaluations": lambda: _encoded(_evaluation_table(self.evaluations[:evaluations])),
-        }
 
-    @classmethod
-    def restored(cls, blocks: Mapping[str, Any]) -> History:
-        """The rows that `blocks` made."""
-        history = cls()
-        history.steps = _step_rows(_decoded(blocks["steps"], _STEP_TYPES))
-        history.evaluations = _evaluation_rows(_decoded(blocks["evaluations"], _EVALUATION_TYPES))
-        return history
+def encode_steps(rows: Sequence[StepRow]) -> bytes:
+    """Steps as the content of a file."""
+    return encoded(step_table(rows))
+
+
+def encode_evaluations(rows: Sequence[EvaluationRow]) -> bytes:
+    """Evaluations, likewise."""
+    return encoded(_evaluation_table(rows))
+
+
+def decode_steps(block: bytes) -> list[StepRow]:
+    """The steps that `encode_steps` made bytes of. StorageError where they are none."""
+    return _step_rows(_decoded(block, _STEP_TYPES))
+
+
+def decode_evaluations(block: bytes) -> list[EvaluationRow]:
+    """The evaluations that `encode_evaluations` made bytes of, likewise."""
+    return _evaluation_rows(_decoded(block, _EVALUATION_TYPES))
 
 
 def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
     """Write steps as `path`, whole or not at all. StorageError where that fails."""
-    _write(_step_table(rows), path)
+    _write(step_table(rows), path)
 
 
 def read_parquet(path: Path) -> list[StepRow]:
@@ -81,13 +84,11 @@ def read_evaluations(path: Path) -> list[EvaluationRow]:
     return _evaluation_rows(_read(path, _EVALUATION_TYPES))
 
 
-def read_history(folder: Path) -> History:
+def read_history(folder: Path) -> Rows:
     """All rows of a run that has ended, from its folder. StorageError where there are none to be read."""
-    history = History()
-    history.steps = read_parquet(folder / "ledger.parquet")
-    if (folder / "evaluations.parquet").exists():
-        history.evaluations = read_evaluations(folder / "evaluations.parquet")
-    return history
+    evaluations = folder / "evaluations.parquet"
+    steps = read_parquet(folder / "ledger.parquet")
+    return Rows(steps, read_evaluations(evaluations) if evaluations.exists() else [])
 
 
 Fields = list[tuple[dict[str, Any], dict[str, float]]]
@@ -105,7 +106,8 @@ def _evaluation_rows(rows: Fields) -> list[EvaluationRow]:
     return [EvaluationRow(**fields, metrics=metrics) for fields, metrics in rows]
 
 
-def _step_table(rows: Sequence[StepRow]) -> pa.Table:
+def step_table(rows: Sequence[StepRow]) -> pa.Table:
+    """Steps as a table, a row each."""
     parts = [{_PART + name: value for name, value in row.parts.items()} for row in rows]
     return _table(rows, parts, _STEP_TYPES)
 
@@ -127,7 +129,8 @@ def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Map
     return pa.table(columns)
 
 
-def _encoded(table: pa.Table) -> bytes:
+def encoded(table: pa.Table) -> bytes:
+    """A table as the content of a file."""
     file = io.BytesIO()
     _write_table(table, file)
     return file.getvalue()

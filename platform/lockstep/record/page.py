@@ -85,6 +85,8 @@ class Page:
         self.came_to: Status | None = None
         """What the run came to, while its store does not know it."""
         self._copies = Copies(store, self._copied, _checkpoint_tags, spec.record.copy_mb_per_s)
+        self.lost = ""
+        """Which steps of an attempt before this one can be read nowhere, and why."""
         self.not_whole = ""
         """What the ledger of a run that came to its end lacks."""
         for event in journal.events:  # of a recorder before this one
@@ -259,6 +261,8 @@ class Page:
 
     def _missing(self, last: int) -> str:
         """What the ledger of a run that ended after step `last` lacks, or nothing."""
+        if self.lost:
+            return f"the record is not whole: its ledger lacks {self.lost}"
         missing = self._journal.missing_steps()
         if not missing and 0 < self._journal.last_step < last:
             missing = range(self._journal.last_step + 1, last + 1)

@@ -15,7 +15,7 @@ from lockstep.errors import RecordError, StorageError
 from lockstep.record.events import Event
 from lockstep.record.run_store import RunStore
 from lockstep.record.stores import store_for
-from lockstep.record.writer import Aliases, Writer
+from lockstep.record.writer import Aliases, Fetch, Writer, no_fetch
 from lockstep.record.writer_process import WriterProcess
 from lockstep.spec.fields import Spec
 
@@ -30,7 +30,7 @@ class Recorder:
     Call `start`, then `tell` any number of times, and `close` at the end in every case. A store that does not answer is
     tried again until `close`; `failure` tells of it once it has lasted `patience_s`. `on_aliases` is told, in the thread and
     after each checkpoint, the run's id and the steps whose checkpoints have an alias in the store's registry. The git state of
-    the folder `source` is recorded with each start. With `replay` the recorder says again what the run's journal has. With
+    the folder `source` is recorded with each start. `fetch` reads a file that the run's checkpoints share. With `replay` the recorder says again what the run's journal has. With
     `apart` a process of its own writes, rather than a thread; the callables must then survive pickling.
     """
 
@@ -45,10 +45,11 @@ class Recorder:
         source: Path | None = None,
         replay: bool = False,
         apart: bool = False,
+        fetch: Fetch = no_fetch,
     ) -> None:
         make_store = store_factory or partial(store_for, started_at=time.time())
         writer = WriterProcess if apart else Writer
-        self._writer = writer(spec, make_store, run_id, patience_s, on_aliases, source, replay)
+        self._writer = writer(spec, make_store, run_id, patience_s, on_aliases, source, replay, fetch)
         self.apart = apart
         self.started = False
         """Whether `start` was called: before it nothing of the run exists anywhere."""

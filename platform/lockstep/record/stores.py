@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError
-from lockstep.record.ledger import History, read_history
+from lockstep.record.ledger import Rows, read_history
 from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, Recorded, RunReader, RunStore
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -62,7 +62,7 @@ def find_finished(uri: str, identity: str, folder: Path) -> Recorded | None:
     return finished_in_folder(folder, identity) if uri == RECORD_OFF else finished_in_mlflow(uri, identity)
 
 
-def find_history(uri: str, run_id: str, folder: Path) -> History:
+def find_history(uri: str, run_id: str, folder: Path) -> Rows:
     """All rows of a finished run, from its folder or else from its store."""
     from lockstep.record.mlflow_store import files_from_mlflow
 

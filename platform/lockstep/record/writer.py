@@ -54,6 +54,13 @@ DISK_PATIENCE_S = 30.0
 """How long a disk that refuses the journal's last lines is tried again once the run has ended."""
 
 Aliases = Callable[[str, frozenset[int]], None]
+Fetch = Callable[[str, str], bytes]
+"""Reads a file that checkpoints share, by the run's id and its name. Raises StorageError."""
+
+
+def no_fetch(run_id: str, name: str) -> bytes:
+    """For a run that has no checkpoints."""
+    raise RecordError(f"record: {name} of run {run_id} cannot be read: nobody says where its checkpoints are")
 
 
 class Writer:
@@ -61,7 +68,7 @@ class Writer:
 
     `patience_s` is how long a store may be silent before `failure` tells of it. `on_aliases` is told, in the thread and after
     each checkpoint, the run's id and the steps whose checkpoints have an alias in the store's registry. `source` is the folder
-    whose git state is recorded. With `replay` the journal is said again instead of going on.
+    whose git state is recorded. `fetch` reads what checkpoints share. With `replay` the journal is said again instead of going on.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Writer:
         on_aliases: Aliases,
         source: Path | None = None,
         replay: bool = False,
+        fetch: Fetch = no_fetch,
     ) -> None:
         self.spec = spec
         self.opened = threading.Event()
@@ -85,7 +93,7 @@ class Writer:
         self._make_store = make_store
         self._patience_s = patience_s
         self._on_aliases = on_aliases
-        self._source, self._replay = source, replay
+        self._source, self._replay, self._fetch = source, replay, fetch
         self._admission: Admission
         self._store: RunStore
         self._journal: Journal
@@ -222,7 +230,13 @@ class Writer:
         self._state = RunState(
             self._folder, self._page, self._delivery, self._outbox, self._store, self.failure
         )
-        self._admission = Admission(self._journal, self.spec, self._source, self._violated)
+        self._admission = Admission(
+            self._journal,
+            self.spec,
+            self._source,
+            lambda segment: self._fetch(run_id, segment.name),
+            self._violated,
+        )
         self._page.keep_spec()
         self._first_file()
         self._page.describe(resumed=self._resumed is not None)
@@ -357,6 +371,7 @@ class Writer:
             self._state.ended = True
             self._delivery.flush()
         if isinstance(event, Finished) and not self._replay:
+            self._page.lost = self._admission.lost
             self._mend()
         self._page.take(event)
         if self._page.not_whole:

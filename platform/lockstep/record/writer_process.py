@@ -22,7 +22,7 @@ from lockstep.errors import RecordError
 from lockstep.record.events import Event
 from lockstep.record.run_store import RunStore
 from lockstep.record.stores import warm_up
-from lockstep.record.writer import Aliases, Writer
+from lockstep.record.writer import Aliases, Fetch, Writer, no_fetch
 from lockstep.spec.fields import Spec
 
 GATHER_S = 0.2
@@ -61,10 +61,11 @@ class WriterProcess:
         on_aliases: Aliases,
         source: Path | None = None,
         replay: bool = False,
+        fetch: Fetch = no_fetch,
     ) -> None:
         self.spec = spec
         self.opened = threading.Event()
-        self._arguments = (spec, make_store, run_id, patience_s, on_aliases, source, replay)
+        self._arguments = (spec, make_store, run_id, patience_s, on_aliases, source, replay, fetch)
         self._state = State()
         self._closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from lockstep.attempts.mailbox import Asked
-from lockstep.checkpoint.runs import pin_aliased
+from lockstep.checkpoint.runs import pin_aliased, read_shared
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError
 from lockstep.record.events import (
@@ -43,7 +43,11 @@ class TrialRecorder:
         self.found: Recorded | None = None
         self.closed = False
         self._recorder = Recorder(
-            spec, run_id=run_id, on_aliases=partial(pin_aliased, spec.checkpoint.storage), source=source
+            spec,
+            run_id=run_id,
+            on_aliases=partial(pin_aliased, spec.checkpoint.storage),
+            source=source,
+            fetch=partial(read_shared, spec.checkpoint.storage),
         )
         self._looks = may_reuse and run_id is None
         self._looked = threading.Event()
@@ -116,7 +120,7 @@ class TrialRecorder:
             Restored(history.steps, history.evaluations),
             Finished({**found.summary, "reused_from": found.run_id}),
         )
-        return found.run_id, history.evaluations, found.summary["weights_digest"]
+        return found.run_id, list(history.evaluations), found.summary["weights_digest"]
 
     def end(self, message: str, details: str, status: EndStatus) -> None:
         """The trial ended early, as the driver sees it."""

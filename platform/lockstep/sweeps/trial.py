@@ -31,7 +31,7 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import ClusterError, StorageError
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow
-from lockstep.record.ledger import History
+from lockstep.record.ledger import Rows
 from lockstep.record.run_store import Recorded
 from lockstep.record.stores import find_history, find_run
 from lockstep.spec.fields import PLACEMENT, Spec
@@ -242,7 +242,7 @@ class Training:
         self._recorders.close_trial.remote(str(self.number))
         self._over("reused", f"run {found} has the same identity and is finished", digest)
 
-    def _history(self, found: Recorded) -> History | None:
+    def _history(self, found: Recorded) -> Rows | None:
         """The rows of a run that has ended; None where it was cut off before all were written, and has to be trained once more."""
         try:
             history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
@@ -253,7 +253,7 @@ class Training:
         told = history.evaluations[-1].step if history.evaluations else 0
         return history if found.status == "FINISHED" or told >= (self._end or {}).get("step", 0) else None
 
-    def _replay(self, found: Recorded, history: History) -> None:
+    def _replay(self, found: Recorded, history: Rows) -> None:
         """A trial that had ended before the sweep was taken up again: its results, and nothing else."""
         self.run_id = found.run_id
         for row in history.evaluations:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.errors import StaleAttemptError
-from lockstep.checkpoint.manifest import Facts
+from lockstep.checkpoint.manifest import Facts, SharedFile
 from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest, load_step
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, AttemptOrigin, RunFolder
-from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
+from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved, Share, Sharing
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
 from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64
-from lockstep.record.events import Alive, CheckpointRow, Tell, Warned
-from lockstep.record.ledger import History
+from lockstep.record.events import Alive, CheckpointRow, Segment, Tell, Warned
+from lockstep.record.history import History, Saving
 from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.group import Group
@@ -140,7 +141,10 @@ def restore(start: Start, spec: Spec, plan: Plan, state: TrainState) -> History:
     if start.fork:
         return History()
     compare_check(saved, check_facts(spec, plan, state), start.loaded.checkpoint.shown)
-    return History.restored(sections)
+    segments = [Segment.of(*astuple(one)) for one in start.loaded.manifest.shared]
+    history = History.restored(sections, segments, start.loaded.shared)
+    start.loaded.shared.clear()
+    return history
 
 
 def check_same_state(group: Group, state: TrainState) -> None:
@@ -154,6 +158,16 @@ def check_same_state(group: Group, state: TrainState) -> None:
             f"after step {state.counters.step} was restored ranks {strays} hold another state than rank 0; "
             "they read the same checkpoint: look for a job.load_state_dict that is not the same on every rank, or a fault of the machine"
         )
+
+
+def _sharing(rows: Saving) -> Sharing:
+    """The segments before the rows that a checkpoint has itself are the files that it shares."""
+
+    def sharing(share: Share) -> list[SharedFile]:
+        segments = rows.segments(lambda segment, content: share(segment.name, content))
+        return [SharedFile(segment.name, segment.size, segment.sha256) for segment in segments]
+
+    return sharing
 
 
 # --- saving -------------------------------------------------------------------------------------------------
@@ -225,8 +239,9 @@ class Checkpoints:
             sections["counters"],
             self._evaluated_now(),
         )
-        blocks = self.history.blocks() if self.group.rank == 0 else {}
-        saver.save(step, {**sections, **blocks}, facts)
+        rows = self.history.saving()
+        blocks = rows.blocks() if self.group.rank == 0 else {}
+        saver.save(step, {**sections, **blocks}, facts, _sharing(rows))
         self._end_if_stale(saver)
 
     def finish(self) -> None:

@@ -24,7 +24,6 @@ from lockstep.record.events import (
     EvaluationRow,
     Finished,
     PeakMemory,
-    Restored,
     Started,
     StepRow,
     Straggling,
@@ -59,7 +58,7 @@ def fit(
     ):
         run = prepare(spec, job, group, tell, origin)
         tell(Started(run.facts))
-        tell(Restored(tuple(run.history.steps), tuple(run.history.evaluations)))  # the lists grow
+        tell(run.history.past())
         clock, pace = Clock(origin), Pace(group)
         stopped = False
 
@@ -118,7 +117,7 @@ def note_step(run: Run, tell: Tell, row: StepRow) -> None:
         **{f"train/{name}": value for name, value in row.parts.items()},
     }
     if run.group.rank == 0:
-        run.history.steps.append(row)
+        run.history.add(row)
     tell(row)
 
 

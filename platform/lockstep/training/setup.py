@@ -28,7 +28,7 @@ from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
 from lockstep.record.events import StageEnded, Tell, Warned
-from lockstep.record.ledger import History
+from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
 from lockstep.training.average import Average

@@ -31,6 +31,10 @@ FIXTURE_FACTS = Facts(
 )
 
 
+SHARED = {f"000000001-000000006.{'a' * 32}.{'b' * 16}.rows": bytes(range(256))}
+"""What it shares, from version 2 on."""
+
+
 def fixture_state() -> dict[str, Any]:
     """Made of written-out values only, none that a library could come to draw differently."""
     counted = torch.arange(256, dtype=torch.uint8)
@@ -68,4 +72,4 @@ def fixture_state() -> dict[str, Any]:
 if __name__ == "__main__":
     folder = Path(__file__).parent / "fixtures" / f"format-{VERSION}"
     run = RunFolder.create(LocalStorage(folder), "fixture")
-    write_checkpoint(run.claim(3), 7, fixture_state(), FIXTURE_FACTS)
+    write_checkpoint(run.claim(3), 7, fixture_state(), FIXTURE_FACTS, SHARED)

@@ -37,6 +37,7 @@ from tests.unit.checkpoint.states import FACTS, same, state
 COUNTED = ("open", "write", "fsync", "replace", "link", "unlink", "mkdir", "rmdir")
 KEEP = Keep(last=2)
 RUN = "run-a"
+SHARED = {f"000000001-000000300.{'a' * 32}.{'b' * 16}.rows": b"steps" * 1000}
 
 
 class Shim:
@@ -80,7 +81,7 @@ def save_next(run: RunFolder, variant: str) -> None:
     attempt = run.claim()
     clear_leftovers(attempt)
     save = publish_first if variant == "manifest_first" else write_checkpoint
-    save(attempt, 300, small(300), FACTS)
+    save(attempt, 300, small(300), FACTS, SHARED)
     if variant == "files_first":
         delete_files_first(attempt)
     prune(attempt, KEEP, whole=300)
@@ -92,7 +93,9 @@ def small(step: int) -> dict[str, Any]:
     return {name: sections[name] for name in ("model", "ledger")}
 
 
-def publish_first(attempt: Attempt, step: int, sections: dict[str, Any], facts: Any) -> None:
+def publish_first(
+    attempt: Attempt, step: int, sections: dict[str, Any], facts: Any, shared: dict[str, bytes]
+) -> None:
     """Broken: the manifest is there before the files are."""
     real, attempt_write = Attempt.write, Attempt.write
     kept: list[tuple[tuple[str, ...], bytes]] = []
@@ -114,7 +117,7 @@ def publish_first(attempt: Attempt, step: int, sections: dict[str, Any], facts: 
         attempt.run.storage.list = lambda folder: [  # type: ignore[method-assign]
             storage.Item(path[-1], False, len(data)) for path, data in kept
         ]
-        write_checkpoint(attempt, step, sections, facts)
+        write_checkpoint(attempt, step, sections, facts, shared)
     finally:
         Attempt.write = attempt_write  # type: ignore[method-assign]
         attempt.run.storage.list = sizes  # type: ignore[method-assign]
@@ -154,7 +157,9 @@ def complaints(folder: Path, scenario: str) -> list[str]:
     if newest is None and scenario == "next":
         found.append("no good checkpoint is left")
     for checkpoint in checkpoints(run):
-        loaded = load(checkpoint)  # raises where one is not whole: a crash never leaves a bad one
+        loaded = load(
+            checkpoint, shared=True
+        )  # raises where one is not whole: a crash never leaves a bad one
         if not same(loaded.sections, ordered(loaded.sections, small(loaded.manifest.step))):
             found.append(f"step {loaded.manifest.step} holds another state")
     save_next(run, "sound")
@@ -163,6 +168,7 @@ def complaints(folder: Path, scenario: str) -> list[str]:
     for step in (200, 300) if scenario == "next" else (300,):
         listed = Checkpoint.of(run, step).manifest().files
         wanted |= {f"{step_folder(step)}/{name}" for name in (MANIFEST, *(entry.name for entry in listed))}
+    wanted |= {f"shared/{name}" for name in SHARED}
     if names != wanted:
         found.append(f"left behind or lost: {sorted(names ^ wanted)}")
     return found

@@ -10,13 +10,14 @@ import pytest
 
 from lockstep.calls.record_check import check_record
 from lockstep.checkpoint.manifest import Facts
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.checkpoint.writer import write_checkpoint
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.events import Finished
+from lockstep.record.history import History
 from lockstep.record.journal import NAME, read_steps
-from lockstep.record.ledger import History, read_evaluations, read_parquet
+from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
@@ -36,13 +37,20 @@ def finished(spec: Spec, saved: int = STEPS) -> Path:
     recorder.tell(*ROWS, *EVALUATIONS, Finished({"step": STEPS}))
     recorder.close()
     folder = recorder.run_folder()
-    history = History()
-    history.steps = ROWS[:saved]
-    history.evaluations = [row for row in EVALUATIONS if row.step <= saved]
     attempt = RunFolder.create(open_storage(spec.checkpoint.storage), folder.name).claim()
-    blocks = {name: block() for name, block in history.blocks().items()}
-    write_checkpoint(attempt, saved, blocks, Facts())
+    save(attempt, saved)
     return folder
+
+
+def save(attempt: Attempt, step: int) -> None:
+    """A checkpoint of the rows up to `step`."""
+    history = History()
+    for row in ROWS[:step]:
+        history.add(row)
+    history.evaluations = [row for row in EVALUATIONS if row.step <= step]
+    rows = history.saving()
+    blocks = {name: block() for name, block in rows.blocks().items()}
+    write_checkpoint(attempt, step, blocks, Facts())
 
 
 def lines(folder: Path) -> list[bytes]:
