@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import RecordError
-from lockstep.record.events import Opened, StepRow
+from lockstep.record.events import Opened, Recorded, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.outbox import Outbox
 from lockstep.record.points import Point, points_of
@@ -27,6 +27,8 @@ class _Cursor(NamedTuple):
     offset: int
     before: StepRow | None
     """The step before the offset."""
+    sealed: int = 0
+    """The last step of the sealed ones that was sent."""
 
 
 class Delivery:
@@ -53,6 +55,8 @@ class Delivery:
         self._sending = self._again = False
         self._scaled = scaled
         self._cursor = _Cursor(0, None)
+        self._sealed = journal.segments if thorough else []
+        """Those whose points the store may lack; what is sealed from now on has been sent."""
         self._passed: dict[str, int] = {}
         """The highest step of each key up to the cursor: a row that could not be written in its turn comes after later ones."""
         self._known: dict[str, Collection[int]] = {}
@@ -63,6 +67,11 @@ class Delivery:
     def left(self) -> bool:
         """Whether points were refused that may be sent once more."""
         return bool(self._left)
+
+    @property
+    def offset(self) -> int:
+        """Where the cursor is: the store has what is before it."""
+        return self._cursor.offset
 
     def flush(self, *, again: bool = False) -> None:
         """Have the journal's points sent, and with `again` once more what was refused. Called by one thread; never waits.
@@ -135,10 +144,11 @@ class Delivery:
         """Batches of whole rows, with where the cursor stands after each; a row of very many parts takes several."""
         points: list[Point] = []
         cursor = self._cursor
-        for entry in self._journal.read(cursor.offset):
-            if entry.event is None:  # damaged: what it held comes again, or the run is not whole
-                continue
-            made = points_of(entry.event, cursor.before, scaled=self._scaled, started_at=self._started_at)
+        for event, after in self._events(cursor):
+            before = cursor.before
+            if before is None and isinstance(event, StepRow) and event.step > 1:
+                before = self._journal.step(event.step - 1)  # it is sealed
+            made = points_of(event, before, scaled=self._scaled, started_at=self._started_at)
             new = [point for point in made if self._is_new(point)]
             if points and len(points) + len(new) > POINTS_PER_CALL:
                 yield points, cursor
@@ -147,8 +157,22 @@ class Delivery:
             while len(points) > POINTS_PER_CALL:
                 yield points[:POINTS_PER_CALL], cursor
                 points = points[POINTS_PER_CALL:]
-            cursor = _Cursor(entry.end, entry.event if isinstance(entry.event, StepRow) else cursor.before)
+            cursor = after
         yield points, cursor
+
+    def _events(self, cursor: _Cursor) -> Iterator[tuple[Recorded, _Cursor]]:
+        """What is behind the cursor, each with where it stands after it."""
+        before, sealed = cursor.before, cursor.sealed
+        for segment in self._sealed:
+            if segment.last > sealed and cursor.offset == 0:
+                for row in self._journal.steps_of(segment):
+                    if row.step > sealed:
+                        before, sealed = row, row.step
+                        yield row, _Cursor(0, before, sealed)
+        for entry in self._journal.read(cursor.offset):
+            if entry.event is not None:  # else damaged: what it held comes again, or the run is not whole
+                before = entry.event if isinstance(entry.event, StepRow) else before
+                yield entry.event, _Cursor(entry.end, before, sealed)
 
     def _is_new(self, point: Point) -> bool:
         key, step = point.key, point.step

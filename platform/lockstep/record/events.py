@@ -176,6 +176,13 @@ class Mended:
 
 
 @dataclass(frozen=True, slots=True)
+class Sealed:
+    """The first line of a journal that was cut: the segments, in its folder, that have the steps it has no more."""
+
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """All that was told before has reached the store."""
 
@@ -293,6 +300,7 @@ Recorded = (
     | TakenOver
     | SetAside
     | Mended
+    | Sealed
     | Delivered
 )
 Passing = Restored | Alive | Straggling | Warned | Printed | Joined | StageEnded | Broke

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.files import replacing
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.events import EvaluationRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,13 +22,15 @@ _BUCKETS = 1500
 _BLUE, _ORANGE, _GREEN, _GREY = "#1f6fb4", "#d9680c", "#2a8a4a", "#888888"
 
 
-def draw(
-    steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow], folder: Path, *, scaled: bool
-) -> list[Path]:
+Column = Callable[[str], "np.ndarray[Any, Any]"]
+"""A column of the ledger by its name, as float64: one is held at a time, not the rows."""
+
+
+def draw(steps: Column, evaluations: Sequence[EvaluationRow], folder: Path, *, scaled: bool) -> list[Path]:
     """Draw the figures of at least two steps into `<folder>/figures`. Returns the files."""
-    if len(steps) < 2:
+    x = steps("step")
+    if len(x) < 2:
         return []
-    x = _column(steps, lambda row: row.step)
     drawn = {
         "loss": _loss(x, steps, evaluations),
         "gradient_norm": _gradient_norm(x, steps),
@@ -38,24 +40,22 @@ def draw(
     return [save(figure, folder / FOLDER / f"{name}.png") for name, figure in drawn.items()]
 
 
-def _loss(x: Any, steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow]) -> Any:
+def _loss(x: Any, steps: Column, evaluations: Sequence[EvaluationRow]) -> Any:
     figure, (above, below) = _panels("Loss and learning rate", ("loss", "learning rate"))
-    _line(above, x, _column(steps, lambda row: row.loss), _BLUE, "train/loss")
+    _line(above, x, steps("loss"), _BLUE, "train/loss")
     told = [row for row in evaluations if "eval/loss" in row.metrics]
     if told:
         losses = [row.metrics["eval/loss"] for row in told]
         above.plot([row.step for row in told], losses, "o-", color=_ORANGE, markersize=3, label="eval/loss")
     above.legend(frameon=False)
-    _line(below, x, _column(steps, lambda row: row.lr), _GREY, "train/lr")
+    _line(below, x, steps("lr"), _GREY, "train/lr")
     below.set_ylim(bottom=0)
     return figure
 
 
-def _gradient_norm(x: Any, steps: Sequence[StepRow]) -> Any:
+def _gradient_norm(x: Any, steps: Column) -> Any:
     figure, (above,) = _panels("Gradient norm", ("global norm",))
-    before, after = (
-        _column(steps, norm) for norm in (lambda row: row.grad_norm, lambda row: row.clipped_norm)
-    )
+    before, after = steps("grad_norm"), steps("clipped_norm")
     _line(above, x, before, _ORANGE, "before clipping")
     _line(above, x, after, _BLUE, "after")
     if (before > 0).any():
@@ -64,11 +64,11 @@ def _gradient_norm(x: Any, steps: Sequence[StepRow]) -> Any:
     return figure
 
 
-def _time(x: Any, steps: Sequence[StepRow]) -> Any:
+def _time(x: Any, steps: Column) -> Any:
     figure, (above, below) = _panels("Throughput and where the time goes", ("samples a second", "ms a step"))
-    whole = 1e3 * _column(steps, lambda row: row.step_s)
-    waiting = 1e3 * _column(steps, lambda row: row.data_wait_s)
-    samples = _column(steps, lambda row: row.samples)
+    whole = 1e3 * steps("step_s")
+    waiting = 1e3 * steps("data_wait_s")
+    samples = steps("samples")
     _line(
         above, x[1:], (samples[1:] - samples[:-1]) / (whole[1:] / 1e3).clip(1e-9), _GREEN, "samples a second"
     )
@@ -80,11 +80,11 @@ def _time(x: Any, steps: Sequence[StepRow]) -> Any:
     return figure
 
 
-def _scale(x: Any, steps: Sequence[StepRow]) -> Any:
+def _scale(x: Any, steps: Column) -> Any:
     figure, (above, below) = _panels("Loss scale and skipped steps", ("scale", "skipped so far"))
-    _line(above, x, _column(steps, lambda row: row.scale), _BLUE, "train/scale")
+    _line(above, x, steps("scale"), _BLUE, "train/scale")
     above.set_yscale("log", base=2)
-    _line(below, x, _column(steps, lambda row: row.skipped).cumsum(), _ORANGE, "skipped")
+    _line(below, x, steps("skipped").cumsum(), _ORANGE, "skipped")
     return figure
 
 
@@ -100,12 +100,6 @@ def _panels(title: str, labels: Sequence[str]) -> tuple[Any, Any]:
         ax.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("step")
     return figure, axes
-
-
-def _column(steps: Sequence[StepRow], value: Callable[[StepRow], float]) -> np.ndarray[Any, Any]:
-    import numpy as np
-
-    return np.array([value(row) for row in steps], dtype=np.float64)
 
 
 def _line(ax: Any, x: Any, y: Any, color: str, label: str) -> None:

@@ -6,29 +6,50 @@
 * A line ends in its CRC-32. One that is damaged is passed over; its rows are added again from a checkpoint's history.
 * One process writes it, under a lock that ends with that process. A torn last line, of a machine that went down, is cut off.
 * Steps are mostly in order. A step that an earlier writer could not write is added when it is told again, after later ones.
+* When a segment is full and its points are with the store its steps are sealed, and the journal is cut: another file takes its
+  place, which names the sealed segments and begins behind them. Offsets are those of a journal that was never cut.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from heapq import merge
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.files import NoLocksError, flush, lock, make_folder
-from lockstep.record.events import Delivered, EvaluationRow, Mended, Recorded, Sampled, Segment, StepRow
+from lockstep.record.events import (
+    Delivered,
+    EvaluationRow,
+    Mended,
+    Recorded,
+    Sampled,
+    Sealed,
+    Segment,
+    StepRow,
+)
 from lockstep.record.journal_lines import from_line, held_by, to_line
-from lockstep.record.segments import digest_of
+from lockstep.record.ledger import step_table
+from lockstep.record.sealed import SealedSteps
+from lockstep.record.segments import SEGMENT_STEPS, digest_of, end_of
 
-NAME = "journal.jsonl"
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+NAME, NEXT = "journal.jsonl", "journal.jsonl.next"
 _READ_BYTES = 1 << 20
 _LINE_BYTES = 1 << 10
+_STEP = b'{"step":['
+_MOST_AT_ONCE = 16
+"""Segments that are sealed before others are recorded: each takes some 0.3 s."""
 
 
 class Entry(NamedTuple):
@@ -55,6 +76,8 @@ class Journal:
         self._read_only = read_only
         self._adding = threading.RLock()
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self._reading = threading.Lock()
+        """Held while a part of the file is read, and while another takes its place."""
         try:
             if not read_only:
                 make_folder(folder)
@@ -62,7 +85,7 @@ class Journal:
         except OSError as error:
             raise _broken(self._path, error) from error
         try:
-            self._lock()
+            self._lock(self._file)
             if not read_only:
                 flush(folder)  # a journal that was just made
             self._open()
@@ -80,6 +103,9 @@ class Journal:
         self.events: list[Recorded] = []
         """What is neither a row nor a sample, in order."""
         self.size = 0
+        self._base = 0
+        """Where the file begins, after it took the place of a longer one."""
+        self._sealed = SealedSteps(self._folder)
         self._damage: list[Damage] = []
         self._mended: set[int] = set()
         self.delivered = False
@@ -88,9 +114,11 @@ class Journal:
         """Whether a write that failed may have left half a line behind the last whole one."""
         self._index()
 
-    def _lock(self) -> None:
+    def _lock(self, file: int) -> None:
         try:
-            lock(self._file, shared=self._read_only)
+            lock(file, shared=self._read_only)
+            if os.fstat(file).st_ino != self._path.stat().st_ino and file == self._file:
+                raise BlockingIOError(errno.EAGAIN, "it was cut meanwhile")  # by whoever held the lock
         except BlockingIOError as error:
             raise RecordError(
                 f"run {self._path.parent.name}: another process records it now; wait for it, or end it"
@@ -106,6 +134,8 @@ class Journal:
         for entry in self._read(0, size):
             if entry.event is None:
                 self._damage.append(Damage(entry.start, held_by(self._line_at(entry))))
+                if entry.start == 0:
+                    self._sealed.take_up_all()
             else:
                 self._note(entry.event, entry.start)
             self.size = entry.end
@@ -123,8 +153,12 @@ class Journal:
     def _note(self, event: Recorded, start: int) -> None:
         self.delivered = isinstance(event, Delivered)
         match event:
+            case Sealed():
+                self._sealed.take_up(event.segments)
             case StepRow():
-                if event.step > self.last_step:
+                if self._sealed.segment_of(event.step) is not None:
+                    pass  # a late one, of a segment that is sealed since
+                elif event.step > self.last_step:
                     self._numbers.append(event.step)
                     self._starts.append(start)
                 else:
@@ -153,13 +187,13 @@ class Journal:
     def _append(self, data: bytes) -> None:
         try:
             if self._torn:
-                os.ftruncate(self._file, self.size)
+                os.ftruncate(self._file, self.size - self._base)
             self._torn, written = True, 0
             while written < len(data):
                 written += os.write(self._file, data[written:])
         except OSError as error:
             with suppress(OSError):  # else before the next write
-                os.ftruncate(self._file, self.size)
+                os.ftruncate(self._file, self.size - self._base)
                 self._torn = False
             raise _broken(self._path, error) from error
         self._torn = False
@@ -181,32 +215,47 @@ class Journal:
     @property
     def last_step(self) -> int:
         """Number of the last step, or 0."""
-        return self._numbers[-1] if self._numbers else 0
+        return max(self._numbers[-1] if self._numbers else 0, self._sealed.last)
 
     def missing_steps(self) -> range:
         """The first stretch of steps that is missing between the first and the last one; empty where none is."""
-        if len(self._numbers) + len(self._late) == self.last_step - self._first_step + bool(self._numbers):
+        if self._count == self.last_step - self._first_step + bool(self._count):
             return range(0)
         wanted = self._first_step
-        for number in self._in_order():
-            if number > wanted:
-                return range(wanted, number)
-            wanted = number + 1
+        open_steps = (range(number, number + 1) for number in self._in_order())
+        for stretch in merge(open_steps, self._sealed.numbers(), key=lambda stretch: stretch.start):
+            if stretch.start > wanted:
+                return range(wanted, stretch.start)
+            wanted = max(wanted, stretch.stop)
         return range(0)
 
     @property
+    def _count(self) -> int:
+        return len(self._numbers) + len(self._late) + self._sealed.count
+
+    @property
     def _first_step(self) -> int:
-        return min([*self._numbers[:1], *self._late], default=0)
+        sealed = self._sealed.first
+        return min([*self._numbers[:1], *self._late, *([] if sealed is None else [sealed])], default=0)
 
     def _in_order(self) -> Iterator[int]:
         return merge(self._numbers, sorted(self._late))
+
+    @property
+    def lost(self) -> list[Segment]:
+        """The sealed segments whose files are damaged or missing, and whose steps were not added since."""
+        return [
+            one
+            for one in self._sealed.lost
+            if not all(self.has_step(number) for number in range(one.first, one.last + 1))
+        ]
 
     def step(self, number: int) -> StepRow | None:
         """The row of a step, where the journal has it."""
         start = self._late.get(number)
         if start is None:
             if not self._on_time(number):
-                return None
+                return self._sealed.step(number)
             start = self._starts[bisect_left(self._numbers, number)]
         return self._step_at(start)
 
@@ -214,12 +263,15 @@ class Journal:
         data, length = b"", 0
         while b"\n" not in data and length < self.size - start:
             length = min(2 * length or _LINE_BYTES, self.size - start)
-            data = os.pread(self._file, length, start)
+            data = self._pread(length, start)
         row = from_line(data.partition(b"\n")[0], self._folder)
         return row if isinstance(row, StepRow) else None  # damaged since
 
     def has_segment(self, segment: Segment) -> bool:
         """Whether the journal has all steps of a segment, with the same bits in their deterministic columns."""
+        sealed = self._sealed.segment_of(segment.first)
+        if sealed is not None and sealed[:2] == segment[:2]:
+            return sealed.digest == segment.digest
         rows = []
         for number in range(segment.first, segment.last + 1):
             row = self.step(number) if self.has_step(number) else None
@@ -230,7 +282,7 @@ class Journal:
 
     def has_step(self, number: int) -> bool:
         """Whether the journal has a step."""
-        return number in self._late or self._on_time(number)
+        return number in self._late or self._on_time(number) or self._sealed.segment_of(number) is not None
 
     def _on_time(self, number: int) -> bool:
         at = bisect_left(self._numbers, number)
@@ -246,11 +298,53 @@ class Journal:
 
     def steps(self) -> Iterator[StepRow]:
         """All steps, in order. RecordError where one was damaged since the journal was opened."""
+        for part in self._in_parts():
+            yield from self._sealed.steps(part) if isinstance(part, Segment) else part
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments that are sealed, in order."""
+        return self._sealed.segments
+
+    def steps_of(self, segment: Segment) -> list[StepRow]:
+        """The steps of one of them. RecordError likewise."""
+        return self._sealed.steps(segment)
+
+    def tables(self, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        """All steps, in order, a table after the other: of all columns, or of those that are named. RecordError likewise."""
+        for part in self._in_parts():
+            if isinstance(part, Segment):
+                yield self._sealed.table(part, columns)
+            else:
+                table = step_table(part)
+                yield table if columns is None else table.select(columns) if columns else table.slice(0, 0)
+
+    def _in_parts(self) -> Iterator[Segment | list[StepRow]]:
+        """The sealed segments, and the other steps between them and behind."""
+        waiting: list[StepRow] = []
+        segments = deque(self._sealed.segments)
+        for row in self._open_steps():
+            while segments and segments[0].first < row.step:
+                if waiting:
+                    yield waiting
+                    waiting = []
+                yield segments.popleft()
+            waiting.append(row)
+            if len(waiting) == SEGMENT_STEPS:
+                yield waiting
+                waiting = []
+        if waiting:
+            yield waiting
+        yield from segments
+
+    def _open_steps(self) -> Iterator[StepRow]:
         late = (row for number in sorted(self._late) if (row := self.step(number)) is not None)
         on_time = (
             entry.event
             for entry in self.read(0)
-            if isinstance(entry.event, StepRow) and entry.event.step not in self._late
+            if isinstance(entry.event, StepRow)
+            and entry.event.step not in self._late
+            and self._on_time(entry.event.step)
         )
         count = 0
         for row in merge(on_time, late, key=lambda row: row.step):
@@ -260,17 +354,135 @@ class Journal:
             raise RecordError(f"record: {str(self._path)!r} was damaged since it was opened; resume the run")
 
     def read(self, start: int) -> Iterator[Entry]:
-        """The lines from the offset `start` on, up to the last one that is whole."""
-        return self._read(start, self.size)
+        """The lines from the offset `start` on, up to the last one that is whole; of those before a cut, the ones that were kept."""
+        return self._read(max(start, self._base), self.size)
 
     def _read(self, start: int, until: int) -> Iterator[Entry]:
+        for line, begin, end in self._lines(start, until):
+            yield Entry(from_line(line, self._folder), begin, end)
+
+    def _lines(self, start: int, until: int) -> Iterator[tuple[bytes, int, int]]:
         rest, end = b"", start
-        while start < until and (data := os.pread(self._file, min(_READ_BYTES, until - start), start)):
+        while start < until and (data := self._pread(min(_READ_BYTES, until - start), start)):
             start += len(data)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 begin, end = end, end + len(line) + 1
-                yield Entry(from_line(line, self._path.parent), begin, end)
+                yield line, begin, end
+
+    def _pread(self, length: int, start: int) -> bytes:
+        with self._reading:
+            return os.pread(self._file, length, start - self._base)
+
+    # --- sealing --------------------------------------------------------------------------------------------
+
+    def seal(self, delivered: int) -> bool:
+        """Seal the segments that are full, a few at once, and cut the journal. Whether there were any.
+
+        The lines before the offset `delivered` became points that the store has. RecordError where the disk refuses: the journal
+        then has all that it had.
+        """
+        if self.damage:
+            return False  # what is there again is behind what came after it
+        segments: list[Segment] = []
+        while len(segments) < _MOST_AT_ONCE and (steps := self._full(segments, delivered)) is not None:
+            rows = [row for number in steps if (row := self.step(number)) is not None]
+            if len(rows) < len(steps):
+                raise RecordError(
+                    f"record: {str(self._path)!r} was damaged since it was opened; resume the run"
+                )
+            segments.append(self._sealed.write(rows))
+        if segments:
+            with self._adding:
+                self._cut(segments, delivered)
+        return bool(segments)
+
+    def _full(self, segments: Sequence[Segment], delivered: int) -> range | None:
+        """The first stretch of open steps behind `segments` that makes another, where there are later ones."""
+        behind = segments[-1].last if segments else 0
+        at = bisect_right(self._numbers, behind)
+        late = [number for number in self._late if number > behind]
+        first = min([*self._numbers[at : at + 1], *late], default=None)
+        if first is None or self.last_step <= (last := end_of(first)):
+            return None
+        later = (one.first - 1 for one in self._sealed.segments if one.first > first)
+        steps = range(first, min([last, *later]) + 1)
+        at = bisect_left(self._numbers, first)
+        starts = dict(
+            zip(self._numbers[at : at + len(steps)], self._starts[at : at + len(steps)], strict=True)
+        )
+        starts |= {number: self._late[number] for number in late}
+        return steps if all(starts.get(number, delivered) < delivered for number in steps) else None
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """Numbers and starts of the open steps."""
+        yield from zip(self._numbers, self._starts, strict=True)
+        yield from self._late.items()
+
+    def _cut(self, sealed: Sequence[Segment], delivered: int) -> None:
+        """Put a file in the journal's place that names the sealed segments, and has what is open or is no step."""
+
+        def is_open(number: int) -> bool:
+            return not any(one.first <= number <= one.last for one in sealed)
+
+        open_steps = [(number, start) for number, start in self._places() if is_open(number)]
+        cut = min([delivered, *(start for _, start in open_steps)])
+        lost = [one for one in self._sealed.lost if is_open(one.first)]
+        head = [to_line(Sealed([*self._sealed.segments, *sealed, *lost]), self._folder)]
+        for line, _, _ in self._lines(self._base, cut):
+            event = None if line.startswith(_STEP) else from_line(line, self._folder)
+            if event is not None and not isinstance(event, Sealed | Mended):  # damaged lines are mended
+                head.append(line + b"\n")
+        before = b"".join(head)
+        file = self._beginning(before, cut)
+        with self._reading:
+            old, self._file, self._base = self._file, file, cut - len(before)
+        os.close(old)
+        for segment in sealed:
+            self._sealed.add(segment)
+        self._damage, self._mended, self._torn = [], set(), False
+        on_time = [(n, s) for n, s in zip(self._numbers, self._starts, strict=True) if is_open(n)]
+        self._numbers, self._starts = (array("q", [one[i] for one in on_time]) for i in (0, 1))
+        self._late = {number: start for number, start in self._late.items() if is_open(number)}
+
+    def _beginning(self, before: bytes, cut: int) -> int:
+        """A file in the journal's place, locked, that has `before` and then what is behind the offset `cut`."""
+        following = self._path.with_name(NEXT)
+        file = -1
+        try:
+            file = os.open(following, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._lock(file)
+            _write(file, before)
+            while cut < self.size and (data := self._pread(min(_READ_BYTES, self.size - cut), cut)):
+                _write(file, data)
+                cut += len(data)
+            os.fsync(file)
+            flush(self._folder)
+            following.replace(self._path)
+        except OSError as error:
+            if file >= 0:
+                os.close(file)
+            raise _broken(following, error) from error
+        with suppress(
+            OSError
+        ):  # either of the two journals has all there is: a loss of power may take back which
+            flush(self._folder)
+        return file
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def sealed_in(folder: Path) -> SealedSteps:
+    """The sealed steps of a run that another process may be recording."""
+    sealed = SealedSteps(folder)
+    with (folder / NAME).open("rb") as file:
+        event = from_line(file.readline().rstrip(b"\n"), folder)
+    if isinstance(event, Sealed):
+        sealed.take_up(event.segments)
+    return sealed
 
 
 def read_steps(folder: Path) -> list[StepRow]:
@@ -278,9 +490,13 @@ def read_steps(folder: Path) -> list[StepRow]:
     path = folder / NAME
     if not path.exists():
         return []
+    sealed = sealed_in(folder)
     lines = path.read_bytes().split(b"\n")[:-1]
     rows = (from_line(line, folder) for line in lines if line.startswith(b'{"step"'))
-    steps = {row.step: row for row in rows if isinstance(row, StepRow)}
+    steps = {row.step: row for segment in sealed.segments for row in sealed.steps(segment)}
+    for row in rows:
+        if isinstance(row, StepRow):
+            steps.setdefault(row.step, row)
     return [steps[number] for number in sorted(steps)]
 
 

@@ -26,6 +26,8 @@ from lockstep.record.events import (
     PeakMemory,
     Recorded,
     Sampled,
+    Sealed,
+    Segment,
     SetAside,
     Started,
     StepRow,
@@ -74,6 +76,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "set_aside", {"what": event.what, "reason": event.reason}
         case Mended():
             return "mended", {"starts": list(event.starts), "how": event.how}
+        case Sealed():
+            return "sealed", [list(segment) for segment in event.segments]
         case Delivered():
             return "delivered", {}
         case _:
@@ -135,6 +139,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return SetAside(**value)
         case "mended":
             return Mended(**value)
+        case "sealed":
+            return Sealed([Segment(*segment) for segment in value])
         case "delivered":
             return Delivered()
     raise ValueError(f"unknown event {kind!r}")

@@ -8,7 +8,7 @@ sign of zero survive. A part that a step did not have is null, a part that was N
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -17,6 +17,7 @@ from lockstep.files import replacing
 from lockstep.record.events import EvaluationRow, StepRow
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa  # 0.1 s to import: only the process that writes pays
 
 
@@ -67,6 +68,54 @@ def decode_evaluations(block: bytes) -> list[EvaluationRow]:
 def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
     """Write steps as `path`, whole or not at all. StorageError where that fails."""
     _write(step_table(rows), path)
+
+
+Tables = Callable[[Sequence[str] | None], Iterator["pa.Table"]]
+"""The steps of a run in order, a table after the other; of all columns or of those that are named."""
+
+
+def write_tables(tables: Tables, path: Path) -> None:
+    """Write steps as `path`, whole or not at all, a table at a time. StorageError where that fails."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fields = {field.name: field for table in tables(()) for field in table.schema}
+    names = [*_STEP_TYPES, *sorted(set(fields) - set(_STEP_TYPES))]
+    schema = pa.schema([fields[name] for name in names])
+    try:
+        with (
+            replacing(path) as file,
+            pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer,
+        ):
+            for table in tables(None):
+                for name in set(names) - set(table.column_names):  # a part that none of its steps had
+                    table = table.append_column(fields[name], pa.nulls(len(table), fields[name].type))
+                writer.write_table(table.select(names))
+    except OSError as error:
+        raise StorageError(f"ledger: cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def column(tables: Tables, name: str) -> np.ndarray[Any, Any]:
+    """One column of all steps, as float64."""
+    import numpy as np
+
+    return np.concatenate(
+        [table.column(name).to_numpy().astype(np.float64) for table in tables([name])] or [np.empty(0)]
+    )
+
+
+def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table that `encode_steps` made bytes of, or some of its columns; for none of them its schema alone, without rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(io.BytesIO(block), pre_buffer=False)
+        if columns is not None and not columns:
+            return file.schema_arrow.empty_table()
+        return file.read(columns, use_threads=False)
+    except pa.ArrowException as error:
+        raise StorageError(f"ledger: cannot read a segment's steps: {error}") from error
 
 
 def read_parquet(path: Path) -> list[StepRow]:

@@ -34,6 +34,7 @@ from lockstep.record.events import (
     PeakMemory,
     Recorded,
     Sampled,
+    Sealed,
     SetAside,
     Started,
     StepRow,
@@ -116,7 +117,7 @@ class Page:
                 self._keep(self._folder / "log.txt")
             case Mended():
                 self.log(f"the journal is mended: {event.how}")
-            case StepRow() | EvaluationRow() | Sampled() | Opened() | Delivered() | SetAside():
+            case StepRow() | EvaluationRow() | Sampled() | Opened() | Sealed() | Delivered() | SetAside():
                 pass  # rows and samples become points; the ledger is written when the run ends
             case _:
                 assert_never(event)
@@ -348,11 +349,13 @@ class Page:
     def _ledger(self) -> None:
         steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
         if self._journal.last_step:
-            rows = list(self._journal.steps())
-            ledger.write_parquet(rows, steps)
+            ledger.write_tables(self._journal.tables, steps)
             self._keep(steps)
             for figure in figures.draw(
-                rows, self._journal.evaluations(), self._folder, scaled=self._spec.precision == "fp16"
+                lambda name: ledger.column(self._journal.tables, name),
+                self._journal.evaluations(),
+                self._folder,
+                scaled=self._spec.precision == "fp16",
             ):
                 self._figures.append(figure.name)
                 self._keep(figure)

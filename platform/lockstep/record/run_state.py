@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ _CONTENT: tuple[Kind, ...] = ("facts", "points", "files")
 
 
 class RunState:
-    """The state of the run in `folder`. `failure` says what could not be recorded so far. One thread calls it."""
+    """The state of the run in `folder`. `failure` says what could not be recorded so far. One thread calls it; `beat` any may."""
 
     def __init__(
         self,
@@ -34,8 +35,9 @@ class RunState:
         self._outbox, self._store = outbox, store
         self._failure = failure
         self.ended = False
-        """Whether the run has come to an end, which its page shows or is about to."""
+        """Whether the run has come to an end, which its page shows or is about to. Set by `end`."""
         self._over = False
+        self._telling = threading.Lock()
         self._trouble = self._trouble_told = ""
         self._away = False
         self._beat_at = 0.0
@@ -46,9 +48,14 @@ class RunState:
             self._send_trouble("")  # that of the attempt before
         self._tag_process()
 
+    def end(self) -> None:
+        """The run has come to an end, of which no beat takes anything back."""
+        with self._telling:
+            self.ended = True
+
     def tend(self) -> None:
         """Tell what is due: called now and then while the run lasts."""
-        self._beat()
+        self.beat()
         self._report()
         if self._page.came_to is not None and self._outbox.idle(_CONTENT) and self._failure() is None:
             self._tell_end()
@@ -87,7 +94,7 @@ class RunState:
         while self._page.working or not self._outbox.settled(kinds, closing_at, began, patience_s):
             time.sleep(0.01)
             self._delivery.flush()
-            self._beat()
+            self.beat()
             self._report()
 
     def _told(self, settle: Callable[[Kind], None]) -> bool:
@@ -103,18 +110,22 @@ class RunState:
         """The store learns how the run ended when it has everything else."""
         end, self._page.came_to = self._page.came_to, None
         assert end is not None
-        self._over = True
-        self._send_status(end)
+        with self._telling:  # no beat behind it
+            self._over = True
+            self._send_status(end)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         """Say that this process lives, now and then; with it goes what a hasty reader may have said, and RUNNING is back."""
-        if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
-            return
-        self._send_status("RUNNING")
-        self._tag_process()
-        # Among the facts: an error of the run's own comes after it.
-        if not self.ended and self._outbox.idle(("facts",)):
-            self._outbox.send("facts", "tags lockstep.error", self._store.set_tags, {"lockstep.error": ""})
+        with self._telling:
+            if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
+                return
+            self._send_status("RUNNING")
+            self._tag_process()
+            # Among the facts: an error of the run's own comes after it.
+            if not self.ended and self._outbox.idle(("facts",)):
+                self._outbox.send(
+                    "facts", "tags lockstep.error", self._store.set_tags, {"lockstep.error": ""}
+                )
 
     def _report(self) -> None:
         """Tell on the run's page what is not recorded, when that changes."""

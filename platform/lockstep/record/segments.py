@@ -56,6 +56,11 @@ def steps_in(content: bytes) -> list[StepRow]:
     return ledger.decode_steps(_blocks(content)[0])
 
 
+def table_in(content: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """Its steps as a table, likewise; or some of the columns, or for none of them the schema alone."""
+    return ledger.decode_table(_blocks(content)[0], columns)
+
+
 def evaluations_in(content: bytes) -> list[EvaluationRow]:
     """Its evaluations, likewise."""
     return ledger.decode_evaluations(_blocks(content)[1])

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from lockstep.errors import LockstepError, RecordError, StorageError
 from lockstep.files import private
+from lockstep.periodic import periodically
 from lockstep.record.admission import Admission
 from lockstep.record.delivery import Delivery
 from lockstep.record.events import (
@@ -44,6 +45,7 @@ from lockstep.record.page import Page
 from lockstep.record.replay import last_words, unsaid
 from lockstep.record.run_state import RunState
 from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
+from lockstep.record.segments import end_of
 from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0
@@ -109,6 +111,8 @@ class Writer:
         self._disk_failure: RecordError | None = None
         self._outbox = Outbox(patience_s, self._set_aside)
         self._busy = False
+        self._seal_at = 0
+        """The step after which the journal is next looked at for what can be sealed."""
         # Not the inbox: a thread that wakes for each step slows every step by 10 %.
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -164,6 +168,11 @@ class Writer:
             return
         finally:
             self.opened.set()
+        # A thread of its own: drawing, or sealing, or a disk that is slow, keeps this one for longer than a beat.
+        with periodically(lambda: self._state.beat, 1.0, "lockstep-heartbeat"):
+            self._until_told()
+
+    def _until_told(self) -> None:
         while not self._last_words:
             self._wait()
             closing = self._closing.is_set()  # before the inbox is read: what was told before it is in there
@@ -171,9 +180,24 @@ class Writer:
             self._show()
             if closing and not self._unwritten and not self._unshown:
                 self._say_last_words()
+            self._seal()
             self._delivery.flush()
             self._state.tend()
         self._finish()
+
+    def _seal(self) -> None:
+        """Keep the journal short. A disk that refuses is told once, and asked again when there is more to seal."""
+        if self._replay or self._journal.last_step < self._seal_at:
+            return
+        self._busy = True
+        try:
+            while self._journal.seal(self._delivery.offset) and self._inbox.empty():
+                pass
+        except RecordError as error:
+            self._seal_at = end_of(self._journal.last_step) + 1
+            self._page.log(f"the journal is not cut: {error}")
+        finally:
+            self._busy = False
 
     def _finish(self) -> None:
         """Nothing more will be told."""
@@ -243,6 +267,9 @@ class Writer:
         self._state.begin(resumed=self._resumed is not None)
         self.url = self._store.url()
         self._page.take_up_copies()
+        if self._journal.lost:
+            steps = ", ".join(f"{one.first} to {one.last}" for one in self._journal.lost[:20])
+            self._page.log(f"damaged files of sealed steps are passed over: {steps}")
         if self._journal.damage:
             held = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self._journal.damage[:20])
             self._page.log(f"damaged lines of the journal are passed over: {held}")
@@ -363,12 +390,12 @@ class Writer:
 
     def _end_badly(self, error: Exception) -> None:
         """What the run came to cannot be recorded."""
-        self._state.ended = True
+        self._state.end()
         self._guarded(partial(self._page.take, Failed(str(error))))
 
     def _take(self, event: Recorded) -> None:
         if isinstance(event, Finished | Failed | TakenOver):
-            self._state.ended = True
+            self._state.end()
             self._delivery.flush()
         if isinstance(event, Finished) and not self._replay:
             self._page.lost = self._admission.lost
