@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.checkpoint.errors import LostFileError
-from lockstep.checkpoint.reader import load, newest_good
+from lockstep.checkpoint.reader import load_newest, shared_files
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import RecordError
@@ -72,8 +72,11 @@ def _history(spec: Spec, run_id: str, found: list[Difference]) -> Rows | None:
         run = RunFolder.open(storage, run_id)
     except LostFileError:
         return None
-    newest = newest_good(run, lambda text: found.append(Difference("checkpoint", text)))
+
+    def tell(text: str) -> None:
+        found.append(Difference("checkpoint", text))
+
+    newest = load_newest(run, tell)
     if newest is None:
         return None
-    loaded = load(newest, only=("steps", "evaluations"), shared=True)
-    return History.whole(loaded.sections, loaded.shared)
+    return History.whole(newest.sections, shared_files(newest, tell))

@@ -6,7 +6,7 @@ Nothing is handed out before the hash of all of its file has been compared; noth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,12 +78,11 @@ class Checkpoint:
 
 
 class Loaded(NamedTuple):
-    """A verified checkpoint's content: each section a tree or a block of bytes, and the files that it shares, where they were read."""
+    """A verified checkpoint's content: each section a tree or a block of bytes."""
 
     checkpoint: Checkpoint
     manifest: Manifest
     sections: dict[str, Tree | bytes]
-    shared: list[bytes]
 
 
 def checkpoint_at(uri: str) -> Checkpoint:
@@ -115,11 +114,11 @@ def listed(run: RunFolder) -> list[tuple[int, dict[str, int]]]:
 
 
 def load_step(run: RunFolder, step: int) -> Loaded:
-    """The content of the checkpoint of `step`, with what it shares. BadCheckpointError where there is none that is whole."""
+    """The content of the checkpoint of `step`. BadCheckpointError where there is none that is whole."""
     failed: StorageError | None = None
     for checkpoint in checkpoints_of(run, step) or [Checkpoint.of(run, step)]:
         try:
-            return load(checkpoint, shared=True)
+            return load(checkpoint)
         except (BadCheckpointError, LostFileError) as error:
             failed = failed or error
     assert failed is not None
@@ -142,8 +141,8 @@ def verify(checkpoint: Checkpoint, *, hashes: bool = True) -> Manifest:
     return manifest
 
 
-def load(checkpoint: Checkpoint, only: Collection[str] | None = None, *, shared: bool = False) -> Loaded:
-    """Read a checkpoint, or `only` some of its sections, in one pass in which each file is verified; with `shared` what it shares too.
+def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
+    """Read a checkpoint, or `only` some of its sections, in one pass in which each file is verified.
 
     BadCheckpointError names the first file that is wrong, and how.
     """
@@ -166,8 +165,19 @@ def load(checkpoint: Checkpoint, only: Collection[str] | None = None, *, shared:
             sections[section] = unpack(skeleton, tensors.get(section, {}))
         except BadCheckpointError as error:
             raise checkpoint.bad(entry.name, error) from error
-    files = [_read(checkpoint, entry, lambda file: bytes(file.all())) for entry in manifest.shared if shared]
-    return Loaded(checkpoint, manifest, sections, files)
+    return Loaded(checkpoint, manifest, sections)
+
+
+def shared_files(loaded: Loaded, warn: Callable[[str], None]) -> Iterator[bytes]:
+    """What a checkpoint shares with others, verified as it is read. One that is not whole is told to `warn` and left out.
+
+    No state depends on these: they cost no checkpoint, of which all later ones would be as bad.
+    """
+    for entry in loaded.manifest.shared:
+        try:
+            yield _read(loaded.checkpoint, entry, lambda file: bytes(file.all()))
+        except (BadCheckpointError, LostFileError) as error:
+            warn(f"{error}; the record has its steps, or is not whole")
 
 
 def newest_good(run: RunFolder, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -180,8 +190,8 @@ def newest_good(run: RunFolder, warn: Callable[[str], None]) -> Checkpoint | Non
 
 
 def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
-    """The content of the newest checkpoint that is whole, read once, with what it shares; else as `newest_good`."""
-    return _newest(run, warn, lambda checkpoint: load(checkpoint, shared=True))
+    """The content of the newest checkpoint that is whole, read once; else as `newest_good`."""
+    return _newest(run, warn, load)
 
 
 def _newest(run: RunFolder, warn: Callable[[str], None], read: Callable[[Checkpoint], T]) -> T | None:

@@ -7,7 +7,7 @@ costs does not grow with the steps before. Rows of segments that are written are
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.record import ledger
@@ -37,15 +37,21 @@ class History:
     def add(self, row: StepRow) -> None:
         """Add the row of a step."""
         if self.steps and row.step > end_of(self.steps[-1].step):
-            with self._sealing:
-                # A run that saves seldom: a row is 0.7 KB as an object and 0.07 KB sealed.
-                self._full = [seal(one) if isinstance(one, Rows) else one for one in self._full]
-                self._full.append(Rows(self.steps, self.evaluations))
-            self.steps, self.evaluations = [], []
+            self._close()
         self.steps.append(row)
+
+    def _close(self) -> None:
+        """The open segment is full."""
+        with self._sealing:
+            # A run that saves seldom: a row is 0.7 KB as an object and 0.07 KB sealed.
+            self._full = [seal(one) if isinstance(one, Rows) else one for one in self._full]
+            self._full.append(Rows(self.steps, self.evaluations))
+        self.steps, self.evaluations = [], []
 
     def saving(self) -> Saving:
         """The rows as they are now, on their way into a checkpoint."""
+        if self.steps and self.steps[-1].step == end_of(self.steps[-1].step):
+            self._close()
         with self._sealing:
             return Saving(self, len(self.segments) + len(self._full))
 
@@ -63,16 +69,19 @@ class History:
 
     @classmethod
     def restored(
-        cls, blocks: Mapping[str, Any], segments: Sequence[Segment] = (), contents: Sequence[bytes] = ()
+        cls, blocks: Mapping[str, Any], segments: Sequence[Segment] = (), contents: Iterable[bytes] = ()
     ) -> History:
-        """The rows that a checkpoint has in `blocks`, after those of its `segments`; `contents` are those of their files."""
+        """The rows that a checkpoint has in `blocks`, after those of its `segments`; `contents` are those of their files, one held at a time."""
         history = cls(segments)
         steps, evaluations = (
             ledger.decode_steps(blocks["steps"]),
             ledger.decode_evaluations(blocks["evaluations"]),
         )
-        before = [row for content in contents for row in evaluations_in(content)]
-        history._past = Restored(tuple(steps), (*before, *evaluations), tuple(segments))
+        before, content = list[EvaluationRow](), b""
+        for content in contents:
+            before += evaluations_in(content)
+        newest = steps or (steps_in(content)[-1:] if content else [])
+        history._past = Restored(tuple(newest), (*before, *evaluations), tuple(segments))
         for row in steps:
             if history.steps and row.step > end_of(history.steps[-1].step):  # of an older format: all rows
                 history.evaluations = [one for one in evaluations if one.step < row.step]
@@ -87,10 +96,12 @@ class History:
         return past
 
     @classmethod
-    def whole(cls, blocks: Mapping[str, Any], contents: Sequence[bytes] = ()) -> Rows:
+    def whole(cls, blocks: Mapping[str, Any], contents: Iterable[bytes] = ()) -> Rows:
         """All rows that a checkpoint has in `blocks` and in its segments' files."""
-        steps = [row for content in contents for row in steps_in(content)]
-        evaluations = [row for content in contents for row in evaluations_in(content)]
+        steps, evaluations = list[StepRow](), list[EvaluationRow]()
+        for content in contents:
+            steps += steps_in(content)
+            evaluations += evaluations_in(content)
         return Rows(
             steps + ledger.decode_steps(blocks["steps"]),
             evaluations + ledger.decode_evaluations(blocks["evaluations"]),

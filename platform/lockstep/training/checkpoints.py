@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.manifest import Facts, SharedFile
-from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest, load_step
+from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest, load_step, shared_files
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, AttemptOrigin, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved, Share, Sharing
@@ -126,8 +126,13 @@ def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> Non
             )
 
 
-def restore(start: Start, spec: Spec, plan: Plan, state: TrainState) -> History:
-    """Put the state where the checkpoint has it; the rows up to there, none for a fork, which did not take those steps."""
+def restore(
+    start: Start, spec: Spec, plan: Plan, state: TrainState, warn: Callable[[str], None] | None = None
+) -> History:
+    """Put the state where the checkpoint has it; the rows up to there, none for a fork, which did not take those steps.
+
+    Rank 0, which tells of them, gives `warn` and has the files read that the checkpoint shares.
+    """
     sections = start.loaded.sections
     saved: Any = sections["check"]
     now = check_facts(spec, plan, state)
@@ -142,9 +147,8 @@ def restore(start: Start, spec: Spec, plan: Plan, state: TrainState) -> History:
         return History()
     compare_check(saved, check_facts(spec, plan, state), start.loaded.checkpoint.shown)
     segments = [Segment.of(*astuple(one)) for one in start.loaded.manifest.shared]
-    history = History.restored(sections, segments, start.loaded.shared)
-    start.loaded.shared.clear()
-    return history
+    contents = shared_files(start.loaded, warn) if warn is not None else ()
+    return History.restored(sections, segments, contents)
 
 
 def check_same_state(group: Group, state: TrainState) -> None:

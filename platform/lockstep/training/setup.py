@@ -149,7 +149,7 @@ def prepare(
     history = History()
     if start is not None:
         check_identity(start, facts["fields"])
-        history = restore(start, spec, plan, state)
+        history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
         check_same_state(group, state)
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
     if evaluate is not None:

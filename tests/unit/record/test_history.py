@@ -12,7 +12,14 @@ import pytest
 
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.local_storage import LocalStorage
-from lockstep.checkpoint.reader import checkpoint_at, checkpoints, load_newest, load_step, verify
+from lockstep.checkpoint.reader import (
+    checkpoint_at,
+    checkpoints,
+    load_newest,
+    load_step,
+    shared_files,
+    verify,
+)
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.runs import adopt, read_shared
 from lockstep.checkpoint.saver import AsyncSaver
@@ -22,7 +29,7 @@ from lockstep.record import ledger, segments
 from lockstep.record.copies import _held
 from lockstep.record.events import Finished, Restored, Segment
 from lockstep.record.history import History
-from lockstep.record.journal import NAME, read_steps
+from lockstep.record.journal import NAME, Journal, read_steps
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import _sharing
@@ -55,7 +62,8 @@ def trained(attempt: Attempt, last: int, history: History | None = None, **chang
     """Steps up to `last`, saved each EVERY steps."""
     history = history or History()
     saver = AsyncSaver(attempt)
-    first = (history.steps[-1].step if history.steps else 0) + 1
+    sealed = history.segments[-1].last if history.segments else 0
+    first = (history.steps[-1].step if history.steps else sealed) + 1
     for step in range(first, last + 1):
         add(history, step, **changes)
         if step % EVERY == 0 or step == last:
@@ -68,12 +76,12 @@ def restored(run: RunFolder, step: int | None = None) -> History:
     loaded = load_newest(run, pytest.fail) if step is None else load_step(run, step)
     assert loaded is not None
     named = [Segment.of(one.name, one.size, one.sha256) for one in loaded.manifest.shared]
-    return History.restored(loaded.sections, named, loaded.shared)
+    return History.restored(loaded.sections, named, shared_files(loaded, pytest.fail))
 
 
 def whole(run: RunFolder, step: int) -> ledger.Rows:
     loaded = load_step(run, step)
-    return History.whole(loaded.sections, loaded.shared)
+    return History.whole(loaded.sections, shared_files(loaded, pytest.fail))
 
 
 @pytest.fixture
@@ -108,12 +116,20 @@ def test_a_save_writes_no_step_of_a_segment_before_it(run: RunFolder) -> None:
         rows = history.saving()
         entries = _sharing(rows)(lambda name, content: written(attempt, name, content))
         steps = ledger.decode_steps(rows.blocks()["steps"]())
-        assert [row.step for row in steps] == list(range((step - 1) // SEGMENT * SEGMENT + 1, step + 1))
-        assert len(entries) == (step - 1) // SEGMENT
+        assert [row.step for row in steps] == list(range(step // SEGMENT * SEGMENT + 1, step + 1))
+        assert len(entries) == step // SEGMENT
 
 
 def written(attempt: Attempt, name: str, content: bytes) -> Any:
     return share(attempt, name, content)
+
+
+def test_a_run_that_is_taken_up_where_a_segment_ends_knows_its_last_step(run: RunFolder) -> None:
+    trained(run.claim(), 2 * SEGMENT)
+    history = restored(run)
+    assert not history.steps and [row.step for row in history.past().steps] == [2 * SEGMENT]
+    trained(run.claim(), 3 * SEGMENT + 1, history)
+    assert whole(run, 3 * SEGMENT + 1).steps == [step_row(i) for i in range(1, 3 * SEGMENT + 2)]
 
 
 def test_a_run_that_seldom_saves_holds_its_full_segments_sealed(run: RunFolder) -> None:
@@ -153,10 +169,10 @@ def test_a_checkpoint_of_an_older_format_is_taken_up(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "short", "gone"])
-def test_a_checkpoint_whose_segment_is_damaged_is_passed_over(run: RunFolder, how: str) -> None:
-    """G5: those that do not name the segment are used."""
+def test_a_damaged_segment_is_told_and_costs_no_checkpoint(run: RunFolder, how: str) -> None:
+    """G5: every later checkpoint names it, and the state of each is whole."""
     history = trained(run.claim(), STEPS)
-    path = Path(run.storage.shown) / "run-a" / "shared" / history.segments[-1].name  # type: ignore[arg-type]
+    path = Path(run.storage.shown) / "run-a" / "shared" / history.segments[1].name  # type: ignore[arg-type]
     content = path.read_bytes()
     path.chmod(0o644)
     if how == "gone":
@@ -165,10 +181,13 @@ def test_a_checkpoint_whose_segment_is_damaged_is_passed_over(run: RunFolder, ho
         path.write_bytes(
             content[:-1] if how == "short" else content[:99] + bytes([content[99] ^ 1]) + content[100:]
         )
+    loaded = load_newest(run, pytest.fail)
+    assert loaded is not None and loaded.manifest.step == STEPS
     told: list[str] = []
-    loaded = load_newest(run, told.append)
-    assert loaded is not None and loaded.manifest.step == 30
-    assert len(told) == 1 and history.segments[-1].name in told[0]
+    named = [Segment.of(one.name, one.size, one.sha256) for one in loaded.manifest.shared]
+    past = History.restored(loaded.sections, named, shared_files(loaded, told.append)).past()
+    assert len(told) == 1 and history.segments[1].name in told[0]
+    assert [row.step for row in past.evaluations] == [4, 8, 24, 28, 32] and past.segments == tuple(named)
     with pytest.raises(BadCheckpointError):
         verify(checkpoints(run)[0])
 
@@ -251,8 +270,11 @@ def test_a_journal_that_has_the_same_steps_reads_no_segment(run: RunFolder, spec
 
 
 @pytest.mark.parametrize("lost", ["all of it", "a line"])
-def test_what_a_journal_lacks_is_read_from_the_segments(run: RunFolder, spec: Specs, lost: str) -> None:
+def test_what_a_journal_lacks_is_read_from_the_segments(
+    run: RunFolder, spec: Specs, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """G4: a ledger is whole, though the folder of the record was deleted, or a line of the journal damaged."""
+    monkeypatch.setattr(Journal, "seal", lambda journal, delivered: False)
     trained(run.claim(), STEPS)
     run_id = begun(spec())
     journal = spec().folder / run_id / NAME
