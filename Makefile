@@ -44,6 +44,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.first_step
 	$(BIN)/python -m tests.benchmarks.checkpoints
 	$(BIN)/python -m tests.benchmarks.recording
+	$(BIN)/python -m tests.benchmarks.million
 	$(BIN)/python -m tests.benchmarks.tables
 	$(BIN)/python -m tests.benchmarks.orders
 	$(BIN)/python -m tests.benchmarks.restart

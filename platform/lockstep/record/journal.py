@@ -255,9 +255,17 @@ class Journal:
         start = self._late.get(number)
         if start is None:
             if not self._on_time(number):
-                return self._sealed.step(number)
+                return self._sealed_step(number)
             start = self._starts[bisect_left(self._numbers, number)]
         return self._step_at(start)
+
+    def _sealed_step(self, number: int) -> StepRow | None:
+        try:
+            return self._sealed.step(number)
+        except (
+            RecordError
+        ):  # damaged since; whoever writes the ledger, or opens the journal, finds it as well
+            return None
 
     def _step_at(self, start: int) -> StepRow | None:
         data, length = b"", 0
@@ -382,8 +390,14 @@ class Journal:
         The lines before the offset `delivered` became points that the store has. RecordError where the disk refuses: the journal
         then has all that it had.
         """
-        if self.damage:
-            return False  # what is there again is behind what came after it
+        try:
+            return not self.damage and self._seal(
+                delivered
+            )  # what is there again is behind what came after it
+        except OSError as error:
+            raise _broken(self._path, error) from error
+
+    def _seal(self, delivered: int) -> bool:
         segments: list[Segment] = []
         while len(segments) < _MOST_AT_ONCE and (steps := self._full(segments, delivered)) is not None:
             rows = [row for number in steps if (row := self.step(number)) is not None]
