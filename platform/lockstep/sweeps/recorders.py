@@ -42,7 +42,7 @@ class TrialRecorder:
         self.view, self.asked = RunView(attempt=0), Asked()
         self.found: Recorded | None = None
         self.closed = False
-        self._recorder = Recorder(
+        self._recorder: Recorder | None = Recorder(
             spec,
             run_id=run_id,
             on_aliases=partial(pin_aliased, spec.checkpoint.storage),
@@ -53,15 +53,24 @@ class TrialRecorder:
         self._looked = threading.Event()
         self._started: Started | None = None
         self._signal: int | None = None
+        self._closed_as: str | None = None
 
     @property
     def run_id_now(self) -> str | None:
         """The run's id, or None as long as there is no run."""
-        return self._recorder.run_id() if self._recorder.opened else None
+        recorder = self._recorder
+        if recorder is None:
+            return self._closed_as
+        return recorder.run_id() if recorder.opened else None
 
     def run_id(self) -> str:
         """Wait until the run exists; its id."""
-        return self._recorder.run_id()
+        recorder = self._recorder
+        if recorder is not None:
+            return recorder.run_id()
+        if self._closed_as is None:
+            raise RecordError("record: the run was not created")
+        return self._closed_as
 
     def begun(self) -> str | None:
         """The id of the run, which is waited for where it is on its way; None where nothing has begun one."""
@@ -95,23 +104,25 @@ class TrialRecorder:
 
     def record(self, *events: Event) -> None:
         """Have events recorded, unless a finished run stands for this one."""
-        if self.found is None:
-            self._recorder.tell(*events)
+        recorder = self._recorder
+        if self.found is None and recorder is not None:
+            recorder.tell(*events)
 
     def _start(self, started: Started) -> None:
         first, self._started = self._started is None, started
         if first and self._looks:
             identity = started.facts["identity"]
             self.found = find_finished(self.spec.record.uri or "", identity, self.spec.folder)
-        if self.found is None:
+        recorder = self._recorder
+        if self.found is None and recorder is not None:
             if first:
-                self._recorder.start()
-            self._recorder.tell(started)
+                recorder.start()
+            recorder.tell(started)
         self._looked.set()
 
     def adopt(self) -> tuple[str, list[EvaluationRow], str]:
         """Record the run that was found as this trial: the same rows, and a tag that says whose they are. Its id, evaluations and digest."""
-        assert self.found is not None and self._started is not None
+        assert self.found is not None and self._started is not None and self._recorder is not None
         found, self.found = self.found, None
         history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
         self._recorder.start()
@@ -124,19 +135,24 @@ class TrialRecorder:
 
     def end(self, message: str, details: str, status: EndStatus) -> None:
         """The trial ended early, as the driver sees it."""
+        assert self._recorder is not None, "ended once"
         if self._started is None:
             self._recorder.start()
         self._recorder.tell(Failed(message, details, status))
 
     def close(self) -> RecordError | None:
-        """Write what is left, once. What could not be."""
-        if self.closed:
+        """Write what is left, once. What could not be. Of the recorder nothing stays in memory but the run's id."""
+        recorder = self._recorder
+        if self.closed or recorder is None:
             return None
         self.closed = True
         try:
-            self._recorder.close()
+            recorder.close()
         except RecordError as error:
             return error
+        finally:
+            self._closed_as = recorder.run_id() if recorder.opened else None
+            self._recorder, self._started = None, self._started and Started({})
         return None
 
 
@@ -170,7 +186,7 @@ class RecordersActor:
 
     @ray.method(concurrency_group="sweep")
     def update_sweep(self, trials: Sequence[Mapping[str, Any]]) -> RecordError | None:
-        """The table of trials as it is now; what could not be recorded."""
+        """Trials as they are now, which were not when the table was last told; what could not be recorded."""
         return self._sweep.update(trials)
 
     @ray.method(concurrency_group="sweep")
@@ -279,7 +295,7 @@ class RecordersActor:
 
         thread = threading.Thread(target=close, name="lockstep-close")
         thread.start()
-        self._closing.append(thread)
+        self._closing = [*filter(threading.Thread.is_alive, self._closing), thread]
 
 
 @contextmanager

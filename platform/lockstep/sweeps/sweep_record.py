@@ -1,7 +1,7 @@
 """The run of a sweep in its store: the space, the table of trials, the best spec, figures. Each of its trials is a run below it.
 
-All of it is a function of the table, so it is written anew whenever that grows: what an outage has kept back is
-said by the next call, and the last one is repeated until it is heard.
+All of it is a function of the table, which is told by the rows that changed: what an outage has kept back is said by the next
+call, and the last one is repeated until it is heard. The documents have all rows, so they are written now and then, and at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ from lockstep.sweeps import figures
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""
+
+DOCUMENTS_S = 10.0
+"""How often the table's documents are written while the sweep lasts: of a thousand trials they are 0.3 MB."""
 
 SEEN = 1000
 """How many of the newest runs are looked through for those that a killed driver has left."""
@@ -44,6 +48,8 @@ class SweepRecord:
         self.url = self._store.url()
         self._told = max(self._store.last_steps().values(), default=0)
         self._best = ""
+        self._trials: dict[int, Mapping[str, Any]] = {}
+        self._written_at = -math.inf
         self._store.set_status("RUNNING")
         if sweep_id is not None:  # runs that a killed driver has left RUNNING are marked where they are read
             reader(base.record.uri or "", base.folder).runs(None, SEEN)
@@ -66,13 +72,15 @@ class SweepRecord:
         return document
 
     def update(self, trials: Trials) -> RecordError | None:
-        """Say how the trials stand. What could not be said, which the next call says again."""
-        return self._try(lambda: self._say(trials))
+        """Say how the sweep stands, of which these trials have changed. What could not be said, which the next call says again."""
+        self._trials |= {trial["trial"]: trial for trial in trials}
+        return self._try(lambda: self._say([self._trials[number] for number in sorted(self._trials)]))
 
     def end(self, trials: Trials, status: Status, verdict: str) -> RecordError | None:
-        """Say the last of it. What could not be said within a minute."""
+        """Say the last of it, of all trials. What could not be said within a minute."""
 
         def say() -> None:
+            self._written_at = -math.inf
             self._say(trials)
             for path in figures.draw(self._sweep, trials, self.folder):
                 self._store.log_file(path, path.parent.name)
@@ -105,9 +113,11 @@ class SweepRecord:
     def _say(self, trials: Trials) -> None:
         self._store.set_tags(process_tags(time.time()))
         best = best_of(trials, self._sweep.mode)
-        columns, rows = table(trials, list(self._sweep.space))
-        self._document("trials.json", json.dumps({"columns": columns, "data": rows}, default=str) + "\n")
-        self._document("trials.csv", _csv(columns, rows))
+        if time.monotonic() - self._written_at >= DOCUMENTS_S:
+            columns, rows = table(trials, list(self._sweep.space))
+            self._document("trials.json", json.dumps({"columns": columns, "data": rows}, default=str) + "\n")
+            self._document("trials.csv", _csv(columns, rows))
+            self._written_at = time.monotonic()
         counts = ", ".join(f"{count} {status}" for status, count in sorted(tally(trials).items()))
         tags = {
             "lockstep.trials": counts,
@@ -124,9 +134,10 @@ class SweepRecord:
     def _points(self, trials: Trials) -> list[Point]:
         """The best value after each trial that ended, in the order of their ends."""
         ended = sorted((t for t in trials if t["order"] is not None), key=lambda trial: trial["order"])
-        points = []
+        points, best = [], best_of(ended[: self._told], self._sweep.mode)
         for count in range(self._told + 1, len(ended) + 1):
-            best = best_of(ended[:count], self._sweep.mode)
+            so_far = [] if best is None else [best]
+            best = best_of([*so_far, ended[count - 1]], self._sweep.mode)
             if best is not None:
                 at = int(1000 * ended[count - 1]["ended"])
                 points.append(Point(f"best/{self._sweep.metric}", best["metric"], at, count))

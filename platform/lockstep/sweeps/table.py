@@ -40,6 +40,8 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         self._began = time.monotonic()
         self._recorded_at = time.monotonic()
         self._update: Any = None
+        self._changed: set[int] = set()
+        """Trials that the record does not know as they are."""
         self._ends = 0
 
     @property
@@ -86,6 +88,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
     def pruned(self, number: int, reason: str) -> None:
         """The scheduler ends a trial."""
         self.rows[number]["reason"] = reason
+        self._changed.add(number)
         self._recorders.end_trial.remote(str(number), f"pruned by {reason}", "", "KILLED")
 
     # --- what Tune asks ----------------------------------------------------------------------------------------
@@ -97,6 +100,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         self._record_now_and_then()
         for number, why in self._watch.end_hung().items():
             self.rows[number]["reason"] = why
+            self._changed.add(number)
             self._progress.say(f"trial {number} was ended and starts again: {why}")
         reason = self._reason_to_end() if self.over is None else None
         if reason is not None:
@@ -119,6 +123,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
 
     def _row(self, trial: Any) -> dict[str, Any]:
         number, fields = trial.config["trial"], trial.config["fields"]
+        self._changed.add(number)
         row = self.rows.setdefault(
             number,
             {
@@ -161,10 +166,11 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
             self.record()
 
     def record(self) -> None:
-        """Send the table to the record, where the last one has arrived."""
+        """Send what has changed of the table to the record, where the last of it has arrived."""
         if self._update is None or ray.wait([self._update], timeout=0)[0]:
             self._recorded_at = time.monotonic()
-            self._update = self._recorders.update_sweep.remote(self.table)
+            changed, self._changed = sorted(self._changed), set()
+            self._update = self._recorders.update_sweep.remote([self.rows[number] for number in changed])
 
     def _show(self) -> None:
         best = best_of(self.table, self._sweep.mode)
