@@ -18,10 +18,13 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.checkpoint.reader import Checkpoint, checkpoints
+from lockstep.checkpoint.reader import Checkpoint, checkpoints, load_newest, shared_files
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, SpecError, StorageError
+from lockstep.record import segments
+from lockstep.record.history import History
+from lockstep.record.ledger import DETERMINISTIC
 from lockstep.training.state import TrainState
 from tests.distributed import test_fp16, test_same_bits
 from tests.distributed.covering import covering, pairs
@@ -188,6 +191,23 @@ def test_four_attempts_in_a_row(pool: Pool, tmp_path: Path) -> None:
     assert (trained.rows, trained.evaluations, trained.weights_digest, trained.best) == (
         whole.rows, whole.evaluations, whole.weights_digest, whole.best,
     )  # fmt: skip
+
+
+def test_a_run_whose_steps_are_sealed_comes_to_the_same_ledger(tmp_path: Path) -> None:
+    """G4: three attempts, whose checkpoints name the segments of the attempts before."""
+    whole = undisturbed("digits", "fp32")
+    spec = document("digits", checkpoint={"storage": str(tmp_path), "every": {"steps": 1}})
+    with mock.patch.object(segments, "SEGMENT_STEPS", 2):
+        train_attempt(spec, RUN, AttemptOrigin(), 3)
+        train_attempt(spec, RUN, taken_up(str(tmp_path), None), 4)
+        rest = train_attempt(spec, RUN, taken_up(str(tmp_path), None))
+    newest = load_newest(folder(str(tmp_path)), pytest.fail)
+    assert newest is not None and len(newest.manifest.shared) == len(whole.rows) // 2
+    rows = History.whole(newest.sections, shared_files(newest, pytest.fail))
+    found = [bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in rows.steps]
+    assert tuple(found) == whole.rows
+    assert tuple((row.step, row.epoch, bits(row.metrics)) for row in rows.evaluations) == whole.evaluations
+    assert (rest.weights_digest, rest.evaluations) == (whole.weights_digest, whole.evaluations)
 
 
 def test_an_evaluation_that_a_stop_put_off_is_made_first(tmp_path: Path) -> None:
