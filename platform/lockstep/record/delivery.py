@@ -147,7 +147,7 @@ class Delivery:
         for event, after in self._events(cursor):
             before = cursor.before
             if before is None and isinstance(event, StepRow) and event.step > 1:
-                before = self._journal.step(event.step - 1)  # it is sealed
+                before = self._journal.sealed_step(event.step - 1)
             made = points_of(event, before, scaled=self._scaled, started_at=self._started_at)
             new = [point for point in made if self._is_new(point)]
             if points and len(points) + len(new) > POINTS_PER_CALL:

@@ -255,11 +255,12 @@ class Journal:
         start = self._late.get(number)
         if start is None:
             if not self._on_time(number):
-                return self._sealed_step(number)
+                return self.sealed_step(number)
             start = self._starts[bisect_left(self._numbers, number)]
         return self._step_at(start)
 
-    def _sealed_step(self, number: int) -> StepRow | None:
+    def sealed_step(self, number: int) -> StepRow | None:
+        """The row of a step that is sealed. Any thread may ask."""
         try:
             return self._sealed.step(number)
         except (
@@ -390,10 +391,10 @@ class Journal:
         The lines before the offset `delivered` became points that the store has. RecordError where the disk refuses: the journal
         then has all that it had.
         """
+        if self.damage:
+            return False  # what a damaged line held may come yet
         try:
-            return not self.damage and self._seal(
-                delivered
-            )  # what is there again is behind what came after it
+            return self._seal(delivered)
         except OSError as error:
             raise _broken(self._path, error) from error
 
