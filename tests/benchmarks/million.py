@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -26,14 +27,15 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.checkpoint.manifest import SharedFile
 from lockstep.checkpoint.reader import Checkpoint, load_newest, shared_files
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.runs import read_shared
-from lockstep.checkpoint.saver import AsyncSaver, Saved
+from lockstep.checkpoint.saver import AsyncSaver, Saved, Share
 from lockstep.checkpoint.storages import open_storage
 from lockstep.record.events import Finished, Segment, Started, StepRow
-from lockstep.record.history import History
+from lockstep.record.history import History, Saving
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -50,6 +52,27 @@ def row(step: int) -> StepRow:
         step, step // 1000, 64 * step, 2.0 + noise / 7, 64.0, {"entropy": noise / 3}, 1e-3 / step,
         1.0 + noise / 9, 1.0, 1.0, False, 1e-4, 1e-3 + abs(noise) / 1e4, 1.7e9 + step / 100, 1,
     )  # fmt: skip
+
+
+class Timed:
+    """The rows of a save, and the processor's time from their first byte until the segments before them are written, in its thread."""
+
+    def __init__(self, rows: Saving) -> None:
+        self._steps, self._others = rows.blocks()["steps"], rows.blocks()["evaluations"]
+        self._sharing = _sharing(rows)
+        self._began = self.cpu_s = 0.0
+
+    def blocks(self) -> dict[str, Callable[[], bytes]]:
+        def steps() -> bytes:
+            self._began = time.thread_time()
+            return self._steps()
+
+        return {"steps": steps, "evaluations": self._others}
+
+    def sharing(self, share: Share) -> Sequence[SharedFile]:
+        found = self._sharing(share)
+        self.cpu_s = time.thread_time() - self._began
+        return found
 
 
 class Watch:
@@ -103,7 +126,7 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
     run = RunFolder.create(open_storage(spec.checkpoint.storage), run_id)
     saves: list[Saved] = []
     saver = AsyncSaver(run.claim(), keep=Keep(last=2), on_saved=saves.append)
-    history, nbytes, pauses = History(), [], list[float]()
+    history, nbytes, pauses, cpu = History(), [], list[float](), list[float]()
     state = {"weight": torch.zeros(1000)}
     process, before = psutil.Process(), 0
     most, known = 0, set[str]()
@@ -116,9 +139,10 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
             continue
         while recorder.journaled < step - AHEAD:
             time.sleep(0.01)
-        rows = history.saving()
-        pauses.append(sum(saver.save(step, {"model": state, **rows.blocks()}, None, _sharing(rows))))
+        rows = Timed(history.saving())
+        pauses.append(sum(saver.save(step, {"model": state, **rows.blocks()}, None, rows.sharing)))
         saver.wait()
+        cpu.append(rows.cpu_s)
         assert saver.failure is None, saver.failure
         checkpoint = Checkpoint.of(run, step)
         manifest = checkpoint.manifest()
@@ -145,6 +169,8 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
             round(1e3 * mean(part), 1) for part in ((written[1 : ten + 1] or written), written[-ten:])
         ],
         "save_ms_ratio": round(mean(written[-ten:]) / mean(written[1 : ten + 1] or written), 3),
+        "save_cpu_ms": [round(1e3 * mean(part), 1) for part in (cpu[:ten], cpu[-ten:])],
+        "save_cpu_ratio": round(mean(cpu[-ten:]) / mean(cpu[:ten]), 3),
         "pause_ms_most": round(1e3 * max(pauses[1:] or pauses), 2),
         "heartbeat_silent_s": late_s,
         "journal_mb": round((spec.folder / run_id / "journal.jsonl").stat().st_size / 1e6, 1),
@@ -154,15 +180,17 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
 def taken_up(storage: Path, run_id: str, steps: int) -> dict[str, Any]:
     """In a fresh process: take the run up and end it."""
     spec = spec_in(storage)
-    began = time.monotonic()
+    began, cpu = time.monotonic(), time.process_time()
     recorder = recorder_of(spec, run_id)
     recorder.start()
     found = load_newest(RunFolder.open(open_storage(spec.checkpoint.storage), run_id), print)
     assert found is not None
     named = [Segment.of(one.name, one.size, one.sha256) for one in found.manifest.shared]
     history = History.restored(found.sections, named, shared_files(found, print))
+    restored_cpu_s = time.process_time() - cpu
     recorder.run_id()
     ready_s = time.monotonic() - began
+    recorder_cpu_s = sum(psutil.Process(recorder._writer._process.pid).cpu_times()[:2])  # type: ignore[union-attr]
     recorder.tell(Started({"identity": "million"}), history.past())
     while recorder.journaled < 2:
         time.sleep(0.01)
@@ -174,6 +202,7 @@ def taken_up(storage: Path, run_id: str, steps: int) -> dict[str, Any]:
     status = json.loads((spec.folder / run_id / "run.json").read_text())["status"]
     return {
         "restart_s": round(ready_s, 2),
+        "restart_cpu_s": [round(restored_cpu_s, 2), round(recorder_cpu_s, 2)],
         "compared_s": round(compared_s, 2),
         "ended_s": round(time.monotonic() - ending, 1),
         "heartbeat_silent_at_end_s": watch.close(),
@@ -205,7 +234,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         short = again(folder, trained(Path(folder), arguments.every, arguments.every))
         told = trained(Path(folder), arguments.steps, arguments.every)
-        told |= again(folder, told) | {"restart_of_a_run_of_one_save_s": short["restart_s"]}
+        told |= again(folder, told) | {
+            "restart_of_a_run_of_one_save": [short["restart_s"], *short["restart_cpu_s"]]
+        }
     text = json.dumps(told, indent=1)
     print(text)
     if arguments.json:
