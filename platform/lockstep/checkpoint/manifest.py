@@ -92,7 +92,11 @@ class Manifest:
             "files": [asdict(entry) for entry in self.files],
             "identity": self.facts.identity,
             **facts,
-            **({"shared": [asdict(entry) for entry in self.shared]} if self.shared else {}),
+            **(
+                {"shared": [f"{one.name} {one.size} {one.sha256}" for one in self.shared]}
+                if self.shared
+                else {}
+            ),
         }
         return _canonical({**document, "sha256": _digest(document)})
 
@@ -129,7 +133,7 @@ def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
         attempt=_of(int, document["attempt"]),
         written_at=_of(float, document["written_at"]),
         files=tuple(FileEntry(**entry) for entry in document["files"]),
-        shared=tuple(SharedFile(**entry) for entry in document.get("shared", ())),
+        shared=tuple(map(_shared, document.get("shared", ()))),
         facts=Facts(
             identity=_of(str, document["identity"]),
             **{name: _of(dict, unpack(document[name], {})) for name in _FACTS},
@@ -144,12 +148,18 @@ def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
     return manifest
 
 
+def _shared(text: str) -> SharedFile:
+    """From one line a file: of thousands, an object each would be most of what a save costs."""
+    name, size, sha256 = text.split(" ")
+    return SharedFile(name, int(size), sha256)
+
+
 def _version_2(document: dict[str, Any], text: bytes) -> Manifest:
     manifest = _version_1(document, text)
     for entry in manifest.shared:
-        if not layout.is_shared(_of(str, entry.name)):
+        if not layout.is_shared(entry.name):
             raise BadCheckpointError(f"it names {entry.name!r}, which is no file that checkpoints share")
-        if _of(int, entry.size) < 0 or len(_of(str, entry.sha256)) != 64:
+        if entry.size < 0 or len(entry.sha256) != 64:
             raise BadCheckpointError(f"it gives {entry.name!r} no size or hash")
     return manifest
 

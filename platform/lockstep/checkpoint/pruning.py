@@ -53,7 +53,9 @@ class Catalogue:
     def _looked_at(self, step: int) -> Known | None:
         """The checkpoint that this attempt has just published, without reading its files back; None where one is not there."""
         try:
-            manifest = verify(Checkpoint.of(self.attempt.run, step, self.attempt.manifest), hashes=False)
+            manifest = verify(
+                Checkpoint.of(self.attempt.run, step, self.attempt.manifest), hashes=False, shared=False
+            )
         except (BadCheckpointError, LostFileError):
             return None
         return Known(step, True, manifest.facts.metrics)

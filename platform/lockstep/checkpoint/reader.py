@@ -125,19 +125,20 @@ def load_step(run: RunFolder, step: int) -> Loaded:
     raise failed
 
 
-def verify(checkpoint: Checkpoint, *, hashes: bool = True) -> Manifest:
+def verify(checkpoint: Checkpoint, *, hashes: bool = True, shared: bool = True) -> Manifest:
     """The manifest of a checkpoint whose files are all there, with the right sizes and hashes.
 
-    BadCheckpointError names the first file that is wrong, and how. Without `hashes` only the sizes are compared.
+    BadCheckpointError names the first file that is wrong, and how. Without `hashes` only the sizes are compared, and
+    without `shared` nothing of the files that it shares.
     """
     manifest = checkpoint.manifest()
     check_sizes(checkpoint, manifest.files, _sizes(checkpoint))
     for entry in manifest.files if hashes else ():
         _read(checkpoint, entry, lambda file: file.rest())
-    if manifest.shared:
+    if shared and manifest.shared:
         check_sizes(checkpoint, manifest.shared, _sizes_of_shared(checkpoint))
-    for shared in manifest.shared if hashes else ():
-        _read(checkpoint, shared, lambda file: file.rest())
+    for other in manifest.shared if hashes and shared else ():
+        _read(checkpoint, other, lambda file: file.rest())
     return manifest
 
 

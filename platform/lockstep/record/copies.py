@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import LockstepError, first_line
 from lockstep.files import NO_LINKS
@@ -179,8 +180,8 @@ def _held(folder: Path) -> Iterator[Path]:
             named = json.loads((held / "manifest.json").read_bytes())
             for entry in named["files"]:
                 os.link(folder / entry["name"], held / entry["name"])
-            for entry in named.get("shared", ()):
-                os.link(folder.parent / SHARED / entry["name"], held / entry["name"])
+            for name in _shared(named):
+                os.link(folder.parent / SHARED / name, held / name)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
@@ -197,9 +198,14 @@ def _held(folder: Path) -> Iterator[Path]:
 def _copy_shared(folder: Path, held: Path) -> None:
     """Copy a checkpoint that shares files into `held`, which is left empty where it shares none."""
     named = json.loads((folder / "manifest.json").read_bytes())
-    if not named.get("shared"):
+    if not _shared(named):
         return
-    for entry in named["shared"]:
-        shutil.copyfile(folder.parent / SHARED / entry["name"], held / entry["name"])
+    for name in _shared(named):
+        shutil.copyfile(folder.parent / SHARED / name, held / name)
     for entry in [*named["files"], {"name": "manifest.json"}]:
         shutil.copyfile(folder / entry["name"], held / entry["name"])
+
+
+def _shared(manifest: Mapping[str, Any]) -> list[str]:
+    """The names of the files that a checkpoint shares with others: an entry is name, size and hash."""
+    return [entry.split(" ")[0] for entry in manifest.get("shared", ())]

@@ -27,7 +27,7 @@ from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.pruning import clear_leftovers, prune
-from lockstep.checkpoint.reader import Checkpoint, checkpoints, load, newest_good
+from lockstep.checkpoint.reader import Checkpoint, checkpoints, load, newest_good, verify
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.storage import Written
@@ -157,9 +157,8 @@ def complaints(folder: Path, scenario: str) -> list[str]:
     if newest is None and scenario == "next":
         found.append("no good checkpoint is left")
     for checkpoint in checkpoints(run):
-        loaded = load(
-            checkpoint, shared=True
-        )  # raises where one is not whole: a crash never leaves a bad one
+        verify(checkpoint)  # raises where one is not whole: a crash never leaves a bad one
+        loaded = load(checkpoint)
         if not same(loaded.sections, ordered(loaded.sections, small(loaded.manifest.step))):
             found.append(f"step {loaded.manifest.step} holds another state")
     save_next(run, "sound")
