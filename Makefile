@@ -42,6 +42,7 @@ chaos: $(INSTALLED_TEST)  ## eighty seeded kills of workers, nodes, recorders an
 bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.first_step
+	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.checkpoints
 	$(BIN)/python -m tests.benchmarks.recording
 	$(BIN)/python -m tests.benchmarks.million
