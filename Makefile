@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit exact chaos bench newest-ray clean
+.PHONY: train test lint types imports unit exact chaos bench gpu newest-ray clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -50,6 +50,10 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.orders
 	$(BIN)/python -m tests.benchmarks.restart
 	$(BIN)/python -m tests.benchmarks.sweeps
+
+# Without Ray and without a network: the environment where there is one, else any Python with torch, pydantic and safetensors.
+gpu:  ## what only a GPU can show: a table, and the page gpu.md; names what it skips where there is no CUDA
+	PYTHONPATH=platform $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu.report
 
 NEWEST := .venv-newest-ray
 

@@ -55,8 +55,8 @@ def document(micro_batches: int, reduction: str = "exact") -> Document:
 class Counting(NoRequests):
     """Begins to count after the second step."""
 
-    def __init__(self) -> None:
-        self.context = counted()
+    def __init__(self, device: str) -> None:
+        self.context = counted(device)
         self.found = LiveBytes()
 
     def tell(self, event: Event) -> None:
@@ -64,13 +64,13 @@ class Counting(NoRequests):
             self.found = self.context.__enter__()
 
 
-def peak(document: Document, kept: bool = False) -> float:
+def peak(document: Document, kept: bool = False, device: str = "cpu") -> float:
     """Sets of gradients that this worker has at the most, DDP's buckets among them.
 
     `kept` is the control: partial sums of a step stay alive until the next one.
     """
-    spec, record = load_spec(document), Counting()
-    job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device("cpu"))
+    spec, record = load_spec(document), Counting(device)
+    job, group = load_job(spec.job.use, spec.job.params), Group.join(torch.device(device))
     begin = reduction.Reduction.begin
 
     def keeping(self: Any, position: Any, folded: Any, apart: Any) -> None:
@@ -80,8 +80,9 @@ def peak(document: Document, kept: bool = False) -> float:
     with mock.patch.object(reduction.Reduction, "begin", keeping if kept else begin):
         fit(spec, job, group, record.tell, record)
     record.context.__exit__(None, None, None)
-    buckets = 1 if group.size > 1 else 0  # they are there before
-    return record.found.peak / SET + buckets
+    # There before: the buckets, and on CUDA, where what is freed is counted, also a single worker's gradients.
+    before = 1 if group.size > 1 or device == "cuda" else 0
+    return record.found.peak / SET + before
 
 
 def check(pool: Pool, workers: int, micro_batches: int) -> None:

@@ -97,10 +97,10 @@ class Kept(NoRequests):
         return len(self.steps) == self._stop_in
 
 
-def train(document: Document) -> Trained:
+def train(document: Document, device: str = "cpu") -> Trained:
     """`fit` on the job that the spec names, in the process group at hand or alone."""
     spec = load_spec(document)
-    return train_job(document, load_job(spec.job.use, spec.job.params))
+    return train_job(document, load_job(spec.job.use, spec.job.params), device=device)
 
 
 def train_sending(document: Document, latency_bytes: int) -> Trained:
@@ -119,7 +119,7 @@ def train_stopped(document: Document, rank: int, step: int) -> Trained:
 
 
 def train_attempt(
-    document: Document, run_id: str, origin: AttemptOrigin, stop_after: int | None = None
+    document: Document, run_id: str, origin: AttemptOrigin, stop_after: int | None = None, device: str = "cpu"
 ) -> Trained:
     """One attempt of a run that is saved: the run's first where `origin` names none. It may be asked to stop after a step."""
     spec = load_spec(document)
@@ -129,6 +129,7 @@ def train_attempt(
         None if stop_after is None else stop_after - 1,
         run_id,
         origin,
+        device,
     )
 
 
@@ -138,12 +139,13 @@ def train_job(
     stop_in: int | None = None,
     run_id: str = "",
     origin: AttemptOrigin | None = None,
+    device: str = "cpu",
 ) -> Trained:
     """`fit` on `job`; the spec's own job is not looked at but for its source."""
     made: list[nn.Module] = []
     record = Kept(made, stop_in, run_id)
     with _model_seen(job, made), _buckets_counted(record.buckets):
-        summary = fit(load_spec(document), job, Group.join(torch.device("cpu")), record.tell, record, origin)
+        summary = fit(load_spec(document), job, Group.join(torch.device(device)), record.tell, record, origin)
     assert summary is not None
     return Trained(
         weights_digest=summary["weights_digest"],
@@ -157,7 +159,9 @@ def train_job(
         summary=summary,
         steps=tuple(record.steps),
         buckets=min((record.buckets.count(step) for step in set(record.buckets) if step > 1), default=0),
-        gradients={name: p.grad.clone() for name, p in made[0].named_parameters() if p.grad is not None},
+        gradients={
+            name: p.grad.cpu().clone() for name, p in made[0].named_parameters() if p.grad is not None
+        },
     )
 
 

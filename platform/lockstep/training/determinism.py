@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -83,7 +84,7 @@ def filled_memory(on: bool) -> Iterator[None]:
 
 
 def numerics_probe(device: torch.device) -> str:
-    """sha256 (first 16 digits) over the results of some forty kernels on fixed inputs, in tens of milliseconds.
+    """sha256 (first 16 digits) over the results of some fifty kernels, of forward and backward, on fixed inputs, in tens of milliseconds.
 
     Two processes with one probe may be expected to give the same bits for the same program; two that differ
     (another instruction set, library build or number of threads) certainly do not.
@@ -127,10 +128,37 @@ def _probe_results(device: torch.device) -> Iterator[tuple[str, Tensor]]:
     for reduce in reductions:
         yield reduce.__name__, reduce(x)
     yield "sum rows", x.sum(0)
-    yield "cumsum", x.cumsum(1)
+    if device.type == "cpu":
+        yield "cumsum", x.cumsum(1)  # on CUDA it has no deterministic kernel, and raises under strict
     yield "softmax", F.softmax(x, 1)
     yield "log softmax", F.log_softmax(x, 1)
     yield "logsumexp", x.logsumexp(1)
     yield "layer norm", F.layer_norm(x, (127,))
     yield "batch norm", F.batch_norm(images, None, None, training=True)
-    yield "cross entropy", F.cross_entropy(x, torch.arange(33, device=device) % 127)
+    labels = torch.arange(33, device=device) % 127
+    yield "cross entropy", F.cross_entropy(x, labels)
+    with torch.enable_grad():
+        yield from _gradients(device, x, images, heads, labels)
+
+
+def _gradients(
+    device: torch.device, x: Tensor, images: Tensor, heads: Tensor, labels: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Backward has kernels of its own, whose sums go over other dimensions."""
+    words = _values(device, 41, 24)
+    calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        "linear": (F.linear, (x, _values(device, 64, 127), _values(device, 64))),
+        "conv": (partial(F.conv2d, padding=1), (images, _values(device, 8, 5, 3, 3))),
+        "attention": (partial(F.scaled_dot_product_attention, is_causal=True), (heads, heads.flip(2), heads)),
+        "embedding": (lambda table: F.embedding((labels * 7) % 5, table), (words,)),
+        "layer norm": (partial(F.layer_norm, normalized_shape=(127,)), (x,)),
+        "batch norm": (lambda a: F.batch_norm(a, None, None, training=True), (images,)),
+        "cross entropy": (lambda a: F.cross_entropy(a, labels), (x,)),
+        "gelu": (F.gelu, (x,)),
+    }
+    for name, (function, inputs) in calls.items():
+        leaves = [one.detach().clone().requires_grad_() for one in inputs]
+        result = function(*leaves)
+        gradients = torch.autograd.grad(result, leaves, _values(device, *result.shape))
+        for i, gradient in enumerate(gradients):
+            yield f"gradient {i} of {name}", gradient

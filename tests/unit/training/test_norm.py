@@ -27,7 +27,8 @@ def in_buckets(every: list[Tensor], count: int, offset: int) -> list[Tensor]:
     found: list[Tensor] = []
     for b in range(count):
         mine = [(i, g) for i, g in reversed(list(enumerate(every))) if i % count == b]
-        bucket, at = torch.full((offset + sum(g.numel() for _, g in mine),), math.nan), offset
+        length, at = offset + sum(g.numel() for _, g in mine), offset
+        bucket = torch.full((length,), math.nan, device=every[0].device)
         for _, gradient in mine:
             view = bucket[at : at + gradient.numel()].view(gradient.shape)
             found.append(view.copy_(gradient))
