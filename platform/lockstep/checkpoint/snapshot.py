@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.tree import Tree, pack
+from lockstep.checkpoint.tree import Elsewhere, Packed, Tree, pack
 from lockstep.errors import JobError, StorageError
 
 Block = bytes | Callable[[], bytes]
@@ -70,6 +70,39 @@ def snapshot(
     Trees are the same on all `ranks`; blocks of bytes are rank 0's alone, and another rank's are left out.
     JobError for what is no tree, StorageError where there is no memory for the copy.
     """
+    packed, blocks = _packed(sections)
+    sources = [tensor for found in packed.values() for tensor in found.tensors.values()]
+    shares = _shares(sources, ranks)
+    own = shares[rank] if rank < len(shares) else range(0)
+    buffers = into.buffers if into is not None else Buffers()
+    mine = [tensor for tensor in sources[own.start : own.stop] if isinstance(tensor, Tensor)]
+    if len(mine) < len(own):
+        raise RuntimeError(f"rank {rank} was not given {len(own) - len(mine)} of the tensors that it writes")
+    copies, copied = buffers.copy(mine)
+    tensors, start = dict[str, dict[str, Tensor]](), 0
+    for section, found in packed.items():
+        held = range(max(own.start, start), min(own.stop, start + len(found.tensors)))
+        if held:
+            names = islice(found.tensors, held.start - start, held.stop - start)
+            tensors[section] = dict(zip(names, copies[held.start - own.start :], strict=False))
+        start += len(found.tensors)
+    trees = {section: found.skeleton for section, found in packed.items()}
+    return Snapshot(trees, blocks if rank == 0 else {}, tensors, rank, len(shares), buffers, copied)
+
+
+def writers(sections: Mapping[str, Tree | Block], ranks: int) -> dict[int, int]:
+    """The rank that writes each tensor which stands `Elsewhere`, by the id of that. The same on every rank."""
+    sources = [tensor for found in _packed(sections)[0].values() for tensor in found.tensors.values()]
+    return {
+        id(sources[i]): rank
+        for rank, share in enumerate(_shares(sources, ranks))
+        for i in share
+        if isinstance(sources[i], Elsewhere)
+    }
+
+
+def _packed(sections: Mapping[str, Tree | Block]) -> tuple[dict[str, Packed], dict[str, Block]]:
+    """The sections that are trees, taken apart, and those that are blocks."""
     packed, blocks = {}, {}
     for section, content in sections.items():
         if not layout.is_section(section):
@@ -78,20 +111,11 @@ def snapshot(
             blocks[section] = content
         else:
             packed[section] = pack(content, section)
-    sources = [tensor for found in packed.values() for tensor in found.tensors.values()]
-    shares = [range(len(sources))] if ranks == 1 else share_out([tensor.nbytes for tensor in sources], ranks)
-    own = shares[rank] if rank < len(shares) else range(0)
-    buffers = into.buffers if into is not None else Buffers()
-    copies, copied = buffers.copy(sources[own.start : own.stop])
-    tensors, start = dict[str, dict[str, Tensor]](), 0
-    for section, found in packed.items():
-        mine = range(max(own.start, start), min(own.stop, start + len(found.tensors)))
-        if mine:
-            names = islice(found.tensors, mine.start - start, mine.stop - start)
-            tensors[section] = dict(zip(names, copies[mine.start - own.start :], strict=False))
-        start += len(found.tensors)
-    trees = {section: found.skeleton for section, found in packed.items()}
-    return Snapshot(trees, blocks if rank == 0 else {}, tensors, rank, len(shares), buffers, copied)
+    return packed, blocks
+
+
+def _shares(sources: Sequence[Tensor | Elsewhere], ranks: int) -> list[range]:
+    return [range(len(sources))] if ranks == 1 else share_out([tensor.nbytes for tensor in sources], ranks)
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[range]:

@@ -21,6 +21,7 @@ import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -61,11 +62,30 @@ _NO_NAMES = ("", "__metadata__")  # safetensors keeps the second for itself
 _WORDS = frozenset({"$tensor", "$tuple", "$map", "$float", "$int"})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Elsewhere:
+    """Stands in a tree for a tensor that another rank writes. `shape` is as it is stored, `order` as in the skeleton."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    order: list[int] | None
+
+    @classmethod
+    def like(cls, tensor: Tensor, dtype: torch.dtype) -> Elsewhere:
+        """For what `torch.empty_like` would make of a tensor."""
+        stored, order = _in_order_of_memory(torch.empty_like(tensor, dtype=dtype, device="meta"))
+        return cls(dtype, stored.shape, order)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
 class Packed(NamedTuple):
     """A tree taken apart. The tensors are contiguous, and still the memory of the tree."""
 
     skeleton: Any
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | Elsewhere]
 
 
 def pack(tree: Tree, where: str = "tree") -> Packed:
@@ -105,7 +125,7 @@ class _Packing:
     """One tree on its way into a skeleton. It takes some 3 µs a tensor, of which a step pays every one."""
 
     def __init__(self, where: str) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor | Elsewhere] = {}
         self._where = where
         self._at: dict[int, list[str]] = {}
         """Names of the tensors that begin at an address."""
@@ -115,6 +135,8 @@ class _Packing:
         kind = type(value)
         if kind in _TENSORS:
             return self._tensor(value, path)
+        if kind is Elsewhere:
+            return self._elsewhere(value, path)
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
@@ -156,17 +178,26 @@ class _Packing:
         tensor, order = _in_order_of_memory(tensor)
         name = self._same_memory(tensor)
         if name is None:
-            name = path[1:]
-            if name in self.tensors or name in _NO_NAMES:
-                name = self._free_name(name)
-            self.tensors[name] = tensor
+            name = self._named(path, tensor)
             self._at.setdefault(tensor.data_ptr(), []).append(name)
-        return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
+        return _tensor_word(name, order)
+
+    def _elsewhere(self, value: Elsewhere, path: str) -> Any:
+        return _tensor_word(self._named(path, value), value.order)
+
+    def _named(self, path: str, tensor: Tensor | Elsewhere) -> str:
+        """Keep a tensor under the name of its place."""
+        name = path[1:]
+        if name in self.tensors or name in _NO_NAMES:
+            name = self._free_name(name)
+        self.tensors[name] = tensor
+        return name
 
     def _same_memory(self, tensor: Tensor) -> str | None:
         """The name of the tensor that is the same memory, if there is one. An empty one has no memory to share."""
         for name in self._at.get(tensor.data_ptr(), ()):
             other = self.tensors[name]
+            assert isinstance(other, Tensor)
             if (other.dtype, other.shape, other.device) == (tensor.dtype, tensor.shape, tensor.device):
                 return name if tensor.numel() else None
         return None
@@ -185,6 +216,10 @@ class _Packing:
             f"checkpoint: {place if len(place) < 200 else place[:200] + '…'} is {what}, which a checkpoint cannot hold; "
             "wanted tensors, numbers, text, true, false, None, and lists, tuples or mappings of these"
         )
+
+
+def _tensor_word(name: str, order: list[int] | None) -> dict[str, Any]:
+    return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
 
 
 def _in_order_of_memory(tensor: Tensor) -> tuple[Tensor, list[int] | None]:

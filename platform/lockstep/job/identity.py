@@ -50,7 +50,8 @@ def changed_fields(before: Spec, after: Spec) -> list[tuple[str, Any, Any]]:
 def _deciding(spec: Spec) -> dict[str, Any]:
     """The part of a spec that decides about bits."""
     document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
-    document["data"] = {key: value for key, value in document["data"].items() if key != "loader_processes"}
+    for section, placed in (("data", "loader_processes"), ("optimizer", "sharded")):
+        document[section] = {key: value for key, value in document[section].items() if key != placed}
     return document
 
 

@@ -28,7 +28,8 @@ from pydantic import (
 from lockstep.plan import Position, is_due
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
-"""Sections of the spec that are no part of the identity; `data.loader_processes` and a job's placement params are others."""
+"""Sections of the spec that are no part of the identity; `data.loader_processes`, `optimizer.sharded` and a job's placement params
+are others."""
 
 
 class Section(pydantic.BaseModel):
@@ -143,6 +144,7 @@ class AdamW(Section):
     weight_decay: NonNegativeFloat = 0.01
     betas: _Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
+    sharded: bool = False
 
 
 class Adam(Section):
@@ -153,6 +155,7 @@ class Adam(Section):
     weight_decay: NonNegativeFloat = 0.0
     betas: _Betas = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
+    sharded: bool = False
 
 
 class SGD(Section):
@@ -163,6 +166,7 @@ class SGD(Section):
     weight_decay: NonNegativeFloat = 0.0
     momentum: NonNegativeFloat = 0.0
     nesterov: bool = False
+    sharded: bool = False
 
     @field_validator("nesterov")
     @classmethod

@@ -44,6 +44,10 @@ class Start(NamedTuple):
     loaded: Loaded
     fork: bool
 
+    def without_state(self) -> Start:
+        """The same once the state has been taken over: the sections would stay in memory for as long as the run."""
+        return self._replace(loaded=self.loaded._replace(sections={}))
+
     @property
     def facts(self) -> Facts:
         return self.loaded.manifest.facts
@@ -236,6 +240,7 @@ class Checkpoints:
         if saver is None:
             return
         sections = {**self.state.sections(), "check": check_facts(self.spec, self.plan, self.state)}
+        sections = self.state.assembled(sections, self.group.size)
         facts = Facts(
             self.facts["identity"],
             self.facts["fields"],

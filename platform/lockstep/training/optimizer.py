@@ -12,10 +12,22 @@ from lockstep.errors import JobError, LockstepError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import SGD, AdamW, Optimizer
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.group import Group
+from lockstep.training.sharding import ShardedOptimizer, check_shardable
 
 
-def make_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
+def make_optimizer(
+    job: Job, model: nn.Module, spec: Optimizer, group: Group | None = None
+) -> torch.optim.Optimizer:
     """Over all parameters that ask for a gradient. A job's own optimizer must hold each of them once."""
+    whole = _whole_optimizer(job, model, spec)
+    if not spec.sharded:
+        return whole
+    check_shardable(whole)  # on one worker as well: what a run may be does not depend on how many execute it
+    return whole if group is None or group.size == 1 else ShardedOptimizer(whole, group)
+
+
+def _whole_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
     try:
         own = job.optimizer(model)
     except LockstepError:

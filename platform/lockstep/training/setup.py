@@ -125,7 +125,8 @@ def prepare(
         warn(text)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = make_model(spec, job, plan, group.device)
-    state = make_state(spec, job, plan, model, group.device, evaluates=eval_data is not None)
+    evaluates = eval_data is not None
+    state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     rehearsal, extent = StepRehearsal(job, spec, plan, state, batches, group.device, warn)()
     evaluate = None
@@ -151,6 +152,7 @@ def prepare(
         check_identity(start, facts["fields"])
         history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
         check_same_state(group, state)
+        start = start.without_state()
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
     if evaluate is not None:
         evaluate.restore_buffers = step.buffers.restore
@@ -159,11 +161,21 @@ def prepare(
 
 
 def make_state(
-    spec: Spec, job: Job, plan: Plan, model: torch.nn.Module, device: torch.device, *, evaluates: bool
+    spec: Spec,
+    job: Job,
+    plan: Plan,
+    model: torch.nn.Module,
+    device: torch.device,
+    *,
+    evaluates: bool,
+    group: Group | None = None,
 ) -> TrainState:
-    """The state of a run before its first step, around its model; `evaluates` is whether the job has evaluation data."""
+    """The state of a run before its first step, around its model; `evaluates` is whether the job has evaluation data.
+
+    `group` are the workers among whom a sharded optimizer shares its state out; without one it is whole.
+    """
     average = None if spec.ema is None else Average(model, spec.ema)
-    optimizer = make_optimizer(job, model, spec.optimizer)
+    optimizer = make_optimizer(job, model, spec.optimizer, group)
     schedule = make_schedule(job, spec.schedule, optimizer, plan.total_steps, evaluates=evaluates)
     return TrainState(
         job, model, optimizer, Precision(spec.precision, device), average=average, schedule=schedule

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.snapshot import writers
 from lockstep.errors import SpecError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
@@ -18,6 +19,7 @@ from lockstep.spec.fields import EarlyStop
 from lockstep.training.average import Average
 from lockstep.training.precision import Precision
 from lockstep.training.schedule import FunctionOfUpdates, RateSchedule, base_rates
+from lockstep.training.sharding import ShardedOptimizer
 
 
 @dataclass(slots=True)
@@ -121,6 +123,13 @@ class TrainState:
             **({"schedule": schedule} if (schedule := self.schedule.state_dict()) else {}),
         }
 
+    def assembled(self, sections: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+        """`sections` with the tensors of a sharded optimizer that this rank writes. All ranks call it."""
+        if not isinstance(self.optimizer, ShardedOptimizer):
+            return dict(sections)
+        by_rank = writers(sections, ranks)
+        return {**sections, "optimizer": self.optimizer.assembled(sections["optimizer"], by_rank)}
+
     def restore(self, sections: Mapping[str, Any], *, fork: bool = False) -> None:
         """Take over what `sections` gave, in place. A `fork` keeps the optimizer's own hyperparameters.
 
@@ -169,7 +178,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     optimizer.load_state_dict(dict(saved))
     for group, saved_group, made_with in zip(optimizer.param_groups, saved["param_groups"], own, strict=True):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-            for name, value in saved["state"].get(number, {}).items():
+            # A sharded optimizer has taken its part as it is.
+            whole = {} if isinstance(optimizer, ShardedOptimizer) else saved["state"].get(number, {})
+            for name, value in whole.items():
                 held = optimizer.state[parameter][name]
                 if isinstance(value, Tensor) and held.dtype != value.dtype:
                     optimizer.state[parameter][name] = value.to(held.device)

@@ -33,6 +33,7 @@ from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
 from lockstep.training.schedule import Rates
+from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, power_of_two
 
 
@@ -260,7 +261,7 @@ class Stepper:
 
     def _update(self, position: Position, agreed: Agreed, scale_down: float) -> StepResult:
         spec, state, totals = self.spec, self.state, agreed.totals
-        if self.updates_by_job or type(state.optimizer) not in ELEMENT_BY_ELEMENT:
+        if self.updates_by_job or type(state.optimizer) not in (*ELEMENT_BY_ELEMENT, ShardedOptimizer):
             align_gradients(self.parameters)
         gradients = self._gradients(position, 0)
         state.precision.unscale(state.optimizer)
@@ -309,6 +310,8 @@ class Stepper:
 
 def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
+    if isinstance(optimizer, ShardedOptimizer):  # it takes none with code of the job's
+        return False
     hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
     return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 

@@ -36,6 +36,7 @@ from lockstep.training.parameters import ParameterWatch
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
 from lockstep.training.rehearsal.sums import check_sum
+from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState
 from lockstep.training.step import LossModule
 
@@ -278,9 +279,12 @@ class StepRehearsal:
     ) -> dict[str, str] | None:
         """Digests of the parameters and buffers after the first update with such gradients; all is put back.
 
-        None where they are not finite: fp16 skips such a step, and any other fails in it.
+        None where they are not finite: fp16 skips such a step, and any other fails in it. None for a sharded optimizer, which
+        runs nothing of the job's, and whose ranks update together: each may rehearse to another extent.
         """
         state, spec = self.state, self.spec
+        if isinstance(state.optimizer, ShardedOptimizer):
+            return None
         if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in gradients):
             return None
         model, optimizer = state.model, state.optimizer

@@ -1,0 +1,338 @@
+"""The optimizer's state shared out over the workers, with the bits of one that is not.
+
+Every worker has the whole finished gradient, so norm and clipping are what they are without this. Of the parameters'
+elements, one after another, each worker updates a stretch and keeps its moments; then the stretches are gathered. An
+optimizer that computes each element from that element's own numbers gives the same bits for any stretch that it is in.
+
+A stretch begins at a multiple of `UNIT` elements of its parameter, in the order of memory. A parameter with gaps in its memory is not
+cut. In a checkpoint each tensor is whole again: its parts go to the rank that writes it, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.checkpoint.tree import Elsewhere
+from lockstep.errors import JobError
+from lockstep.training.group import Group
+from lockstep.training.norm import ELEMENT_BY_ELEMENT
+
+UNIT = 64
+"""Elements to whose multiples parameters are cut: at least the vectors of every processor, and 128 bytes of bf16."""
+
+GATHER_BYTES = 16 << 20
+"""What one collective brings together; two are under way at a time."""
+
+SCALARS = frozenset({"step"})
+"""State that is one number a parameter, the same for every stretch of it."""
+
+
+class Stretch(NamedTuple):
+    """Elements `start … stop - 1` of parameter number `parameter`, which rank `owner` updates."""
+
+    parameter: int
+    start: int
+    stop: int
+    owner: int
+
+
+class _Part(NamedTuple):
+    """A stretch of this rank's, as its optimizer sees it: a parameter of its own, in the memory of the model's."""
+
+    stretch: Stretch
+    value: Tensor
+
+
+def stretches(
+    lengths: Sequence[int], widths: Sequence[int], cut: Sequence[bool], ranks: int
+) -> list[Stretch]:
+    """Share parameters of so many elements of so many bytes out, to nearly as many bytes each. Pure: every rank finds the same.
+
+    Where `cut` is false a parameter stays whole; one without elements is rank 0's.
+    """
+    total = sum(length * width for length, width in zip(lengths, widths, strict=True))
+    found, begin = [], 0
+    for parameter, (length, width, may_cut) in enumerate(zip(lengths, widths, cut, strict=True)):
+        ends = [0]
+        for rank in range(1, ranks):
+            at = (total * rank // ranks - begin) / width
+            unit = UNIT if may_cut else max(1, length)
+            ends.append(min(max(ends[-1], round(at / unit) * unit), length))
+        ends.append(length)
+        own = [Stretch(parameter, a, b, rank) for rank, (a, b) in enumerate(pairwise(ends)) if b > a]
+        found += own or [Stretch(parameter, 0, 0, 0)]
+        begin += length * width
+    return found
+
+
+def flat(tensor: Tensor) -> Tensor | None:
+    """All elements in the order of memory, as a view. None where the memory has gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    in_order = tensor.permute(order)
+    return in_order.reshape(-1) if in_order.is_contiguous() else None
+
+
+def check_shardable(optimizer: torch.optim.Optimizer) -> None:
+    """JobError for an optimizer whose updates may depend on more than an element's own numbers."""
+    kind = type(optimizer)
+    if kind not in ELEMENT_BY_ELEMENT:
+        known = ", ".join(sorted(one.__name__ for one in ELEMENT_BY_ELEMENT))
+        raise JobError(
+            f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {known}: only where each element is updated by "
+            "itself has a part of a parameter the bits of the whole; set optimizer.sharded=false"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise JobError(
+            f"optimizer.sharded: the job's {kind.__name__} has hooks, which would see a part of the parameters and of the state; "
+            "take the hooks out, or set optimizer.sharded=false"
+        )
+    if optimizer.state:
+        raise JobError(
+            f"optimizer.sharded: the job's {kind.__name__} comes with state; wanted one that has taken no step, or optimizer.sharded=false"
+        )
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Stands for the optimizer that it is made from: the same groups, whose rates may be set. It holds this rank's state alone."""
+
+    def __init__(self, whole: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__(whole.param_groups, whole.defaults)
+        self.kind = type(whole)
+        self.group = group
+        self.parameters: list[Tensor] = [p for every in self.param_groups for p in every["params"]]
+        views = [flat(parameter.detach()) for parameter in self.parameters]
+        asking = [p.numel() if p.requires_grad else 0 for p in self.parameters]
+        widths = [parameter.element_size() for parameter in self.parameters]
+        self.stretches = stretches(asking, widths, [view is not None for view in views], group.size)
+        self._orders = [sorted(range(p.dim()), key=p.stride, reverse=True) for p in self.parameters]
+        self._whole = [
+            parameter.detach() if view is None else view
+            for parameter, view in zip(self.parameters, views, strict=True)
+        ]
+        self._uncut = [view is None for view in views]
+        self._parts = {s.parameter: _Part(s, self._of(s)) for s in self.stretches if s.owner == group.rank}
+        self._own = self._made()
+        self._gathering = _Gathering(self._bytes(), group)
+
+    def _made(self) -> torch.optim.Optimizer:
+        """The optimizer over this rank's parts, group by group; a group may have none here."""
+        groups, index = [], 0
+        for every in self.param_groups:
+            numbers = range(index, index + len(every["params"]))
+            own = [
+                self._parts[i].value for i in numbers if i in self._parts and self.parameters[i].requires_grad
+            ]
+            groups.append({**every, "params": own})
+            index = numbers.stop
+        make: Callable[[Any], torch.optim.Optimizer] = self.kind
+        return make(groups)
+
+    def _of(self, stretch: Stretch) -> Tensor:
+        """The elements of a stretch in the memory of their parameter; a parameter with gaps as it is."""
+        whole = self._whole[stretch.parameter]
+        return whole if self._uncut[stretch.parameter] else whole[stretch.start : stretch.stop]
+
+    def _bytes(self) -> list[list[Tensor]]:
+        """What each rank has to give, as bytes, by rank."""
+        found: list[list[Tensor]] = [[] for _ in range(self.group.size)]
+        for stretch in self.stretches:
+            if stretch.stop > stretch.start:
+                found[stretch.owner].append(self._of(stretch))
+        return found
+
+    # --- the update -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this rank's stretches, and gather those of the others. All ranks call it."""
+        for own, every in zip(self._own.param_groups, self.param_groups, strict=True):
+            own.update({name: value for name, value in every.items() if name != "params"})
+        for i, part in self._parts.items():
+            if (gradient := self.parameters[i].grad) is not None:
+                part.value.grad = self._gradient(part.stretch, gradient)
+        self._own.step()
+        for part in self._parts.values():
+            part.value.grad = None
+        self._gathering()
+
+    def _gradient(self, stretch: Stretch, gradient: Tensor) -> Tensor:
+        if self._uncut[stretch.parameter]:
+            return gradient
+        return gradient.permute(self._orders[stretch.parameter]).reshape(-1)[stretch.start : stretch.stop]
+
+    # --- the state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of the optimizer it stands for, with `Elsewhere` for every tensor. All ranks call it.
+
+        `assembled` puts the tensors that a rank writes in their places.
+        """
+        own = {
+            i: {
+                name: (value if name in SCALARS or not isinstance(value, Tensor) else value.dtype)
+                for name, value in self._own.state[part.value].items()
+            }
+            for i, part in self._parts.items()
+            if part.value in self._own.state
+        }
+        known: dict[int, dict[str, Any]] = {}
+        for found in self.group.gather(own):
+            known = {**found, **known}
+        state = {
+            i: {
+                name: Elsewhere.like(self.parameters[i], value) if isinstance(value, torch.dtype) else value
+                for name, value in known[i].items()
+            }
+            for i in sorted(known)
+        }
+        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+
+    def assembled(self, saved: Mapping[str, Any], writers: Mapping[int, int]) -> dict[str, Any]:
+        """What `state_dict` gave, with the tensors that this rank writes. `writers` tells a rank by the id of an `Elsewhere`.
+
+        All ranks call it. A rank takes as much memory for it as what it writes.
+        """
+        state = {
+            i: {
+                name: self._gathered(i, name, value, writers[id(value)])
+                if isinstance(value, Elsewhere)
+                else value
+                for name, value in every.items()
+            }
+            for i, every in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
+    def _gathered(self, i: int, name: str, place: Elsewhere, writer: int) -> Tensor | Elsewhere:
+        """One tensor of parameter `i`, at the rank that writes it."""
+        rank, calls, copies = self.group.rank, [], []
+        whole = (
+            torch.empty_like(self.parameters[i], dtype=place.dtype, requires_grad=False)
+            if rank == writer
+            else None
+        )
+        for stretch in (one for one in self.stretches if one.parameter == i):
+            source = self._own.state[self._parts[i].value][name] if stretch.owner == rank else None
+            if whole is None and source is None:
+                continue
+            if whole is None:
+                assert source is not None
+                calls.append(dist.P2POp(dist.isend, source.contiguous().view(-1), writer, self.group.channel))
+                continue
+            target = whole if self._uncut[i] else _required(flat(whole))[stretch.start : stretch.stop]
+            if source is not None:
+                target.copy_(source)
+                continue
+            received = torch.empty_like(target, memory_format=torch.contiguous_format).view(-1)
+            calls.append(dist.P2POp(dist.irecv, received, stretch.owner, self.group.channel))
+            copies.append((target, received))
+        calls = [call for call in calls if call.tensor.numel()]
+        for work in dist.batch_isend_irecv(calls) if calls else []:
+            work.wait()
+        for target, received in copies:
+            target.copy_(received.view(target.shape))
+        return place if whole is None else whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor is not its parameter's."""
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._own.state.clear()
+        for i, part in self._parts.items():
+            if i in state_dict["state"]:
+                taken = {
+                    name: self._taken(part, name, value) for name, value in state_dict["state"][i].items()
+                }
+                self._own.state[part.value] = taken
+
+    def _taken(self, part: _Part, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if name in SCALARS:
+            return value.clone()
+        i, start, stop, _ = part.stretch
+        if value.shape != self.parameters[i].shape:
+            raise ValueError(
+                f"{name} of parameter {i} is {tuple(value.shape)}, wanted {tuple(self.parameters[i].shape)}"
+            )
+        if not self._uncut[i]:
+            value = value.permute(self._orders[i]).reshape(-1)[start:stop]
+        return value.to(part.value.device, copy=True)
+
+
+class _Gathering:
+    """Gives every rank the bytes of all, in rounds of `GATHER_BYTES`. The rounds are the same on every rank."""
+
+    def __init__(self, every: list[list[Tensor]], group: Group) -> None:
+        self.group = group
+        # Memory with gaps has no view as bytes: it goes through a copy.
+        self._copies = [
+            [
+                (one, torch.empty_like(one, memory_format=torch.contiguous_format))
+                for one in parts
+                if flat(one) is None
+            ]
+            for parts in every
+        ]
+        through = {id(one): copy for parts in self._copies for one, copy in parts}
+        rows = [[through.get(id(one), one).view(-1).view(torch.uint8) for one in parts] for parts in every]
+        most = max((sum(map(len, row)) for row in rows), default=0)
+        width = max(UNIT, GATHER_BYTES // group.size)
+        self._rounds = [[_within(row, at, at + width) for row in rows] for at in range(0, most, width)]
+
+    def __call__(self) -> None:
+        for source, copy in self._copies[self.group.rank]:
+            copy.copy_(source)
+        pending: tuple[Any, Tensor, list[list[Tensor]]] | None = None
+        for pieces in self._rounds:
+            begun = self._begun(pieces)
+            if pending is not None:
+                self._done(*pending)
+            pending = begun
+        if pending is not None:
+            self._done(*pending)
+        for rank, parts in enumerate(self._copies):
+            for target, copy in parts if rank != self.group.rank else ():
+                target.copy_(copy)
+
+    def _begun(self, pieces: list[list[Tensor]]) -> tuple[Any, Tensor, list[list[Tensor]]]:
+        """The collective of one round, the tensor that it fills, and what that is for."""
+        own = pieces[self.group.rank]
+        length = max(sum(map(len, parts)) for parts in pieces)
+        sent = torch.zeros(length, dtype=torch.uint8, device=self.group.device)
+        if own:
+            torch.cat(own, out=sent[: sum(map(len, own))])
+        received = sent.new_empty(self.group.size * length)
+        gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # its name since torch 2.13
+        work = gather(received, sent, group=self.group.channel, async_op=True)
+        return work, received, pieces
+
+    def _done(self, work: Any, received: Tensor, pieces: list[list[Tensor]]) -> None:
+        work.wait()
+        for rank, row in enumerate(received.view(self.group.size, -1)):
+            if rank != self.group.rank and pieces[rank]:
+                sizes = [len(piece) for piece in pieces[rank]]
+                torch._foreach_copy_(pieces[rank], list(torch.split(row[: sum(sizes)], sizes)))
+
+
+def _within(parts: list[Tensor], start: int, stop: int) -> list[Tensor]:
+    """The elements `start … stop - 1` of tensors one after another."""
+    found, begin = [], 0
+    for part in parts:
+        piece = part[max(0, start - begin) : max(0, stop - begin)]
+        if len(piece):
+            found.append(piece)
+        begin += len(part)
+    return found
+
+
+def _required(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
