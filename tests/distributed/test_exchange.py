@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep.job.interface import Loss, Mean
 from lockstep.plan import worker_ranges
@@ -49,3 +52,17 @@ def test_every_rank_reads_the_same_totals(pool: Pool) -> None:
 def test_first_loss_that_is_not_finite_is_known_to_all(pool: Pool) -> None:
     for outcomes in pool.run(3, exchanged, SPECIAL):
         assert all(dict(totals)["first_bad"] == 1 for totals, _, _ in outcomes)
+
+
+def descriptors() -> int:
+    """What one more group of this size opens."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    group = dist.new_group()
+    opened = len(list(Path("/proc/self/fd").iterdir())) - before
+    dist.destroy_process_group(group)
+    return opened
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_group_opens_as_many_descriptors_as_are_asked_for(pool: Pool, workers: int) -> None:
+    assert max(pool.run(workers, descriptors)) <= workers + 3

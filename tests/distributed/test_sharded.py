@@ -17,7 +17,7 @@ import lockstep.training.optimizer as optimizer
 from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import JobError
+from lockstep.errors import SpecError
 from lockstep.training.digest import tree_digest
 from lockstep.training.sharding import ShardedOptimizer
 from tests.distributed import test_same_bits
@@ -226,13 +226,13 @@ def own() -> Document:
 
 def train_unchecked(document: Document) -> Trained:
     with mock.patch.object(optimizer, "check_shardable", lambda whole: None):
-        return train(document)
+        return train_in_small_pieces(document)
 
 
 def test_an_optimizer_that_adds_up_gradients_is_refused_on_any_number_of_workers(pool: Pool) -> None:
     for workers in (1, 2):
         with pytest.raises(
-            JobError,
+            SpecError,
             match=r"^optimizer.sharded: the job's optimizer is Adding, wanted one of Adam, AdamW, SGD",
         ):
             pool.run(workers, train, sharded(own()))

@@ -22,7 +22,7 @@ from lockstep.cli.main import app
 from lockstep.driver.result import Result
 from lockstep.job.loading import load_job
 from lockstep.record.events import tell_nobody
-from lockstep.spec.fields import PLACEMENT, Spec
+from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, load_sweep
 from lockstep.training.group import Group
@@ -175,7 +175,8 @@ def test_defaults_of_the_spec_are_those_described() -> None:
 
 def test_identity_and_placement_are_those_described() -> None:
     for name, found in described().items():
-        placement = name.partition(".")[0] in PLACEMENT or name == "data.loader_processes"
+        section, _, field = name.partition(".")
+        placement = section in PLACEMENT or PLACEMENT_FIELDS.get(section) == field
         assert {cells[4] for cells in found} == {"placement" if placement else "identity"}, name
 
 

@@ -330,7 +330,7 @@ def test_a_key_of_another_kind_is_told_which_kinds_have_it(
         ("optimizer: {lr: true}", "optimizer.lr: got true, wanted a number"),
         ("optimizer: {lr: 0}", "optimizer.lr: got 0, wanted more than 0"),
         ("optimizer: {lr: .inf}", "optimizer.lr: got inf, wanted a finite number"),
-        ("optimizer: adamw", "optimizer: got 'adamw', wanted a mapping of fields: name, lr, weight_decay, betas, eps, momentum, nesterov"),
+        ("optimizer: adamw", "optimizer: got 'adamw', wanted a mapping of fields: name, lr, weight_decay, betas, eps, sharded, momentum, nesterov"),
         ("optimizer: {name: lion}", "optimizer.name: got 'lion', wanted 'adamw', 'adam' or 'sgd'"),
         ("optimizer: {name: null}", "optimizer.name: got null, wanted 'adamw', 'adam' or 'sgd'"),
         ("optimizer: {betas: 0.9}", "optimizer.betas: got 0.9, wanted a list"),

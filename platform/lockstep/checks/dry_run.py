@@ -96,7 +96,9 @@ def as_text(report: dict[str, Any]) -> str:
         found = Leakage(**plan["leakage"])
         lines.append(f"leakage           {found.described(plan['eval_samples'])}")
     if report["spec"]["optimizer"]["sharded"]:
-        lines.append("optimizer         sharded: of W workers each keeps 1/W of its state, and the bits are the same")
+        lines.append(
+            "optimizer         sharded: of W workers each keeps 1/W of its state, and the bits are the same"
+        )
     tail = plan["last_step_of_an_epoch"]
     if plan["dropped_samples_per_epoch"]:
         lines.append(

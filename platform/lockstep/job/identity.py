@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lockstep.job.source import job_source_digest
-from lockstep.spec.fields import PLACEMENT, Spec
+from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 
 
 def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def changed_fields(before: Spec, after: Spec) -> list[tuple[str, Any, Any]]:
 def _deciding(spec: Spec) -> dict[str, Any]:
     """The part of a spec that decides about bits."""
     document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
-    for section, placed in (("data", "loader_processes"), ("optimizer", "sharded")):
+    for section, placed in PLACEMENT_FIELDS.items():
         document[section] = {key: value for key, value in document[section].items() if key != placed}
     return document
 

@@ -28,8 +28,10 @@ from pydantic import (
 from lockstep.plan import Position, is_due
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
-"""Sections of the spec that are no part of the identity; `data.loader_processes`, `optimizer.sharded` and a job's placement params
-are others."""
+"""Sections of the spec that are no part of the identity; a job's placement params are none either."""
+
+PLACEMENT_FIELDS = {"data": "loader_processes", "optimizer": "sharded"}
+"""By section, the field that is placement though its section is not."""
 
 
 class Section(pydantic.BaseModel):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.errors import ClusterError
 from lockstep.spec.fields import Spec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others in one collective before it gives up."""
+
+SPARE_DESCRIPTORS = 128
+"""Files that a worker opens beside its connections: data, loader processes, checkpoints, the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class Group:
         """The group of the initialised default process group, or a group of one without any."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, device=device)
+        ensure_descriptors(dist.get_world_size(), groups=1)
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
         return cls(dist.get_rank(), dist.get_world_size(), device, channel)
 
@@ -72,9 +79,29 @@ def local_device(spec: Spec) -> torch.device:
     return device
 
 
+def ensure_descriptors(ranks: int, groups: int) -> None:
+    """Raise this process's limit of open files to what so many further groups of gloo need. ClusterError where it may not.
+
+    A group keeps a connection to every other rank, and four more descriptors of its own: 7 for four ranks, 11 for eight.
+    """
+    listed = Path("/proc/self/fd")
+    opened = sum(1 for _ in listed.iterdir()) if listed.is_dir() else 0
+    needed = opened + groups * (ranks + 3) + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ClusterError(
+            f"workers: a process may open {hard} files here, and one of {ranks} workers needs {needed}, a connection to every other "
+            "in each group; raise the hard limit (ulimit -Hn, LimitNOFILE=), or use fewer workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 @contextmanager
 def distributed(backend: str) -> Iterator[None]:
     """The default process group as `torchrun` describes it in the environment, ended on the way out."""
+    ensure_descriptors(int(os.environ.get("WORLD_SIZE", "1")), groups=2)
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     try:
         yield

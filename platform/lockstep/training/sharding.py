@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.tree import Elsewhere
-from lockstep.errors import JobError
+from lockstep.errors import SpecError
 from lockstep.training.group import Group
 from lockstep.training.norm import ELEMENT_BY_ELEMENT
 
@@ -79,21 +79,21 @@ def flat(tensor: Tensor) -> Tensor | None:
 
 
 def check_shardable(optimizer: torch.optim.Optimizer) -> None:
-    """JobError for an optimizer whose updates may depend on more than an element's own numbers."""
+    """SpecError for an optimizer whose updates may depend on more than an element's own numbers."""
     kind = type(optimizer)
     if kind not in ELEMENT_BY_ELEMENT:
         known = ", ".join(sorted(one.__name__ for one in ELEMENT_BY_ELEMENT))
-        raise JobError(
+        raise SpecError(
             f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {known}: only where each element is updated by "
             "itself has a part of a parameter the bits of the whole; set optimizer.sharded=false"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise JobError(
+        raise SpecError(
             f"optimizer.sharded: the job's {kind.__name__} has hooks, which would see a part of the parameters and of the state; "
             "take the hooks out, or set optimizer.sharded=false"
         )
     if optimizer.state:
-        raise JobError(
+        raise SpecError(
             f"optimizer.sharded: the job's {kind.__name__} comes with state; wanted one that has taken no step, or optimizer.sharded=false"
         )
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.checkpoint.snapshot import snapshot, writers
 from lockstep.checkpoint.tree import Elsewhere, pack
-from lockstep.errors import JobError
+from lockstep.errors import SpecError
 from lockstep.training.sharding import UNIT, check_shardable, flat, stretches
 
 PARAMETERS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12)
@@ -74,18 +74,18 @@ def test_what_is_not_element_by_element_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     for optimizer in (Normalised(model.parameters()), torch.optim.Adafactor(model.parameters())):
         with pytest.raises(
-            JobError,
+            SpecError,
             match=f"the job's optimizer is {type(optimizer).__name__}, wanted one of Adam, AdamW, SGD",
         ):
             check_shardable(optimizer)
     hooked = torch.optim.SGD(model.parameters())
     hooked.register_step_post_hook(lambda *_: None)
-    with pytest.raises(JobError, match="the job's SGD has hooks"):
+    with pytest.raises(SpecError, match="the job's SGD has hooks"):
         check_shardable(hooked)
     moved = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     moved.step()
-    with pytest.raises(JobError, match="comes with state"):
+    with pytest.raises(SpecError, match="comes with state"):
         check_shardable(moved)
 
 

@@ -1,0 +1,42 @@
+"""A large group's connections fit the limit of open files, which is raised, or what is missing is told before anything connects."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ClusterError
+from lockstep.training.group import SPARE_DESCRIPTORS, ensure_descriptors
+
+
+@pytest.fixture
+def limits() -> Iterator[tuple[int, int]]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_soft_limit_is_raised_as_far_as_needed(limits: tuple[int, int]) -> None:
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    low = opened + 100
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, limits[1]))
+    ensure_descriptors(300, groups=2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 0 <= soft - (opened + 2 * 303 + SPARE_DESCRIPTORS) <= 2
+    assert hard == limits[1]
+    ensure_descriptors(4, groups=1)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft
+
+
+def test_a_hard_limit_that_is_too_low_is_told(limits: tuple[int, int]) -> None:
+    ranks = 10**9
+    if limits[1] == resource.RLIM_INFINITY:
+        pytest.skip("there is no hard limit")
+    with pytest.raises(
+        ClusterError, match=rf"may open {limits[1]} files here, and one of {ranks} workers needs 1000000"
+    ):
+        ensure_descriptors(ranks, groups=1)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
