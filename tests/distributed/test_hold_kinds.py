@@ -37,6 +37,7 @@ TOLD = {
     further_kinds.FakeQuantised,
     further_kinds.SelfDistillation,
     further_kinds.QueueInABuffer,
+    further_kinds.HalfWeights,
 }
 """Jobs that are warned of something and exact all the same."""
 

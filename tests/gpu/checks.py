@@ -130,6 +130,9 @@ def workers(setting: Setting) -> Iterator[Row]:
             same = all(rank[i] == alone[i] for rank in ranks)
             what = f"W = {size} as W = 1, {precision}{', clipped' if clip else ''}"
             yield Row(what, alone[i].weights_digest[:12], same)
+    shared = [{**documents[1], "optimizer": {"name": "adamw", "sharded": True}}]
+    same = all(rank[0] == alone[1] for rank in setting.runner.run(2, train_each, shared, setting.device))
+    yield Row("W = 2 with a sharded optimizer", alone[1].weights_digest[:12], same)
     broken = {
         rank[0].weights_digest for rank in setting.runner.run(2, _other_order, documents[0], setting.device)
     }

@@ -54,12 +54,12 @@ class StepBuffers:
         changed = self._changed()
         if not changed:
             return
-        with torch.no_grad():
-            for i in changed:
-                held, name = self._owners[i]
-                held[name] = self.buffers[i]
-                self.buffers[i].copy_(self._before[i])
-                self._versions[i] = self.buffers[i]._version
+        for i in changed:
+            held, name = self._owners[i]
+            held[name] = self.buffers[i]
+        copy_all([self.buffers[i] for i in changed], [self._before[i] for i in changed])
+        for i in changed:
+            self._versions[i] = self.buffers[i]._version
 
     def _changed(self) -> list[int]:
         """Which buffers were written to since the step's start or the last restoration."""
@@ -79,11 +79,10 @@ class StepBuffers:
             self.group.broadcast(joined)
             parts = torch.split(joined, [value.numel() * value.element_size() for value in values])
             values = [_typed(part, value) for part, value in zip(parts, values, strict=True)]
-        with torch.no_grad():
-            for i, value in zip(flagged, values, strict=True):
-                self.buffers[i].copy_(value)
-                self._before[i].copy_(value)
-                self._versions[i] = self.buffers[i]._version
+        copy_all([self.buffers[i] for i in flagged], values)
+        copy_all([self._before[i] for i in flagged], values)
+        for i in flagged:
+            self._versions[i] = self.buffers[i]._version
         self._kept = {}
 
     def take_over(self) -> None:
@@ -97,6 +96,18 @@ class StepBuffers:
                     held[name] = self.buffers[i]
                 self._before[i].copy_(self.buffers[i])
                 self._versions[i] = self.buffers[i]._version
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target: one launch for all of a type, which on CUDA is what copies of small tensors cost."""
+    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        into, out_of = by_type.setdefault(target.dtype, ([], []))
+        into.append(target)
+        out_of.append(source)
+    for into, out_of in by_type.values():
+        torch._foreach_copy_(into, out_of)
 
 
 class KeptBuffers:

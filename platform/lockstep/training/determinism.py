@@ -71,6 +71,24 @@ def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
             )
 
 
+_FP32_PRODUCTS = {
+    "cuda": ("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
+    "cpu": ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
+}
+"""By kind of device, the backends that may compute products of fp32 numbers in TF32 or bf16."""
+
+
+def fp32_products(device: torch.device) -> dict[str, str]:
+    """For the identity: the backends that compute products of fp32 with fewer digits, and how. Convolutions on CUDA do by default."""
+    found = {}
+    for name in _FP32_PRODUCTS.get(device.type, ()):
+        family, _, kind = name.partition(".")
+        precision = getattr(getattr(torch.backends, family), kind).fp32_precision
+        if precision not in ("none", "ieee"):
+            found[f"fp32_products.{name}"] = str(precision)
+    return found
+
+
 @contextmanager
 def filled_memory(on: bool) -> Iterator[None]:
     """Whether newly allocated tensors are filled with NaN (strict determinism only)."""

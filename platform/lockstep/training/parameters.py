@@ -6,9 +6,12 @@ worker than on two.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError
+
+SHORT = (torch.bfloat16, torch.float16)
 
 
 class ParameterWatch:
@@ -60,6 +63,18 @@ class ParameterWatch:
                     f"parameter {full!r} was replaced after the first update (before training), and the optimizer and the other "
                     "workers hold the old one; write into it: parameter.copy_(…) in job.after_step(model, step)"
                 )
+
+
+def short_parameters(model: nn.Module) -> list[str]:
+    """A warning where parameters learn in a type of few digits, in which their gradients are added up."""
+    short = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad and p.dtype in SHORT]
+    if not short:
+        return []
+    (name, dtype), others = short[0], f" and {len(short) - 1} more" if len(short) > 1 else ""
+    return [
+        f"job.model: parameter {name!r}{others} is {dtype}, so the gradients of a step are added up and its updates rounded in so few "
+        "digits (the same on any number of workers); hold it in float32 and set precision: bf16"
+    ]
 
 
 def _asks_otherwise(name: str, asked: bool, where: str) -> JobError:

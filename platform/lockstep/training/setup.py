@@ -40,13 +40,14 @@ from lockstep.training.checkpoints import (
     find_start,
     restore,
 )
-from lockstep.training.determinism import check_kept, numerics_probe
+from lockstep.training.determinism import check_kept, fp32_products, numerics_probe
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.job_data import check_rules, open_data, warnings_of
 from lockstep.training.optimizer import make_optimizer
+from lockstep.training.parameters import short_parameters
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.micro_batch import check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
@@ -125,6 +126,8 @@ def prepare(
         warn(text)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
     model = make_model(spec, job, plan, group.device)
+    for text in short_parameters(model):
+        warn(text)
     evaluates = eval_data is not None
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
@@ -245,6 +248,7 @@ def _facts(
             "data.eval_samples": evaluate.samples if evaluate else 0,
             **_fingerprints(batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            **fp32_products(device),
             "numerics_probe": numerics_probe(device) if spec.determinism == "strict" else "not taken",
             "initial_weights_digest": initial_digest,
             "fork": fork,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError
-from lockstep.training.buffers import StepBuffers, statistics
+from lockstep.training.buffers import StepBuffers, copy_all, statistics
 from lockstep.training.group import Group
 
 ALONE = Group(0, 1, torch.device("cpu"))
@@ -135,3 +135,20 @@ def test_a_buffer_that_changes_its_kind_is_refused(other: Tensor | None) -> None
         JobError, match=r"^buffer 'written' became .*, wanted \(2,\) of torch.float32 as at the start"
     ):
         buffers.keep()
+
+
+def test_copies_of_several_types_and_layouts_are_exact() -> None:
+    sources = [
+        torch.randn(3, 4).t(),
+        torch.arange(5),
+        torch.randn(2).bfloat16(),
+        torch.randn(()),
+        torch.arange(2) > 0,
+    ]
+    targets = [torch.zeros_like(source) for source in sources]
+    before = [target._version for target in targets]
+    copy_all(targets, sources)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+    assert all(
+        target._version > was for target, was in zip(targets, before, strict=True)
+    )  # what a write is seen by

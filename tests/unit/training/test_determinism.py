@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lockstep.training.determinism import determinism, filled_memory, numerics_probe
+from lockstep.training.determinism import determinism, filled_memory, fp32_products, numerics_probe
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 CPU = torch.device("cpu")
@@ -100,3 +100,16 @@ def test_probe_tells_other_instruction_sets() -> None:
     with determinism("strict", threads=1):
         here = numerics_probe(CPU)
     assert probed(ATEN_CPU_CAPABILITY="default") != here
+
+
+def test_products_of_fewer_digits_are_named() -> None:
+    """TF32 and bf16 products give other bits, so they are part of the identity. cuDNN's convolutions use TF32 unless told otherwise."""
+    assert fp32_products(CPU) == {}
+    assert fp32_products(torch.device("cuda"))["fp32_products.cudnn.conv"] == "tf32"
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert fp32_products(CPU) == {"fp32_products.mkldnn.matmul": "bf16"}
+        assert fp32_products(torch.device("cuda"))["fp32_products.cuda.matmul"] == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert fp32_products(CPU) == {}
