@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -18,12 +19,14 @@ from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
+from lockstep.record.events import Event, StepRow
+from lockstep.training.checkpoints import Start
 from lockstep.training.digest import tree_digest
 from lockstep.training.sharding import ShardedOptimizer
 from tests.distributed import test_same_bits
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain, Strided
-from tests.distributed.training import Document, Trained, train, train_attempt
+from tests.distributed.training import Document, Kept, Trained, train, train_attempt
 
 RUN = "run"
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -202,6 +205,44 @@ def test_the_state_is_shared_out_evenly(pool: Pool, workers: int) -> None:
     )
     for state, parameters in pool.run(workers, held, document):
         assert state == pytest.approx(2 * parameters / workers, rel=0.05)
+
+
+def live(document: Document, origin: AttemptOrigin, keeps: bool = False) -> int:
+    """Bytes of the tensors that Python knows after the first step that this attempt takes."""
+    found: list[int] = []
+    tell = Kept.tell
+
+    def counting(self: Kept, event: Event) -> None:
+        tell(self, event)
+        if isinstance(event, StepRow) and not found:
+            gc.collect()
+            storages = [
+                one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)
+            ]
+            found.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+
+    forget = (lambda start: start) if keeps else Start.without_state
+    with mock.patch.object(Kept, "tell", counting), mock.patch.object(Start, "without_state", forget):
+        train_attempt(document, RUN, origin)
+    return found[0]
+
+
+def test_a_resumed_worker_holds_no_more_than_one_from_the_beginning(pool: Pool, tmp_path: Path) -> None:
+    """The control: the whole state that was read, kept for the run, would show."""
+    document = sharded(
+        {
+            "job": {"use": "tests.distributed.test_sharded:Wide", "params": {"width": 20_000}},
+            "batch": {"global": 8, "micro": 4},
+            "length": {"steps": 3},
+            "checkpoint": {"storage": str(tmp_path), "every": {"steps": 1}, "keep_every": 1},
+        }
+    )
+    begun = max(pool.run(2, live, document, AttemptOrigin()))
+    resumed = [
+        max(pool.run(2, live, document, AttemptOrigin(RUN, folder(tmp_path).claim().number, 1), keeps))
+        for keeps in (False, True)
+    ]
+    assert resumed[0] <= 1.05 * begun < resumed[1]
 
 
 class Adding(torch.optim.SGD):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,8 @@ from tests.distributed.pool import Pool
 from tests.gpu.checks import CHECKS, Row, Setting
 from tests.gpu.processes import Processes, backend_for
 from tests.gpu.report import as_page, main
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -42,6 +47,33 @@ def test_a_killed_rank_is_told_by_the_other_one() -> None:
     (row,) = CHECKS["killed"](Setting("cpu", Processes("gloo"), small=True))
     assert row.holds
     assert " s: " in row.value
+
+
+def test_the_report_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('ray', 'mlflow', 'sklearn', 'pandas', 'boto3')); "
+        "from tests.gpu.report import main; main()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--device",
+        "cpu",
+        "--only",
+        "norm",
+        "--page",
+        str(tmp_path / "gpu.md"),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}/platform:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| norm | norms that differ, of 80 layouts | 0 | holds |" in (tmp_path / "gpu.md").read_text()
 
 
 def test_the_page_names_what_does_not_hold() -> None:
