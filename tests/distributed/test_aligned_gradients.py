@@ -1,0 +1,68 @@
+"""G1 for a job's own optimizer that adds up gradients: they begin where new memory does, whatever bucket they lie in."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep.training.step as step
+from lockstep.training.norm import ALIGNMENT
+from tests.distributed.pool import Pool
+from tests.distributed.small_jobs import Plain
+from tests.distributed.training import Document, Trained, train
+
+SEEN: set[int] = set()
+"""Where gradients began, modulo what new memory is aligned to."""
+
+
+class Trusting(torch.optim.Optimizer):
+    """LARS: the rate of each parameter by the norms of its weights and its gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                SEEN.add(gradient.data_ptr() % ALIGNMENT)
+                trust = parameter.norm() / (gradient.norm() + 1e-6)
+                parameter.sub_(gradient * (group["lr"] * trust.clamp(max=1.0)))
+
+
+class Layerwise(Plain):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Trusting(model.parameters())
+
+
+def document(bucket_mb: float) -> Document:
+    return {
+        "job": {"use": "tests.distributed.test_aligned_gradients:Layerwise", "params": {"width": 5}},
+        "batch": {"global": 16, "micro": 2},
+        "workers": {"bucket_mb": bucket_mb},
+        "rehearsal": "off",
+    }
+
+
+def train_seeing(bucket_mb: float, aligned: bool) -> tuple[Trained, set[int]]:
+    SEEN.clear()
+    align = step.align_gradients if aligned else lambda parameters: None
+    with mock.patch.object(step, "align_gradients", align):
+        return train(document(bucket_mb)), set(SEEN)
+
+
+@pytest.mark.parametrize("bucket_mb", [0.00003, 0.0001, 25.0])
+def test_gradients_are_aligned_in_buckets_of_any_size(pool: Pool, bucket_mb: float) -> None:
+    alone, _ = train_seeing(bucket_mb, True)
+    for workers in (2, 3):
+        assert pool.run(workers, train_seeing, bucket_mb, True) == [(alone, {0})] * workers
+
+
+def test_in_buckets_they_are_not_by_themselves(pool: Pool) -> None:
+    """The control."""
+    assert all(len(seen) > 1 for _, seen in pool.run(2, train_seeing, 25.0, False))
