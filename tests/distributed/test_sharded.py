@@ -105,6 +105,18 @@ def test_parameters_of_any_kind_and_groups(pool: Pool, job: str, settings: dict[
         assert pool.run(workers, train_in_small_pieces, sharded(document)) == [wanted] * workers
 
 
+class Lazy(Plain):
+    """Its parameters get their shapes with the first forward, after the optimizer was made."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def test_parameters_without_shapes(pool: Pool) -> None:
+    document = {"job": {"use": "tests.distributed.test_sharded:Lazy"}, "batch": {"global": 16, "micro": 2}}
+    assert pool.run(2, train_in_small_pieces, sharded(document)) == [train(document)] * 2
+
+
 def train_in_small_pieces(document: Document) -> Trained:
     """Parameters are gathered in several rounds."""
     with (

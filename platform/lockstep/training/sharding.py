@@ -106,19 +106,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.kind = type(whole)
         self.group = group
         self.parameters: list[Tensor] = [p for every in self.param_groups for p in every["params"]]
+        self._built = False
+
+    def _build(self) -> None:
+        """Share the parameters out, once they have their shapes: those of a lazy module get them with its first forward."""
+        if self._built:
+            return
+        self._built = True
         views = [flat(parameter.detach()) for parameter in self.parameters]
         asking = [p.numel() if p.requires_grad else 0 for p in self.parameters]
         widths = [parameter.element_size() for parameter in self.parameters]
-        self.stretches = stretches(asking, widths, [view is not None for view in views], group.size)
+        cut, ranks = [view is not None for view in views], self.group.size
+        self.stretches = stretches(asking, widths, cut, ranks)
         self._orders = [sorted(range(p.dim()), key=p.stride, reverse=True) for p in self.parameters]
         self._whole = [
             parameter.detach() if view is None else view
             for parameter, view in zip(self.parameters, views, strict=True)
         ]
         self._uncut = [view is None for view in views]
-        self._parts = {s.parameter: _Part(s, self._of(s)) for s in self.stretches if s.owner == group.rank}
+        self._parts = {
+            s.parameter: _Part(s, self._of(s)) for s in self.stretches if s.owner == self.group.rank
+        }
         self._own = self._made()
-        self._gathering = _Gathering(self._bytes(), group)
+        self._gathering = _Gathering(self._bytes(), self.group)
 
     def _made(self) -> torch.optim.Optimizer:
         """The optimizer over this rank's parts, group by group; a group may have none here."""
@@ -151,6 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update this rank's stretches, and gather those of the others. All ranks call it."""
+        self._build()
         for own, every in zip(self._own.param_groups, self.param_groups, strict=True):
             own.update({name: value for name, value in every.items() if name != "params"})
         for i, part in self._parts.items():
@@ -173,6 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         `assembled` puts the tensors that a rank writes in their places.
         """
+        self._build()
         own = {
             i: {
                 name: (value if name in SCALARS or not isinstance(value, Tensor) else value.dtype)
@@ -241,6 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor is not its parameter's."""
+        self._build()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._own.state.clear()
         for i, part in self._parts.items():
@@ -282,7 +295,7 @@ class _Gathering:
         through = {id(one): copy for parts in self._copies for one, copy in parts}
         rows = [[through.get(id(one), one).view(-1).view(torch.uint8) for one in parts] for parts in every]
         most = max((sum(map(len, row)) for row in rows), default=0)
-        width = max(UNIT, GATHER_BYTES // group.size)
+        width = max(1, GATHER_BYTES // group.size // UNIT) * UNIT
         self._rounds = [[_within(row, at, at + width) for row in rows] for at in range(0, most, width)]
 
     def __call__(self) -> None:
