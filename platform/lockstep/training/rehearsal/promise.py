@@ -279,8 +279,8 @@ class StepRehearsal:
     ) -> dict[str, str] | None:
         """Digests of the parameters and buffers after the first update with such gradients; all is put back.
 
-        None where they are not finite: fp16 skips such a step, and any other fails in it. None for a sharded optimizer, which
-        runs nothing of the job's, and whose ranks update together: each may rehearse to another extent.
+        None where they are not finite: fp16 skips such a step, and any other fails in it. None for a sharded optimizer, whose ranks
+        update together: each may rehearse to another extent.
         """
         state, spec = self.state, self.spec
         if isinstance(state.optimizer, ShardedOptimizer):
