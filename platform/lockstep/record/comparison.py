@@ -4,34 +4,89 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.events import Digests, EvaluationRow, StepRow
 from lockstep.record.ledger import DETERMINISTIC
 
 
+class Differing(NamedTuple):
+    """One quantity that two executions of a step have with other bits; None where one of them lacks it."""
+
+    quantity: str
+    before: Any
+    after: Any
+    micro_batch: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
+        return f"{self.quantity}{where} {shown(self.before)} → {shown(self.after)}"
+
+
+def differing(before: StepRow, after: StepRow) -> Iterator[Differing]:
+    """The deterministic columns that differ, in the order in which a step makes them: gradients first, state last.
+
+    Digests that only one of the two has are not compared.
+    """
+    old, new = before.digests, after.digests
+    if old is not None and new is not None:
+        yield from _differing_gradients(old, new)
+    for name in DETERMINISTIC:
+        if name != "digests":
+            yield from _differing(name, getattr(before, name), getattr(after, name))
+    if old is not None and new is not None:
+        yield from _differing("weights_digest", Digest(old.weights), Digest(new.weights))
+        yield from _differing("optimizer_digest", Digest(old.optimizer), Digest(new.optimizer))
+
+
+def differing_evaluation(before: EvaluationRow, after: EvaluationRow) -> Iterator[Differing]:
+    """The metrics that differ."""
+    return _differing("", before.metrics, after.metrics)
+
+
 def step_difference(before: StepRow, after: StepRow) -> str:
-    """The deterministic columns that differ, as `loss 0.5 → 0.25`; nothing where all bits are equal."""
-    pairs = ((name, getattr(before, name), getattr(after, name)) for name in DETERMINISTIC)
-    return ", ".join(text for name, one, other in pairs for text in _differences(name, one, other))
+    """What of two executions of a step differs, as `loss 0.5 → 0.25`; nothing where all bits are equal."""
+    return ", ".join(map(str, differing(before, after)))
 
 
 def evaluation_difference(before: EvaluationRow, after: EvaluationRow) -> str:
     """The metrics that differ; nothing where all bits are equal."""
-    return ", ".join(_differences("", before.metrics, after.metrics))
+    return ", ".join(map(str, differing_evaluation(before, after)))
 
 
 def same_row(one: StepRow | EvaluationRow, other: StepRow | EvaluationRow) -> bool:
     """Whether all columns of two rows are equal, bit for bit."""
-    return not any(text for pair in zip(one, other, strict=True) for text in _differences("", *pair))
+    return not any(found for pair in zip(one, other, strict=True) for found in _differing("", *pair))
 
 
-def _differences(name: str, before: Any, after: Any) -> Iterator[str]:
+class Digest(int):
+    """A digest, which is shown as 16 hexadecimal digits."""
+
+    def __repr__(self) -> str:
+        return f"{int(self):016x}"
+
+
+def shown(value: Any) -> str:
+    """A value of a row as text that has all of its bits."""
+    return repr(value)
+
+
+def _differing_gradients(before: Digests, after: Digests) -> Iterator[Differing]:
+    if before.gradients is None or after.gradients is None:
+        return
+    for m, (one, other) in enumerate(zip_longest(before.gradients, after.gradients)):
+        if one != other:
+            old, new = (None if value is None else Digest(value) for value in (one, other))
+            yield Differing("gradient_digest", old, new, m)
+
+
+def _differing(name: str, before: Any, after: Any) -> Iterator[Differing]:
     if isinstance(before, Mapping):
         for key in sorted({*before, *after}):
-            yield from _differences(key, before.get(key), after.get(key))
+            yield from _differing(key, before.get(key), after.get(key))
     elif _bits(before) != _bits(after):
-        yield f"{name} {before!r} → {after!r}"
+        yield Differing(name, before, after)
 
 
 def _bits(value: Any) -> Any:

@@ -43,6 +43,15 @@ class Started:
     facts: Mapping[str, Any]
 
 
+class Digests(NamedTuple):
+    """What a step left, each as a whole number below 2**64; `training.digests` says how they are made."""
+
+    weights: int
+    optimizer: int
+    gradients: tuple[int, ...] | None
+    """Of each micro-batch that is not empty, by its index; None with `reduction: native`, which keeps none apart."""
+
+
 class StepRow(NamedTuple):
     """One optimizer step that was done. Given to the recorder, a row and its `parts` do not change any more.
 
@@ -69,6 +78,8 @@ class StepRow(NamedTuple):
     wall_clock: float
     """Unix time in seconds at which the step was done; its metrics carry it, however late they are written."""
     attempt: int
+    digests: Digests | None = None
+    """In the steps that have them by the plan (`record.digest_every`)."""
 
 
 class EvaluationRow(NamedTuple):

@@ -17,6 +17,7 @@ from lockstep.record.events import (
     AttemptsSummarised,
     CheckpointRow,
     Delivered,
+    Digests,
     Document,
     EvaluationRow,
     Failed,
@@ -110,7 +111,7 @@ def held_by(line: bytes) -> str:
 def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
     match kind:
         case "step":
-            return StepRow._make(_floats(value, StepRow))
+            return _step(value)
         case "evaluation":
             return EvaluationRow._make(_floats(value, EvaluationRow))
         case "checkpoint":
@@ -153,6 +154,16 @@ def _plain(value: Any) -> Any:
     if value != value:
         return f"nan:{struct.pack('>d', value).hex()}"
     return value
+
+
+def _step(values: list[Any]) -> StepRow:
+    if len(values) == len(StepRow._fields) - 1:  # of a version without digests
+        values = [*values, None]
+    row = StepRow._make(_floats(values, StepRow))
+    if row.digests is None:
+        return row
+    weights, optimizer, gradients = row.digests
+    return row._replace(digests=Digests(weights, optimizer, None if gradients is None else tuple(gradients)))
 
 
 def _floats(values: list[Any], row: type[StepRow] | type[EvaluationRow]) -> list[Any]:

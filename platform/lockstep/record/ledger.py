@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.events import Digests, EvaluationRow, StepRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +34,12 @@ _STEP_TYPES = {
     **dict.fromkeys(("data_wait_s", "step_s", "wall_clock"), "double"),
     "attempt": "int64",
 }
+_DIGEST_TYPES = {
+    "weights_digest": "uint64",
+    "optimizer_digest": "uint64",
+    "gradient_digests": "list<uint64>",  # one for each micro-batch
+}
+"""The columns of `StepRow.digests`: null in the rows without digests. A ledger of an older version lacks them."""
 _EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
 _PART = "part/"
 
@@ -146,9 +152,22 @@ Fields = list[tuple[dict[str, Any], dict[str, float]]]
 
 def _step_rows(rows: Fields) -> list[StepRow]:
     return [
-        StepRow(**fields, parts={name.removeprefix(_PART): value for name, value in parts.items()})
-        for fields, parts in rows
+        StepRow(
+            **fields,
+            parts={
+                name.removeprefix(_PART): value for name, value in rest.items() if name not in _DIGEST_TYPES
+            },
+            digests=_digests(rest),
+        )
+        for fields, rest in rows
     ]
+
+
+def _digests(row: Mapping[str, Any]) -> Digests | None:
+    weights, optimizer, gradients = map(row.get, _DIGEST_TYPES)
+    if weights is None or optimizer is None:
+        return None
+    return Digests(weights, optimizer, None if gradients is None else tuple(gradients))
 
 
 def _evaluation_rows(rows: Fields) -> list[EvaluationRow]:
@@ -157,8 +176,20 @@ def _evaluation_rows(rows: Fields) -> list[EvaluationRow]:
 
 def step_table(rows: Sequence[StepRow]) -> pa.Table:
     """Steps as a table, a row each."""
+    import pyarrow as pa
+
     parts = [{_PART + name: value for name, value in row.parts.items()} for row in rows]
-    return _table(rows, parts, _STEP_TYPES)
+    table = _table(rows, parts, _STEP_TYPES)
+    for i, (name, kind) in enumerate(_DIGEST_TYPES.items()):
+        values = [row.digests[i] if row.digests is not None else None for row in rows]
+        table = table.append_column(name, pa.array(values, _arrow_type(kind)))
+    return table
+
+
+def _arrow_type(kind: str) -> pa.DataType:
+    import pyarrow as pa
+
+    return pa.list_(pa.uint64()) if kind.startswith("list") else pa.type_for_alias(kind)
 
 
 def _evaluation_table(rows: Sequence[EvaluationRow]) -> pa.Table:

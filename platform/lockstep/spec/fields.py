@@ -329,6 +329,7 @@ class Record(Section):
     folder: str | None = None
     checkpoints: Literal["reference", "artifact"] = "artifact"
     copy_mb_per_s: PositiveFloat | None = 100.0
+    digest_every: PositiveInt | None = 100
     private: bool = False
 
 

@@ -27,6 +27,7 @@ from lockstep.record.events import Alive, CheckpointRow, Segment, Tell, Warned
 from lockstep.record.history import History, Saving
 from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
+from lockstep.training.digests import Digester, state_digests
 from lockstep.training.group import Group
 from lockstep.training.requests import Requests
 from lockstep.training.state import TrainState
@@ -123,7 +124,7 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
 def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
     """StorageError where what follows from the counters is not what it was when they were saved."""
     for name in now:
-        if now[name] != saved[name]:
+        if name in saved and now[name] != saved[name]:  # of an older version: no digests
             raise StorageError(
                 f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
                 "this Lockstep would go on with other bits"
@@ -149,7 +150,10 @@ def restore(
     state.restore(sections, fork=start.fork)
     if start.fork:
         return History()
-    compare_check(saved, check_facts(spec, plan, state), start.loaded.checkpoint.shown)
+    now = check_facts(spec, plan, state)
+    if "weights_digest" in saved:
+        now |= state_digests(Digester(state.precision.device), state)
+    compare_check(saved, now, start.loaded.checkpoint.shown)
     segments = [Segment.of(*astuple(one)) for one in start.loaded.manifest.shared]
     contents = shared_files(start.loaded, warn) if warn is not None else ()
     return History.restored(sections, segments, contents)
@@ -196,9 +200,11 @@ class Checkpoints:
         requests: Requests,
         origin: AttemptOrigin | None,
         start: Start | None = None,
+        digests: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.spec, self.plan, self.group, self.state, self.facts = spec, plan, group, state, facts
         self.history, self.tell, self.requests, self.origin = history, tell, requests, origin
+        self._digests = digests
         self.newest: str | None = None
         """Where the newest checkpoint is; known on rank 0."""
         own = start is not None and not start.fork
@@ -239,8 +245,8 @@ class Checkpoints:
         saver = self._saver = self._saver or self._open(self.origin)
         if saver is None:
             return
-        sections = {**self.state.sections(), "check": check_facts(self.spec, self.plan, self.state)}
-        sections = self.state.assembled(sections, self.group.size)
+        check = check_facts(self.spec, self.plan, self.state) | self._digests()
+        sections = self.state.assembled({**self.state.sections(), "check": check}, self.group.size)
         facts = Facts(
             self.facts["identity"],
             self.facts["fields"],

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
-from lockstep.errors import DriftError, SpecError, nearest
+from lockstep.errors import SpecError, nearest
 from lockstep.files import private
 from lockstep.job.interface import Job
 from lockstep.job.loading import others_out_of_sight
@@ -32,7 +32,8 @@ from lockstep.record.events import (
 from lockstep.spec.fields import Spec
 from lockstep.training import memory
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import tensor_digests, weights_digest
+from lockstep.training.digest import weights_digest
+from lockstep.training.digests import check_same_weights
 from lockstep.training.group import Group
 from lockstep.training.pace import Pace
 from lockstep.training.requests import Requests
@@ -208,11 +209,7 @@ def _common_digest(run: Run, what: str) -> str:
     digests = run.group.gather(weights_digest(state))
     if len(set(digests)) > 1:
         strays = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        every = run.group.gather(tensor_digests(state))
-        first = next(name for name in every[0] if any(other.get(name) != every[0][name] for other in every))
-        raise DriftError(
-            f"after step {run.state.counters.step} ranks {strays} hold other {what} than rank 0, first in {first!r}; this run is void"
-        )
+        check_same_weights(run.group, run.state.model, run.state.counters.step, strays, what)
     return str(digests[0])
 
 
@@ -253,6 +250,7 @@ class Clock:
             step_s=step_s,
             wall_clock=wall,
             attempt=self.attempt,
+            digests=result.digests,
         )
 
     def leave_out(self) -> None:

@@ -14,7 +14,7 @@ buckets that hangs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,8 @@ class Reduction(ABC):
         self._moving: list[_Bucket] = []
         self._exchanged = self.finished = True
         self._stages: tuple[Stage, ...] = ()
+        self.observe: Callable[[Gradients, list[int]], None] | None = None
+        """Is given the last micro-batch's own gradients, bucket by bucket, with the numbers of their parameters."""
 
     @abstractmethod
     def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
@@ -138,6 +140,10 @@ class Reduction(ABC):
     def __call__(self, _state: object, bucket: Any) -> Future[Tensor]:
         gradients = bucket.gradients()
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
+        if self.observe is not None:
+            self.observe(
+                [logical(g, self._orders[i]) for g, i in zip(gradients, indices, strict=True)], indices
+            )
         for total in self._folded:
             torch._foreach_add_(gradients, self._taken(total, indices))
         entry = self._sent(bucket.buffer(), indices)
@@ -322,3 +328,11 @@ def memory_order(parameter: Tensor) -> tuple[int, ...] | None:
     order = tuple(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
     in_order = order == tuple(range(parameter.dim()))
     return None if in_order or not parameter.permute(order).is_contiguous() else order
+
+
+def logical(gradient: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """A gradient as `GradBucket.gradients()` gives it, whose numbers are in `memory_order`, in the order of its shape."""
+    if order is None:
+        return gradient
+    in_memory = gradient.reshape([gradient.shape[dimension] for dimension in order])
+    return in_memory.permute([order.index(dimension) for dimension in range(len(order))])

@@ -103,6 +103,7 @@ class Run:
             requests,
             origin,
             self.start,
+            self.step.digests.for_checkpoint,
         )
 
 

@@ -22,9 +22,11 @@ from lockstep.errors import JobError, LockstepError, NumericsError
 from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
+from lockstep.record.events import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.after_step import follow_update, has_after_step
 from lockstep.training.buffers import StepBuffers
+from lockstep.training.digests import StepDigests
 from lockstep.training.exchange import Agreed, Exchange, Totals
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
@@ -55,6 +57,7 @@ class StepResult:
     """Whether a rank asked to save the state after this step."""
     pace: list[float]
     """What each rank takes for a micro-batch of its own, in seconds."""
+    digests: Digests | None = None
 
 
 class LossModule(nn.Module):
@@ -116,6 +119,7 @@ class Stepper:
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.watched = ParameterWatch(state.model)
+        self.digests = StepDigests(spec, group, state, plan.total_steps)
         self.updates_by_job = runs_own_code(state.optimizer) or has_after_step(job)
         self.rates = Rates(state.optimizer, state.schedule)
         self.module = LossModule(job, state.model)
@@ -166,15 +170,22 @@ class Stepper:
         tree = TreeSum(position.micro_batches)
         self._forget_gradients()
         self.watched.note()
+        self.digests.begin(position)
         for m in assigned[:-1]:
             with self._no_sync():
                 self._backward(position, m, batches, scale_down, last=False)
             if self.spec.reduction == "exact":
-                tree.add(range(m, m + 1), self._take_gradients(position, m))
+                gradients = self._take_gradients(position, m)
+                if self.digests.notes:
+                    self.digests.next_micro_batch()
+                    self.digests.note(gradients)
+                tree.add(range(m, m + 1), gradients)
         folded, apart = tree.close(assigned[-1]) if assigned else ([], [])
         if self.reduction is not None:
             self.reduction.begin(position, folded, apart)
+            self.reduction.observe = self.digests.note if assigned and self.digests.notes else None
         if assigned:
+            self.digests.next_micro_batch()
             self._backward(position, assigned[-1], batches, scale_down, last=True)
         else:
             self._backward_nothing()
@@ -182,6 +193,7 @@ class Stepper:
             raise self._without_gradient(position, assigned[-1] if assigned else 0)
         if self.group.size == 1:
             gradients = self._gradients(position, assigned[-1])
+            self.digests.note(gradients)
             for total in folded:
                 torch._foreach_add_(gradients, total)
 
@@ -302,6 +314,7 @@ class Stepper:
             stop=agreed.stop,
             save=agreed.save,
             pace=agreed.pace,
+            digests=self.digests.taken(position, self.plan.ranges(self.group.size)),
         )
 
     def _where(self, position: Position, m: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
@@ -15,7 +16,7 @@ import pytest
 
 from lockstep.errors import RecordError
 from lockstep.record.comparison import evaluation_difference, step_difference
-from lockstep.record.events import Mended, Started
+from lockstep.record.events import Digests, Mended, Started
 from lockstep.record.journal import NAME, Journal, newest_step, read_steps
 from tests.unit.record.rows import evaluation_row, step_row
 
@@ -59,6 +60,18 @@ def test_every_step_can_be_found_again(tmp_path: Path) -> None:
     assert again.step(4) is again.step(3001) is None
     assert read_steps(tmp_path) == [step_row(i) for i in range(5, 3001)]
     again.close()
+
+
+def test_digests_are_kept_and_lines_without_any_are_read(tmp_path: Path) -> None:
+    with_digests = step_row(2, digests=Digests(2**64 - 1, 7, (2**63, 1)))
+    native = step_row(3, digests=Digests(1, 2, None))
+    (tmp_path / NAME).write_bytes(
+        b"%s\n" % json.dumps({"step": list(step_row(1))[:-1]}).encode()
+    )  # an older version's
+    journal = Journal(tmp_path)
+    journal.add([with_digests, native])
+    journal.close()
+    assert read_steps(tmp_path) == [step_row(1), with_digests, native]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 40, -1])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.comparison import step_difference
+from lockstep.record.events import Digests, EvaluationRow, StepRow
 from lockstep.record.ledger import (
     DETERMINISTIC,
     TIMING,
@@ -70,6 +71,39 @@ def test_a_missing_part_stays_missing_and_a_nan_part_stays_nan(tmp_path: Path) -
     rows = [step_row(1, parts={}), step_row(2, parts={"p": math.nan}), step_row(3, parts={"q": 1.0})]
     write_parquet(rows, tmp_path / "ledger.parquet")
     assert [sorted(row.parts) for row in read_parquet(tmp_path / "ledger.parquet")] == [[], ["p"], ["q"]]
+
+
+def test_digests_come_back_and_rows_without_any_have_none(tmp_path: Path) -> None:
+    rows = [
+        step_row(1, digests=Digests(2**64 - 1, 0, (1, 2**63))),
+        step_row(2),
+        step_row(3, digests=Digests(5, 6, None)),
+    ]
+    write_parquet(rows, tmp_path / "ledger.parquet")
+    assert read_parquet(tmp_path / "ledger.parquet") == rows
+
+
+def test_a_ledger_from_before_there_were_digests_is_read(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "ledger.parquet"
+    write_parquet([step_row(1), step_row(2)], path)
+    pq.write_table(
+        pq.read_table(path).drop_columns(["weights_digest", "optimizer_digest", "gradient_digests"]), path
+    )
+    assert read_parquet(path) == [step_row(1), step_row(2)]
+
+
+def test_a_difference_names_the_digest_and_the_micro_batch() -> None:
+    row = step_row(1, digests=Digests(1, 2, (3, 4, 5)))
+    other = step_row(1, digests=Digests(1, 16, (3, 255, 5)))
+    assert step_difference(row, other) == (
+        "gradient_digest of micro-batch 1 0000000000000004 → 00000000000000ff, "
+        "optimizer_digest 0000000000000002 → 0000000000000010"
+    )
+    assert step_difference(row, row) == ""
+    assert step_difference(row, step_row(1)) == step_difference(step_row(1), row) == ""
+    assert step_difference(row, step_row(1, digests=Digests(1, 2, None))) == ""
 
 
 def test_evaluations_come_back_bit_for_bit(tmp_path: Path) -> None:
