@@ -18,6 +18,7 @@ def document(reduction: str, *, micro: int, samples: int = 40) -> Document:
         "clip_norm": 1.0,
         "reduction": reduction,
         "workers": {"bucket_mb": 0.001},
+        "record": {"digest_every": None},  # native sums keep no micro-batch's gradient apart, exact ones do
     }
 
 

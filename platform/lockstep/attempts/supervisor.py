@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -322,11 +323,12 @@ class Supervisor:
         """The next attempt; whatever still runs of the one before can publish nothing from here on."""
         run_id = self._recording.run_id
         if run_id is None:  # it ended before there was a run
-            return AttemptOrigin(None, self.origin.attempt + 1)
+            return AttemptOrigin(None, self.origin.attempt + 1, replay=self.origin.replay)
         storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
-        return patiently(
+        claimed = patiently(
             lambda: claim(storage, run_id, None, at_least=least), self.stop.wait, self.progress.say
         )
+        return replace(claimed, replay=self.origin.replay)
 
     def _close(self, ended: RunView) -> RecordError | None:
         """The run has ended by itself or by a signal: have that recorded, and let the recorder write what is left."""

@@ -17,6 +17,7 @@ from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
 from lockstep.attempts.worker_output import output_told
 from lockstep.job.loading import load_job
+from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
 from lockstep.record.system import sampled
 from lockstep.spec.loading import validate
@@ -89,6 +90,7 @@ def _train(config: dict[str, Any], group: Group, sender: Sender, tell: Tell, req
     def print_on(stream: str, text: str) -> None:
         sender.tell(Printed(f"{name}-{stream}", text))
 
-    spec = validate(config["spec"])
-    with system_recorded(sender.tell), output_told(print_on):
+    spec, replay = validate(config["spec"]), config["origin"].replay
+    recorded = imported_from(replay.source) if replay is not None and replay.source else nullcontext()
+    with system_recorded(sender.tell), output_told(print_on), recorded:
         fit(spec, load_job(spec.job.use, spec.job.params), group, tell, requests, config["origin"])

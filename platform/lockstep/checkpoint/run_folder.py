@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +35,21 @@ class Fence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Replay:
+    """Steps of a recorded run that are taken again, to be compared: nothing of that run is written to, and nothing is saved."""
+
+    run_id: str
+    storage: str
+    """Where the checkpoint of `step` is found; read only."""
+    step: int
+    """The step whose checkpoint it starts from; 0 for the run's beginning."""
+    until: int
+    """The last step that is taken."""
+    source: Mapping[str, bytes] | None = None
+    """The job's files by their paths below a source root, to be imported in place of those that are there."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptOrigin:
     """Which attempt of which run this is. It saves under this number; a newer one takes that right from it."""
 
@@ -43,6 +58,13 @@ class AttemptOrigin:
     attempt: int = 1
     step: int | None = None
     """Go on from the checkpoint of this step; None for the newest one that is good."""
+    replay: Replay | None = None
+    """For an attempt that only takes steps of another run again."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the attempt leaves checkpoints and weights."""
+        return self.replay is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import checks, cluster, records, sweeps
+from lockstep.cli import checks, cluster, proofs, records, sweeps
 from lockstep.cli.answers import (
     Address,
     Json,
@@ -223,5 +223,5 @@ def _result_text(run: Result) -> str:
     return "\n".join(lines)
 
 
-for commands in (sweeps, checks, records, cluster):
+for commands in (sweeps, checks, records, proofs, cluster):
     commands.register(app)

@@ -136,7 +136,7 @@ class Page:
             self._tag({"error": ""})  # that of the attempt before
         for name, path in sorted(job_sources(self._spec.job.use).items()):
             below = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
-            self._document(f"source/{below}", path.read_text(encoding="utf-8", errors="replace"))
+            self._document(f"source/{below}", path.read_bytes().decode("utf-8", errors="replace"))
 
     def _started(self, facts: Mapping[str, Any]) -> None:
         """The facts of an attempt."""

@@ -66,6 +66,10 @@ def find_start(
     spec: Spec, group: Group, origin: AttemptOrigin | None, warn: Callable[[str], None]
 ) -> Start | None:
     """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
+    if origin is not None and origin.replay is not None and origin.replay.step:
+        replay = origin.replay
+        found = _load(replay.storage, replay.run_id, replay.step, group, warn)
+        return Start(found, fork=False) if found is not None else None
     if origin is not None and origin.run_id is not None:
         own = _load(spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
         if own is not None:

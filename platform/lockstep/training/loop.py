@@ -81,7 +81,7 @@ def fit(
                 if checkpoints.due(position, agreed=result.save):
                     checkpoints.save()
                 clock.leave_out()
-                if over:
+                if over or ends_replay(position, origin):
                     break
                 if evaluated and position.number < run.plan.total_steps and not goes_on(run, requests):
                     return None
@@ -93,6 +93,11 @@ def fit(
         tell(Document("memory.json", memory.used(run.state, peaks)))
         tell(Finished(summary, keep_weights(run, requests, origin)))
         return summary
+
+
+def ends_replay(position: Position, origin: AttemptOrigin | None) -> bool:
+    """Whether an attempt that takes steps of another run again has come to the last of them."""
+    return origin is not None and origin.replay is not None and position.number >= origin.replay.until
 
 
 def goes_on(run: Run, requests: Requests) -> bool:
@@ -159,7 +164,7 @@ def _named(metrics: Mapping[str, float], name: str) -> float:
 
 def keep_weights(run: Run, requests: Requests, origin: AttemptOrigin | None) -> list[Path]:
     """Rank 0's: write the weights of the last step, their average and the best ones, where there are any, into the run's folder."""
-    if run.group.rank > 0 or origin is None:
+    if run.group.rank > 0 or origin is None or not origin.saves:
         return []
     folder, best = run.spec.folder / requests.run_id(), run.state.best.weights
     files = save_weights(folder, {"final": tensors(run.state.model)})

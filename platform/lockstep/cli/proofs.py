@@ -1,0 +1,89 @@
+"""Commands that check what is recorded: `verify`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli.answers import Address, Json, Uri, Verbose, answered, running
+
+if TYPE_CHECKING:
+    from lockstep.proof.verification import Verified
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
+Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command()(verify)
+
+
+def verify(
+    run: RunId,
+    from_: Annotated[
+        int | None, typer.Option("--from", min=1, metavar="N", help="first step to compare")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="how many steps; default: 20, the run's last ones")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="all steps, from the beginning")] = False,
+    sample: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="a random share of the steps, 0 to 1, between checkpoints"),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="W", help="how many workers; default: as the run's spec says")
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="in this process, without Ray")] = False,
+    address: Address = None,
+    uri: Uri = None,
+    storage: Storage = Path("runs"),
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Take steps of a recorded run again, and compare every bit with its record."""
+    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.verification import verify as verify_run
+
+        with running(json_, began_at, local, address, verbose, None) as options:
+            found = verify_run(
+                run,
+                from_step=from_,
+                steps=steps,
+                all_steps=all_,
+                share=sample,
+                workers=workers,
+                uri=uri,
+                storage=storage,
+                options=options,
+            )
+        answer(found.as_dict(), lambda: as_text(found))
+    if not found.same:
+        raise typer.Exit(1)
+
+
+def as_text(found: Verified) -> str:
+    """What a verification came to, for a person."""
+    taken = ", ".join(f"{one.start + 1} to {one.until}" for one in found.stretches)
+    within = "" if found.tolerance is None else f" within {found.tolerance:g}"
+    lines = []
+    if found.first_difference is None:
+        said = "every bit is equal" if found.same_bits else f"not the same bits, and equal{within}"
+        lines.append(f"same: {found.steps} steps of run {found.run_id} ({taken}): {said}")
+    else:
+        step, micro_batch, quantity, recorded, other = found.first_difference.as_dict().values()
+        where = f"step {step}" + ("" if micro_batch is None else f", micro-batch {micro_batch}")
+        lines.append(f"different: {where}: {quantity} is recorded as {recorded} and was found as {other}")
+        lines.append(f"cause             {found.cause}")
+        lines.append(f"taken again       steps {taken} of run {found.run_id}")
+        if within:
+            lines.append(f"compared          {within.strip()}, relative to the recorded number")
+    if found.elsewhere:
+        lines.append(f"bits may differ   {'; '.join(found.elsewhere)}")
+    return "\n".join(lines)

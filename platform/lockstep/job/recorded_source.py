@@ -1,0 +1,61 @@
+"""Importing a job from the files that a run has recorded, in place of those that lie on the path."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+
+
+def module_name(path: str) -> str:
+    """The module of a recorded file: `jobs/digits/job.py` is `jobs.digits.job`, `models/__init__.py` is `models`."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def source_digest(source: Mapping[str, bytes]) -> str:
+    """`job_source_digest` of recorded files, given by their paths below the source root."""
+    digest = hashlib.sha256()
+    for name, path in sorted((module_name(path), path) for path in source):
+        digest.update(f"{name}\n".encode())
+        digest.update(source[path])
+    return digest.hexdigest()
+
+
+@contextmanager
+def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
+    """While the block runs, the modules of these files are imported from them; those that were imported before come back after it."""
+    names = {module_name(path) for path in source}
+    names |= {name for name in sys.modules if any(name.startswith(f"{one}.") for one in names)}
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    with tempfile.TemporaryDirectory(prefix="lockstep-source-") as folder:
+        for path, content in source.items():
+            target = Path(folder, path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+        try:
+            yield
+        finally:
+            sys.path.remove(folder)
+            for name in names:
+                sys.modules.pop(name, None)
+                _in_parent(name, before.get(name))
+            sys.modules.update(before)
+            importlib.invalidate_caches()
+
+
+def _in_parent(name: str, module: ModuleType | None) -> None:
+    """Put a module back where `from package import module` finds it, or take it away there."""
+    package, _, leaf = name.rpartition(".")
+    parent = sys.modules.get(package)
+    if parent is not None and module is not None:
+        setattr(parent, leaf, module)
+    elif parent is not None and hasattr(parent, leaf):
+        delattr(parent, leaf)

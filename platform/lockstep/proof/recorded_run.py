@@ -1,0 +1,141 @@
+"""A recorded run as a proof needs it: its spec, rows, identity fields, source and checkpoints. It is only read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
+from lockstep.checkpoint.layout import OWNER
+from lockstep.checkpoint.reader import Loaded, checkpoint_at, load, load_step
+from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs import adopt, steps_of
+from lockstep.checkpoint.storages import open_storage
+from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.journal import NAME, Journal
+from lockstep.record.run_store import CheckpointCopy
+from lockstep.record.stores import find_copies, find_history, find_run, reader
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+from lockstep.spec.locations import RECORD_OFF
+
+SOURCE = "source/"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """What is recorded of a run. `steps` and `evaluations` are by step."""
+
+    run_id: str
+    spec: Spec
+    steps: Mapping[int, StepRow]
+    evaluations: Mapping[int, EvaluationRow]
+    fields: Mapping[str, Any]
+    """The fields of its identity."""
+    source: Mapping[str, bytes]
+    """Its job's files, by their paths below a source root."""
+    saved: Sequence[int]
+    """The steps whose checkpoints are in its storage, in order."""
+    copies: Sequence[CheckpointCopy]
+    """Copies in its store."""
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps)
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps that have a checkpoint somewhere, in order."""
+        return sorted({*self.saved, *(copy.step for copy in self.copies)})
+
+    def checkpoint(self, step: int, aside: Path) -> tuple[str, Loaded]:
+        """The storage and the content of the checkpoint of `step`; a copy is downloaded into `aside`.
+
+        BadCheckpointError where it is not whole.
+        """
+        if step in self.saved:
+            storage = self.spec.checkpoint.storage
+            try:
+                return storage, load_step(RunFolder.open(open_storage(storage), self.run_id), step)
+            except LostFileError as error:
+                raise BadCheckpointError(str(error)) from error
+        copy = next(copy for copy in self.copies if copy.step == step)
+        folder = aside / f"copy-{step}"
+        folder.mkdir(parents=True)
+        copy.download(folder)
+        loaded = load(checkpoint_at(str(folder)))
+        adopt(str(aside), self.run_id, step, folder)
+        return str(aside), loaded
+
+
+def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
+    """The run of this id in the store at `uri`; `folder` is looked in for `off`. SpecError where there is none, or nothing to compare."""
+    try:
+        found = find_run(uri, run_id, folder)
+    except NoSuchRunError as error:
+        raise SpecError(str(error)) from error
+    document = {**found.spec, "record": {**found.spec.get("record", {}), "uri": uri}}
+    spec = load_spec(document)
+    here = spec.folder / run_id
+    if uri == RECORD_OFF:  # where it was found, which may be a copy of the folder that its spec names
+        here = folder / run_id
+        if (here / OWNER).exists():
+            update = {"storage": str(folder)}
+            spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=update)})
+    steps, evaluations = _rows(uri, run_id, here)
+    if not steps:
+        raise SpecError(f"run {run_id}: no step of it is recorded; there is nothing to compare")
+    texts = _Texts(uri, run_id, here)
+    fields: dict[str, Any] = json.loads(texts.read("fields.json") or b"{}")
+    source = {name.removeprefix(SOURCE): texts.read(name) for name in texts.below(SOURCE)}
+    return RecordedRun(
+        run_id,
+        spec,
+        {row.step: row for row in steps},
+        {row.step: row for row in evaluations},
+        fields,
+        source,
+        sorted(steps_of(spec.checkpoint.storage, run_id)),
+        find_copies(uri, run_id),
+    )
+
+
+def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[EvaluationRow]]:
+    """The ledger's rows, and of a run that has not ended those of its journal."""
+    if not (here / "ledger.parquet").exists() and (here / NAME).exists():
+        journal = Journal(here, read_only=True)
+        try:
+            return list(journal.steps()), list(journal.evaluations())
+        finally:
+            journal.close()
+    try:
+        history = find_history(uri, run_id, here.parent)
+    except RecordError as error:
+        raise SpecError(f"run {run_id}: its ledger cannot be read: {error}") from error
+    return history.steps, history.evaluations
+
+
+class _Texts:
+    """The files of a run: from its folder, or else from its store."""
+
+    def __init__(self, uri: str, run_id: str, here: Path) -> None:
+        self._here, self._run_id = here, run_id
+        self._reader = None if (here / "spec.yaml").exists() else reader(uri, here.parent)
+
+    def below(self, prefix: str) -> list[str]:
+        if self._reader is not None:
+            return [name for name in self._reader.artifacts(self._run_id) if name.startswith(prefix)]
+        folder = self._here / prefix
+        return sorted(path.relative_to(self._here).as_posix() for path in folder.rglob("*") if path.is_file())
+
+    def read(self, name: str) -> bytes:
+        """Its content; nothing where it is not there."""
+        if self._reader is not None:
+            there = name in self._reader.artifacts(self._run_id)
+            return self._reader.text(self._run_id, name).encode() if there else b""
+        path = self._here / name
+        return path.read_bytes() if path.exists() else b""

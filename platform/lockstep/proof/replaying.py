@@ -1,0 +1,81 @@
+"""Taking steps of a recorded run again, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
+from lockstep.job.loading import load_job
+from lockstep.record.events import EvaluationRow, Event, Started, StepRow
+from lockstep.spec.fields import Spec
+from lockstep.training.group import Group, local_device
+from lockstep.training.loop import fit
+from lockstep.training.requests import NoRequests
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What the steps came to when they were taken again; rows by step."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    steps: dict[int, StepRow] = field(default_factory=dict)
+    evaluations: dict[int, EvaluationRow] = field(default_factory=dict)
+
+
+class Watching(Protocol):
+    """Is told each row as it is found, and says when no more are wanted."""
+
+    def row(self, found: StepRow) -> None: ...
+
+    def enough(self) -> bool: ...
+
+
+Take = Callable[[Spec, Replay, Watching], Replayed]
+"""Takes the steps of a replay again, wherever that is."""
+
+
+def replay_spec(spec: Spec) -> Spec:
+    """The run's spec with digests in every step: placement, so no bit of the run changes."""
+    return spec.model_copy(update={"record": spec.record.model_copy(update={"digest_every": 1})})
+
+
+class _Kept(NoRequests):
+    """Keeps what is told from a step on."""
+
+    def __init__(self, first: int, watch: Watching) -> None:
+        self.found = Replayed()
+        self._first, self._watch = first, watch
+
+    def stop(self) -> bool:
+        return self._watch.enough()
+
+    def tell(self, event: Event) -> None:
+        match event:
+            case Started():
+                self.found.fields = event.facts["fields"]
+            case StepRow() if event.step >= self._first:
+                self.found.steps[event.step] = event
+                self._watch.row(event)
+            case EvaluationRow() if event.step >= self._first:
+                self.found.evaluations[event.step] = event
+            case _:
+                pass  # among them Restored: rows that are not taken again
+
+
+def replay_here(spec: Spec, replay: Replay, watch: Watching) -> Replayed:
+    """Take the steps in this process, on one worker, up to the one after which `watch` has enough. Raises LockstepError."""
+    kept = _Kept(replay.step + 1, watch)
+    device: torch.device = local_device(spec)
+    fit(
+        replay_spec(spec),
+        load_job(spec.job.use, spec.job.params),
+        Group(0, 1, device),
+        kept.tell,
+        kept,
+        AttemptOrigin(replay=replay),
+    )
+    return kept.found

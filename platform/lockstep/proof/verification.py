@@ -1,0 +1,281 @@
+"""A recorded run shown to be what it says: steps taken again from a checkpoint, every deterministic column and digest compared.
+
+What could explain a difference (versions, device, threads, source, data) is compared first. Where the run is taken
+again on another kind of device or by other versions, bits may differ rightly: the difference in bits is still told, and the
+numbers are then compared within `TOLERANCE`, which the answer states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.checkpoint.errors import BadCheckpointError
+from lockstep.checkpoint.reader import Loaded
+from lockstep.checkpoint.run_folder import Replay
+from lockstep.proof.causes import UNTOLD, Cause, causes
+from lockstep.proof.recorded_run import RecordedRun
+from lockstep.proof.replaying import Replayed, Take
+from lockstep.proof.stretches import Stretch
+from lockstep.record.comparison import Differing, differing, differing_evaluation
+from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.training.digests import Digester, model_digest, optimizer_digest
+
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+"""How far a number may be from the recorded one, relative to it, where bits may rightly differ; by the run's precision."""
+
+_ENOUGH = 5
+"""So many steps that differ tell a value that was changed afterwards from a run that goes another way."""
+
+_EXACT = ("step", "epoch", "samples", "weight", "skipped", "scale")
+"""Columns that are the same on any machine."""
+
+
+class FirstDifference(NamedTuple):
+    """Where two executions part. `micro_batch` where its gradient was compared."""
+
+    step: int
+    micro_batch: int | None
+    quantity: str
+    recorded: Any
+    found: Any
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; digests as 16 hexadecimal digits, floats as they are."""
+        return {**self._asdict(), "recorded": _plain(self.recorded), "found": _plain(self.found)}
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a verification came to. `steps` were compared; `tolerance` is None where they were compared bit for bit."""
+
+    run_id: str
+    steps: int = 0
+    first_difference: FirstDifference | None = None
+    cause: str | None = None
+    elsewhere: list[str] = field(default_factory=list)
+    tolerance: float | None = None
+    same_bits: bool = True
+    stretches: list[Stretch] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        return self.first_difference is None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "same": self.same,
+            "steps": self.steps,
+            "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
+            "cause": self.cause,
+            "same_bits": self.same_bits,
+            "tolerance": self.tolerance,
+            "elsewhere": self.elsewhere,
+            "stretches": [{"from": one.start + 1, "to": one.until} for one in self.stretches],
+        }
+
+
+class Watch:
+    """Looks at rows as they are found: where a few have differed, no more steps need to be taken."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        self._run, self._differing = run, 0
+
+    def row(self, found: StepRow) -> None:
+        recorded = self._run.steps.get(found.step)
+        self._differing += recorded is None or any(differing(recorded, found))
+
+    def enough(self) -> bool:
+        return self._differing >= _ENOUGH
+
+
+def verify(
+    run: RecordedRun,
+    stretches: Sequence[Stretch],
+    take: Take,
+    aside: Path,
+    source: Mapping[str, bytes] | None,
+) -> Verified:
+    """Take the stretches again with `take`, in order, up to the first that differs.
+
+    `source` are the job's files where not those on the path are to be imported. Checkpoints that the storage has no longer are
+    downloaded into `aside`.
+    """
+    answer = Verified(run.run_id)
+    for stretch in stretches:
+        answer.stretches.append(stretch)
+        storage = run.spec.checkpoint.storage
+        if stretch.start:
+            storage, found = _checkpoint(run, stretch.start, aside)
+            if found is not None:
+                answer.first_difference, answer.same_bits = found, False
+                answer.cause = "the checkpoint was changed after it was saved"
+                return answer
+        replay = Replay(run.run_id, storage, stretch.start, stretch.until, source)
+        watch = Watch(run)
+        replayed = take(run.spec, replay, watch)
+        _compare(run, stretch, replayed, aside, answer, ended_early=watch.enough())
+        if answer.first_difference is not None:
+            return answer
+    return answer
+
+
+def _compare(
+    run: RecordedRun,
+    stretch: Stretch,
+    replayed: Replayed,
+    aside: Path,
+    answer: Verified,
+    *,
+    ended_early: bool,
+) -> None:
+    differ = causes(run.fields, replayed.fields)
+    answer.elsewhere = [str(cause) for cause in differ if cause.elsewhere]
+    until = max(replayed.steps, default=0) if ended_early else stretch.until
+    wanted = range(stretch.start + 1, until + 1)
+    found = list(_differences(run, replayed, wanted))
+    found += _of_saved(run, replayed, wanted, aside)
+    found.sort(key=lambda one: one.step)
+    answer.steps += len(wanted)
+    if not found:
+        return
+    answer.same_bits = False
+    if answer.elsewhere:
+        answer.tolerance = TOLERANCE[run.spec.precision]
+        beyond = [one for one in found if not _within(one, answer.tolerance)]
+        if not beyond:
+            return
+        found = beyond
+    answer.first_difference = found[0]
+    answer.cause = _told(differ) or _alone(found) or UNTOLD
+
+
+def _differences(run: RecordedRun, replayed: Replayed, wanted: range) -> Iterator[FirstDifference]:
+    """Everything in which the recorded rows and those that were found differ, step by step."""
+    for step in wanted:
+        yield from _of_rows(step, run.steps.get(step), replayed.steps.get(step))
+        evaluation = run.evaluations.get(step)
+        # After the last recorded step a run may have been ended before its evaluation.
+        if evaluation is not None or step < run.last_step:
+            yield from _of_rows(step, evaluation, replayed.evaluations.get(step))
+
+
+def _of_rows(
+    step: int, recorded: StepRow | EvaluationRow | None, found: StepRow | EvaluationRow | None
+) -> Iterator[FirstDifference]:
+    if recorded is None and found is None:
+        return
+    if recorded is None or found is None:
+        kind = "evaluation" if isinstance(recorded or found, EvaluationRow) else "row"
+        told = (None if one is None else "there" for one in (recorded, found))
+        yield FirstDifference(step, None, kind, *told)
+    elif isinstance(recorded, StepRow) and isinstance(found, StepRow):
+        yield from (_at(step, one) for one in differing(recorded, found))
+    elif isinstance(recorded, EvaluationRow) and isinstance(found, EvaluationRow):
+        yield from (_at(step, one) for one in differing_evaluation(recorded, found))
+
+
+def _at(step: int, one: Differing) -> FirstDifference:
+    return FirstDifference(step, one.micro_batch, one.quantity, one.before, one.after)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(run: RecordedRun, step: int, aside: Path) -> tuple[str, FirstDifference | None]:
+    """The storage of a checkpoint, and in what its content is not what was recorded of it."""
+    try:
+        storage, loaded = run.checkpoint(step, aside)
+    except BadCheckpointError as error:
+        return "", FirstDifference(step, None, "checkpoint", "whole", str(error))
+    row = run.steps.get(step)
+    wanted = [dict(row.digests._asdict())] if row is not None and row.digests is not None else []
+    saved: Any = loaded.sections.get("check", {})
+    wanted += [
+        {"weights": int(saved["weights_digest"], 16), "optimizer": int(saved["optimizer_digest"], 16)}
+    ] * ("weights_digest" in saved)
+    held = _held(loaded)
+    for one in wanted:
+        for name in ("weights", "optimizer"):
+            if one[name] != held[name]:
+                return storage, FirstDifference(
+                    step, None, f"{name}_digest", f"{one[name]:016x}", f"{held[name]:016x}"
+                )
+    return storage, None
+
+
+def _held(loaded: Loaded) -> dict[str, int]:
+    """The digests of what a checkpoint holds."""
+    digester, sections = Digester(torch.device("cpu")), loaded.sections
+    model: Any = sections["model"]
+    optimizer: Any = sections["optimizer"]
+    return {
+        "weights": model_digest(digester, model["state"]),
+        "optimizer": optimizer_digest(digester, optimizer),
+    }
+
+
+def _of_saved(run: RecordedRun, replayed: Replayed, wanted: range, aside: Path) -> list[FirstDifference]:
+    """The checkpoints of the storage within the stretch, beside the state that was found there."""
+    differ = []
+    for step in run.saved:
+        row = replayed.steps.get(step)
+        if step not in wanted or row is None or row.digests is None:
+            continue
+        try:
+            held = _held(run.checkpoint(step, aside)[1])
+        except BadCheckpointError as error:
+            differ.append(FirstDifference(step, None, "checkpoint", "whole", str(error)))
+            continue
+        for name, found in (("weights", row.digests.weights), ("optimizer", row.digests.optimizer)):
+            if held[name] != found:
+                differ.append(
+                    FirstDifference(
+                        step, None, f"{name}_digest of the checkpoint", f"{held[name]:016x}", f"{found:016x}"
+                    )
+                )
+    return differ
+
+
+# --- what is said of it -----------------------------------------------------------------------------------------
+
+
+def _told(differ: Sequence[Cause]) -> str | None:
+    return "; ".join(str(cause) for cause in differ[:4]) or None
+
+
+def _alone(found: Sequence[FirstDifference]) -> str | None:
+    """A value that nothing follows from was not computed so."""
+    if len(found) > 1:
+        return None
+    (one,) = found
+    if "checkpoint" in one.quantity:
+        return "the checkpoint was changed after it was saved: all else is equal"
+    if one.quantity in ("row", "evaluation"):
+        return "the record lacks it, or has it too much: all else is equal"
+    return "this one value was changed after it was recorded: all else is equal"
+
+
+def _within(one: FirstDifference, tolerance: float) -> bool:
+    """Whether a difference is one that another kind of machine may rightly make."""
+    if one.micro_batch is not None or "digest" in one.quantity:
+        return True
+    if one.quantity in _EXACT or not all(isinstance(value, float) for value in (one.recorded, one.found)):
+        return False
+    return math.isclose(one.recorded, one.found, rel_tol=tolerance, abs_tol=tolerance * 1e-3) or (
+        math.isnan(one.recorded) and math.isnan(one.found)
+    )
+
+
+def _plain(value: Any) -> Any:
+    return (
+        repr(value)
+        if isinstance(value, int) and type(value) is not int and type(value) is not bool
+        else value
+    )

@@ -1,0 +1,369 @@
+"""A recorded run is taken again: what was planted is found where it was planted, and nothing where nothing was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from lockstep import train
+from lockstep.calls.verification import verify
+from lockstep.checkpoint.manifest import FileEntry, Manifest
+from lockstep.data.sampler import MicroBatchSampler
+from lockstep.errors import SpecError
+from lockstep.plan import Plan
+from lockstep.proof.verification import Verified
+from lockstep.training import setup
+from tests.in_process import here
+from tests.unit.proof import verified_jobs
+from tests.unit.proof.verified_jobs import PLANTED
+
+STEPS, GLOBAL, MICRO, SAMPLES = 12, 12, 3, 56
+SEED = 3
+
+
+def document(storage: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "job": {"use": "tests.unit.proof.verified_jobs:Small"},
+        "seed": SEED,
+        "length": {"steps": STEPS},
+        "batch": {"global": GLOBAL, "micro": MICRO},
+        "data": {"drop_last": False},
+        "evaluate": {"every": {"steps": 5}},
+        "checkpoint": {"storage": str(storage), "every": {"steps": 4}, "keep_last": 9},
+        "record": {"uri": "off", "digest_every": 1},
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 12 steps, with checkpoints after 4, 8 and 12."""
+    return Path(train(document(tmp_path_factory.mktemp("recorded")), local=True).folder)
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    """A copy of it, to plant something in."""
+    return Path(shutil.copytree(recorded, tmp_path / recorded.name))
+
+
+@pytest.fixture(autouse=True)
+def nothing_planted() -> Iterator[None]:
+    PLANTED.clear()
+    yield
+    PLANTED.clear()
+
+
+def verified(run: Path, **options: Any) -> Verified:
+    return verify(run.name, uri="off", storage=run.parent, local=True, **options)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, str]]:
+    return {
+        str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def first(found: Verified) -> tuple[int, int | None, str]:
+    assert not found.same
+    assert found.first_difference is not None
+    return found.first_difference[:3]
+
+
+# --- nothing planted --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "stretches"),
+    [
+        ({}, [(1, 12)]),
+        ({"all_steps": True}, [(1, 12)]),
+        ({"from_step": 6, "steps": 2}, [(5, 7)]),
+        ({"from_step": 9}, [(9, 12)]),
+        ({"steps": 1}, [(9, 12)]),
+        ({"share": 1.0}, [(1, 4), (5, 8), (9, 12)]),
+    ],
+)
+def test_an_honest_run_is_the_same_in_every_stretch_and_nothing_of_it_is_touched(
+    recorded: Path, options: dict[str, Any], stretches: list[tuple[int, int]]
+) -> None:
+    before = contents(recorded.parent)
+    found = verified(recorded, **options)
+    assert found.same and found.same_bits and found.cause is None
+    assert [(one.start + 1, one.until) for one in found.stretches] == stretches
+    assert found.steps == sum(last - first + 1 for first, last in stretches)
+    assert contents(recorded.parent) == before
+
+
+def test_a_run_without_digests_is_compared_by_its_columns(tmp_path: Path) -> None:
+    run = Path(train(document(tmp_path, record={"uri": "off", "digest_every": None}), local=True).folder)
+    assert verified(run).same
+    PLANTED["order"] = True
+    step, micro_batch, quantity = first(verified(run, all_steps=True))
+    assert (step, micro_batch) == (1, None)
+    assert quantity in ("loss", "grad_norm")
+
+
+# --- in the record ----------------------------------------------------------------------------------------------
+
+
+def flip(run: Path, step: int, section: str, kind: str = "tensors", *, signed: bool = True) -> None:
+    """Flip one bit in the last tensor of a checkpoint's section, and have its manifest say so where `signed`."""
+    folder = next(path for path in run.iterdir() if path.is_dir() and path.name.endswith(f"{step:08d}"))
+    (name,) = (path for path in folder.iterdir() if path.name.startswith("manifest"))
+    manifest = Manifest.decode(name.read_bytes())
+    entry = next(one for one in manifest.files if (one.section, one.kind) == (section, kind))
+    data = bytearray((folder / entry.name).read_bytes())
+    data[-2] ^= 1
+    (folder / entry.name).write_bytes(data)
+    if signed:
+        changed = FileEntry(**{**vars_of(entry), "sha256": hashlib.sha256(data).hexdigest()})
+        files = tuple(changed if one == entry else one for one in manifest.files)
+        name.write_bytes(replace(manifest, files=files).encode())
+
+
+def vars_of(entry: FileEntry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in entry.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("section", "quantity"), [("model", "weights_digest"), ("optimizer", "optimizer_digest")]
+)
+def test_a_flipped_bit_in_a_checkpoint_is_found(run: Path, section: str, quantity: str) -> None:
+    """With the hashes of its files made to fit: where it is started from, and where a longer stretch passes it."""
+    flip(run, 8, section)
+    found = verified(run, from_step=9, steps=1)
+    assert first(found) == (8, None, quantity)
+    assert found.cause == "the checkpoint was changed after it was saved"
+    step, _, passed = first(verified(run, all_steps=True))
+    assert (step, passed) == (8, f"{quantity} of the checkpoint")
+    assert verified(run, from_step=5, steps=3).same
+
+
+def test_a_damaged_checkpoint_is_found(run: Path) -> None:
+    flip(run, 4, "model", signed=False)
+    assert first(verified(run, from_step=5, steps=1)) == (4, None, "checkpoint")
+
+
+def change_ledger(run: Path, step: int, column: str, change: Callable[[Any], Any]) -> None:
+    table = pq.read_table(run / "ledger.parquet")
+    values = table[column].to_pylist()
+    values[step - 1] = change(values[step - 1])
+    at = table.column_names.index(column)
+    changed = table.set_column(at, column, pa.array(values, table.schema.field(column).type))
+    pq.write_table(changed, run / "ledger.parquet")
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "micro_batch", "quantity"),
+    [
+        ("loss", lambda value: value * (1 + 2**-52), None, "loss"),
+        ("lr", lambda value: value * 2, None, "lr"),
+        ("grad_norm", lambda value: -value, None, "grad_norm"),
+        ("part/one", lambda value: 0.0, None, "one"),
+        ("samples", lambda value: value + 1, None, "samples"),
+        ("weights_digest", lambda value: value ^ 1, None, "weights_digest"),
+        ("optimizer_digest", lambda value: value ^ 2**63, None, "optimizer_digest"),
+        ("gradient_digests", lambda value: [*value[:2], value[2] ^ 1, *value[3:]], 2, "gradient_digest"),
+    ],
+)
+def test_a_changed_value_of_the_ledger_is_found(
+    run: Path, column: str, change: Callable[[Any], Any], micro_batch: int | None, quantity: str
+) -> None:
+    change_ledger(run, 7, column, change)
+    found = verified(run, from_step=6)
+    assert first(found) == (7, micro_batch, quantity)
+    assert found.cause == "this one value was changed after it was recorded: all else is equal"
+
+
+def test_a_changed_evaluation_and_a_lost_row_are_found(run: Path) -> None:
+    table = pq.read_table(run / "evaluations.parquet")
+    at = table.column_names.index("eval/loss")
+    losses = [value * 2 if i == 1 else value for i, value in enumerate(table["eval/loss"].to_pylist())]
+    pq.write_table(table.set_column(at, "eval/loss", pa.array(losses)), run / "evaluations.parquet")
+    assert first(verified(run)) == (10, None, "eval/loss")
+    ledger = pq.read_table(run / "ledger.parquet")
+    pq.write_table(ledger.filter(pa.compute.not_equal(ledger["step"], 6)), run / "ledger.parquet")
+    assert first(verified(run)) == (6, None, "row")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "where", "cause"),
+    [
+        ("seed", 4, (1, 0, "gradient_digest"), "seed was 3 and is 4"),
+        (
+            "data",
+            {"drop_last": False, "shuffle": "none"},
+            (1, 0, "gradient_digest"),
+            "data.shuffle was 'full'",
+        ),
+        ("schedule", {"name": "step", "every": 6}, (7, None, "lr"), "schedule.name was 'constant'"),
+        ("clip_norm", 0.5, (1, None, "clipped_norm"), "clip_norm was None and is 0.5"),
+    ],
+)
+def test_a_changed_spec_is_found_with_its_field(
+    run: Path, field: str, value: Any, where: tuple[int, int | None, str], cause: str
+) -> None:
+    spec = yaml.safe_load((run / "spec.yaml").read_text())
+    (run / "spec.yaml").write_text(yaml.safe_dump({**spec, field: value}))
+    found = verified(run, all_steps=True)
+    assert first(found) == where
+    assert cause in (found.cause or "")
+
+
+# --- in what is taken again -------------------------------------------------------------------------------------
+
+
+def test_one_changed_sample_is_found_in_its_step_and_micro_batch(recorded: Path) -> None:
+    plan = Plan.of(SAMPLES, GLOBAL, MICRO, drop_last=False, steps=STEPS)
+    order = list(
+        MicroBatchSampler(
+            verified_jobs.Points(SAMPLES), plan, range(4), seed=SEED, shuffle="full", window=8, start=0
+        )
+    )
+    for sample in (0, 17, 43):
+        PLANTED["sample"] = sample
+        use = next(batch for batch in order if sample in batch.ids)
+        found = verified(recorded, all_steps=True)
+        assert first(found) == (use.step + 1, use.micro_batch, "gradient_digest")
+
+
+@pytest.mark.parametrize(("step", "micro_batch"), [(0, 0), (4, 1), (6, 3), (11, 2)])
+def test_a_flipped_bit_of_a_gradient_is_found(recorded: Path, step: int, micro_batch: int) -> None:
+    PLANTED["gradient"] = (step, micro_batch)
+    assert first(verified(recorded, all_steps=True)) == (step + 1, micro_batch, "gradient_digest")
+    near = verified(recorded, from_step=step + 1, steps=1)
+    assert first(near) == (step + 1, micro_batch, "gradient_digest")
+    assert "no field of the identity differs" in (near.cause or "")
+
+
+def test_an_operator_that_adds_in_another_order_is_found(recorded: Path) -> None:
+    PLANTED["order"] = True
+    step, micro_batch, quantity = first(verified(recorded, all_steps=True))
+    assert (step, quantity) == (1, "gradient_digest")
+    assert micro_batch is not None
+
+
+def test_elsewhere_numbers_are_compared_within_a_tolerance_that_is_told(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "numerics_probe", lambda device: "another kind of processor")
+    PLANTED["order"] = True
+    found = verified(recorded, all_steps=True)
+    assert found.same and not found.same_bits
+    assert found.tolerance == 1e-3
+    assert "numerics_probe was" in found.elsewhere[0]
+    PLANTED.clear()
+    PLANTED["shift"] = 0.5
+    assert not verified(recorded, all_steps=True).same
+
+
+# --- whose source -----------------------------------------------------------------------------------------------
+
+SOURCE = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+import lockstep
+from own.scale import SCALE
+
+class Own(lockstep.Job):
+    def model(self):
+        return nn.Linear(4, 2)
+
+    def train_data(self):
+        return torch.utils.data.TensorDataset(torch.randn(16, 4))
+
+    def loss(self, model, batch):
+        return lockstep.Loss(model(batch[0]).square().sum() * SCALE, len(batch[0]))
+"""
+
+
+def test_the_recorded_source_is_used_and_not_what_lies_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "job.py").write_text(SOURCE)
+    (tmp_path / "own" / "scale.py").write_text("SCALE = 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = document(tmp_path / "runs", job={"use": "own.job:Own"}, batch={"global": 4, "micro": 2})
+    run = Path(train(spec, local=True).folder)
+    (tmp_path / "own" / "scale.py").write_text("SCALE = 2.0\n")
+    found = verified(run, all_steps=True)
+    assert found.same
+    assert found.same_bits
+    shutil.rmtree(tmp_path / "own")
+    assert verified(run).same
+    (run / "source" / "own" / "scale.py").write_text("SCALE = 2.0\n")
+    changed = verified(run, all_steps=True)
+    assert first(changed) == (1, 0, "gradient_digest")
+    assert (changed.cause or "").startswith("job.source was ")
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_answers_with_an_object_and_an_exit_code(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "verify",
+        run.name,
+        "--uri",
+        "off",
+        "--storage",
+        str(run.parent),
+        "--local",
+        "--from",
+        "7",
+        "--steps",
+        "1",
+    )
+    code, out, _ = here(monkeypatch, capfd, tmp_path, *words, "--json")
+    answer = json.loads(out)
+    assert (code, answer["same"], answer["steps"], answer["first_difference"]) == (0, True, 3, None)
+    change_ledger(run, 7, "loss", lambda value: value + 1)
+    code, out, _ = here(monkeypatch, capfd, tmp_path, *words, "--json")
+    answer = json.loads(out)
+    assert (code, answer["same"]) == (1, False)
+    difference = answer["first_difference"]
+    assert list(difference) == ["step", "micro_batch", "quantity", "recorded", "found"]
+    assert (difference["step"], difference["micro_batch"], difference["quantity"]) == (7, None, "loss")
+    assert difference["recorded"] == difference["found"] + 1
+    code, out, _ = here(monkeypatch, capfd, tmp_path, *words)
+    assert code == 1
+    assert out.startswith("different: step 7: loss is recorded as ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"from_step": 13}, r"^from: got 13, wanted a step of the run, which has 12$"),
+        ({"from_step": 3, "all_steps": True}, r"^verify: got more than one of"),
+        ({"share": 1.5}, r"^sample: got 1\.5, wanted a share"),
+        ({"workers": 2}, r"^workers: got 2 with --local"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(recorded: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message) as told:
+        verified(recorded, **options)
+    assert told.value.exit_code == 2
+
+
+def test_a_run_that_is_not_there_is_told_in_one_line(recorded: Path) -> None:
+    with pytest.raises(SpecError, match=r"^run nowhere: no record of it in ") as told:
+        verified(recorded.parent / "nowhere")
+    assert "\n" not in str(told.value)

@@ -1,0 +1,85 @@
+"""A job for the tests of proofs, in which something can be planted that no field of an identity shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import lockstep
+from lockstep import randomness
+
+PLANTED: dict[str, Any] = {}
+"""`sample`: the id of a sample that is another one; `shift`: all samples are; `order`: a sum is taken the other way round; `gradient`: (step, micro-batch), counted
+from 0, in which one bit of a gradient is flipped."""
+
+
+class Points(Dataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(5))
+        self.y = self.x[:, :3].argmax(1)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        x = self.x[i] + PLANTED.get("shift", 0.0)
+        if PLANTED.get("sample") == i:
+            x = x + torch.tensor([2**-20] + [0.0] * 7)
+        return x, self.y[i], i
+
+
+class Flip(torch.autograd.Function):
+    """Hands a value through; its gradient has one bit flipped in the planted micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        key = randomness._current.get()
+        ctx.here = key is not None and key[1] == "step" and key[2:] == PLANTED.get("gradient")
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if ctx.here:
+            gradient = gradient.clone()
+            gradient.view(torch.int32)[0, 0] ^= 1 << 12
+        return gradient
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.1)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.norm(self.hidden(x)).tanh())
+        total = (h.flip(1) if PLANTED.get("order") else h).sum(1, keepdim=True)
+        return Flip.apply(self.out(h * total.cos()))
+
+
+class Small(lockstep.Job):
+    class Params(lockstep.Params):
+        samples: int = 56
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        return Model()
+
+    def train_data(self) -> Dataset[Any]:
+        return Points(self.params.samples)
+
+    def eval_data(self) -> Dataset[Any]:
+        return Points(10)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y, _ = batch
+        total = F.cross_entropy(model(x).float(), y, reduction="sum")
+        return lockstep.Loss(total, len(y), {"one": lockstep.Mean(total.detach(), len(y))})
