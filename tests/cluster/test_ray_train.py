@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lockstep import train
+from lockstep.calls.verification import verify
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.record.ledger import DETERMINISTIC, read_parquet
+from lockstep.record.ledger import DETERMINISTIC, read_parquet, write_parquet
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -66,6 +67,23 @@ def test_digest_and_ledger_are_those_of_one_process(
     assert there.identity == here.identity
     assert there.metrics == here.metrics
     assert columns(there) == columns(here)
+    if most == 2:
+        verified_on_ray(there)
+
+
+def verified_on_ray(run: Result) -> None:
+    """Taken again on Ray by another number of workers: nothing is left of that, and a planted value is found."""
+    storage = Path(run.folder).parent
+    before = sorted(storage.rglob("*"))
+    found = verify(run.run_id, uri="off", storage=storage, workers=3, steps=6)
+    assert found.same and found.same_bits
+    assert sorted(storage.rglob("*")) == before
+    rows = read_parquet(Path(run.folder, "ledger.parquet"))
+    rows[8] = rows[8]._replace(loss=rows[8].loss * 2)
+    write_parquet(rows, Path(run.folder, "ledger.parquet"))
+    found = verify(run.run_id, uri="off", storage=storage, steps=6)
+    assert found.first_difference is not None
+    assert found.first_difference[:3] == (9, None, "loss")
 
 
 def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""G6: a run that any number of workers recorded is taken again by any other number, with the same bits, or the first that differ are found."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
+from lockstep.job.loading import load_job
+from lockstep.proof.recorded_run import RecordedRun
+from lockstep.proof.replaying import Replayed, Watching, replay_spec
+from lockstep.proof.stretches import Stretch
+from lockstep.proof.verification import Verified, verify
+from lockstep.record.events import EvaluationRow, Event, Started, StepRow
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+from lockstep.training.group import Group
+from lockstep.training.loop import fit
+from lockstep.training.requests import NoRequests
+from tests.distributed.covering import covering
+from tests.distributed.pool import Pool
+from tests.distributed.test_same_bits import document
+from tests.distributed.training import Document
+from tests.unit.proof.verified_jobs import PLANTED
+
+RUN = "recorded"
+
+
+class Kept(NoRequests):
+    def __init__(self) -> None:
+        self.found = Replayed()
+
+    def run_id(self) -> str:
+        return RUN
+
+    def tell(self, event: Event) -> None:
+        match event:
+            case Started():
+                self.found.fields = event.facts["fields"]
+            case StepRow():
+                self.found.steps[event.step] = event
+            case EvaluationRow():
+                self.found.evaluations[event.step] = event
+
+
+def in_group(spec: Document, origin: AttemptOrigin, planted: dict[str, Any]) -> Replayed:
+    """What rank 0 tells of a run of this group."""
+    loaded, kept = load_spec(spec), Kept()
+    PLANTED.clear()
+    PLANTED.update(planted)
+    try:
+        fit(
+            loaded,
+            load_job(loaded.job.use, loaded.job.params),
+            Group.join(torch.device("cpu")),
+            kept.tell,
+            kept,
+            origin,
+        )
+    finally:
+        PLANTED.clear()
+    return kept.found
+
+
+def recorded(pool: Pool, spec: Document, workers: int, planted: dict[str, Any]) -> RecordedRun:
+    found = pool.run(workers, in_group, spec, AttemptOrigin(), planted)[0]
+    loaded = load_spec(spec)
+    saved = sorted(
+        int(path.name.removeprefix("step-")) for path in Path(loaded.checkpoint.storage, RUN).glob("step-*")
+    )
+    return RecordedRun(RUN, loaded, found.steps, found.evaluations, found.fields, {}, saved, [])
+
+
+def taken_by(
+    pool: Pool, workers: int, planted: dict[str, Any]
+) -> Callable[[Spec, Replay, Watching], Replayed]:
+    def take(spec: Spec, replay: Replay, _watch: Watching) -> Replayed:
+        again = replay_spec(spec).document()
+        return pool.run(workers, in_group, again, AttemptOrigin(replay=replay), planted)[0]  # type: ignore[no-any-return]
+
+    return take
+
+
+def checked(
+    pool: Pool,
+    spec: Document,
+    *,
+    by: int,
+    again: int,
+    stretches: list[Stretch],
+    planted: dict[str, Any] | None = None,
+    planted_again: dict[str, Any] | None = None,
+) -> Verified:
+    with tempfile.TemporaryDirectory() as folder:
+        saving = {"checkpoint": {"storage": f"{folder}/runs", "every": {"steps": 2}, "keep_last": 9}}
+        whole = {**spec, **saving, "record": {"uri": "off", "digest_every": 1}}
+        run = recorded(pool, whole, by, planted or {})
+        return verify(run, stretches, taken_by(pool, again, planted_again or {}), Path(folder, "aside"), None)
+
+
+FACTORS = {
+    "job": ("digits", "gpt"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "by": (1, 2, 3),
+    "again": (1, 2, 3),
+}
+STRETCHES = [Stretch(0, 6), Stretch(2, 5), Stretch(4, 6)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *covering(FACTORS)[:4],  # type: ignore[arg-type]
+        *(pytest.param(case, marks=pytest.mark.exact) for case in product(*FACTORS.values())),
+    ],
+    ids=str,
+)
+def test_a_run_is_the_same_on_any_workers(pool: Pool, case: tuple[str, str, int, int]) -> None:
+    job, precision, by, again = case
+    found = checked(pool, document(job, 6, precision), by=by, again=again, stretches=STRETCHES)
+    assert found.same and found.same_bits
+    assert found.steps == 6 + 3 + 2
+
+
+def small(**more: Any) -> Document:
+    return {
+        "job": {"use": "tests.unit.proof.verified_jobs:Small"},
+        "seed": 3,
+        "length": {"steps": 6},
+        "batch": {"global": 12, "micro": 3},
+        "data": {"drop_last": False},
+        "workers": {"bucket_mb": 0.0001},
+        **more,
+    }
+
+
+PLACES = [(step, micro_batch) for step in range(6) for micro_batch in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("place", "by", "again"),
+    [
+        ((3, 2), 2, 1),
+        ((4, 3), 3, 2),
+        *(
+            pytest.param(place, by, again, marks=pytest.mark.exact)
+            for place in PLACES
+            for by, again in ((1, 2), (2, 1), (3, 2))
+        ),
+    ],
+    ids=str,
+)
+def test_a_rank_that_flipped_a_bit_of_a_gradient_is_found_where_it_did(
+    pool: Pool, place: tuple[int, int], by: int, again: int
+) -> None:
+    """In the run that was recorded, as one lying machine would; it is taken again by honest ones."""
+    whole = [Stretch(0, 6)]
+    found = checked(pool, small(), by=by, again=again, stretches=whole, planted={"gradient": place})
+    assert found.first_difference is not None
+    assert found.first_difference[:3] == (place[0] + 1, place[1], "gradient_digest")
+    assert "no field of the identity differs" in (found.cause or "")
+
+
+@pytest.mark.exact
+def test_nothing_is_found_in_a_hundred_honest_runs(pool: Pool) -> None:
+    for seed in range(100):
+        by, again = seed % 3 + 1, seed % 2 + 1
+        start = (0, 2, 4)[seed % 3]
+        found = checked(
+            pool, small(seed=seed, precision=("fp32", "bf16", "fp16")[seed % 3]), by=by, again=again,
+            stretches=[Stretch(start, 6)],
+        )  # fmt: skip
+        assert found.same and found.same_bits
