@@ -47,6 +47,8 @@ class Replay:
     """The last step that is taken."""
     source: Mapping[str, bytes] | None = None
     """The job's files by their paths below a source root, to be imported in place of those that are there."""
+    probe: Any = None
+    """A `training.probe.Probe` that is shown its micro-batches, in this process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,13 @@ DryRun = Annotated[
 def run() -> None:
     """Entry point of the command."""
     began_at = time.time()
-    trains_here = "--local" in sys.argv or sys.argv[1:2] in (["lr-find"], ["check"], ["estimate"])
+    trains_here = "--local" in sys.argv or sys.argv[1:2] in (
+        ["lr-find"],
+        ["check"],
+        ["estimate"],
+        ["diff"],
+        ["replay"],
+    )
     if trains_here and "PYTHONHASHSEED" not in os.environ:
         # Python reads it when it starts: a run in this very process has to start over with it.
         os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}

@@ -1,4 +1,4 @@
-"""Commands that check what is recorded: `verify`."""
+"""Commands that check what is recorded: `verify`, `diff`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from lockstep.cli.answers import Address, Json, Uri, Verbose, answered, running
 
 if TYPE_CHECKING:
+    from lockstep.proof.difference import Difference
     from lockstep.proof.verification import Verified
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
@@ -21,6 +22,7 @@ Storage = Annotated[Path, typer.Option(help="folder that contains the run folder
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(verify)
+    app.command()(diff)
 
 
 def verify(
@@ -66,6 +68,49 @@ def verify(
         answer(found.as_dict(), lambda: as_text(found))
     if not found.same:
         raise typer.Exit(1)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="the id of a run, or a spec file")],
+    b: Annotated[str, typer.Argument(metavar="B", help="the same of the other")],
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="K", help="how many steps of a spec file are trained; default: 20"),
+    ] = None,
+    uri: Uri = None,
+    storage: Storage = Path("runs"),
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare two runs: what differs by intention, then the first step, micro-batch, module and operator in which they part."""
+    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.difference import diff as diff_runs
+
+        with running(json_, began_at, True, None, verbose, None) as options:
+            found = diff_runs(a, b, steps=steps, uri=uri, storage=storage, options=options)
+        answer(found.as_dict(), lambda: difference_as_text(found))
+    if not found.same:
+        raise typer.Exit(1)
+
+
+def difference_as_text(found: Difference) -> str:
+    """How two runs differ, for a person."""
+    lines = [f"{one.field}: {one.recorded!r} → {one.found!r}" for one in found.fields]
+    lines += found.source.splitlines()
+    if found.first_difference is None:
+        return "\n".join([*lines, f"same: every bit of {found.steps} steps is equal"])
+    parted = found.first_difference.as_dict()
+    where = f"step {parted['step']}"
+    if parted["micro_batch"] is not None:
+        where += f", micro-batch {parted['micro_batch']}"
+    lines.append(f"different: {where}: {parted['quantity']}: {parted['recorded']} → {parted['found']}")
+    lines += [f"{name:18}{parted[name]}" for name in ("module", "parameter", "operator") if parted[name]]
+    lines += [
+        f"{name:18}" + "  ".join(f"{key} {value}" for key, value in (values or {}).items())
+        for name, values in parted["statistics"].items()
+    ]
+    return "\n".join([*lines, *([found.note] if found.note else [])])
 
 
 def as_text(found: Verified) -> str:

@@ -63,13 +63,14 @@ class RecordedRun:
                 return storage, load_step(RunFolder.open(open_storage(storage), self.run_id), step)
             except LostFileError as error:
                 raise BadCheckpointError(str(error)) from error
-        copy = next(copy for copy in self.copies if copy.step == step)
-        folder = aside / f"copy-{step}"
-        folder.mkdir(parents=True)
-        copy.download(folder)
-        loaded = load(checkpoint_at(str(folder)))
-        adopt(str(aside), self.run_id, step, folder)
-        return str(aside), loaded
+        if step not in steps_of(str(aside), self.run_id):
+            copy = next(copy for copy in self.copies if copy.step == step)
+            folder = aside / f"copy-{self.run_id}-{step}"
+            folder.mkdir(parents=True)
+            copy.download(folder)
+            load(checkpoint_at(str(folder)))
+            adopt(str(aside), self.run_id, step, folder)
+        return str(aside), load_step(RunFolder.open(open_storage(str(aside)), self.run_id), step)
 
 
 def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:

@@ -161,6 +161,8 @@ def prepare(
         check_same_state(group, state)
         start = start.without_state()
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
+    if origin is not None and origin.replay is not None and origin.replay.probe is not None:
+        step.probe = origin.replay.probe
     if evaluate is not None:
         evaluate.restore_buffers = step.buffers.restore
     tell(StageEnded("preparation", time.time()))

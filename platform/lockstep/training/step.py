@@ -33,6 +33,7 @@ from lockstep.training.group import Group
 from lockstep.training.norm import ELEMENT_BY_ELEMENT, GradientNorm, align_gradients, clip_gradients
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
+from lockstep.training.probe import NoProbe, Probe
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
 from lockstep.training.schedule import Rates
 from lockstep.training.sharding import ShardedOptimizer
@@ -120,6 +121,7 @@ class Stepper:
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.watched = ParameterWatch(state.model)
         self.digests = StepDigests(spec, group, state, plan.total_steps)
+        self.probe: Probe = NoProbe()
         self.updates_by_job = runs_own_code(state.optimizer) or has_after_step(job)
         self.rates = Rates(state.optimizer, state.schedule)
         self.module = LossModule(job, state.model)
@@ -173,7 +175,7 @@ class Stepper:
         self.digests.begin(position)
         for m in assigned[:-1]:
             with self._no_sync():
-                self._backward(position, m, batches, scale_down, last=False)
+                self._compute(position, m, batches, scale_down, last=False)
             if self.spec.reduction == "exact":
                 gradients = self._take_gradients(position, m)
                 if self.digests.notes:
@@ -186,7 +188,7 @@ class Stepper:
             self.reduction.observe = self.digests.note if assigned and self.digests.notes else None
         if assigned:
             self.digests.next_micro_batch()
-            self._backward(position, assigned[-1], batches, scale_down, last=True)
+            self._compute(position, assigned[-1], batches, scale_down, last=True)
         else:
             self._backward_nothing()
         if self.reduction is not None and not self.reduction.finished:
@@ -197,12 +199,20 @@ class Stepper:
             for total in folded:
                 torch._foreach_add_(gradients, total)
 
+    def _compute(
+        self, position: Position, m: int, batches: Iterator[Any], scale_down: float, *, last: bool
+    ) -> None:
+        with self.probe.around(position, m, self.state.model):
+            self._backward(position, m, batches, scale_down, last=last)
+
     def _backward(
         self, position: Position, m: int, batches: Iterator[Any], scale_down: float, *, last: bool
     ) -> None:
         with self.watch:
             batch = next(batches)
+            self.probe.batch(position, m, batch)
             loss = self._forward(position, m, batch)
+            self.probe.loss(position, m, loss.total)
         try:
             self.exchange.put(loss)
             if m == 0:

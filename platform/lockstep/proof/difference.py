@@ -1,0 +1,184 @@
+"""Where two runs part, and why: what differs by intention, the first step, and within it the micro-batch, the module or parameter, and the operator."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.run_folder import Replay
+from lockstep.job.recorded_source import imported_from
+from lockstep.proof.causes import Cause, causes
+from lockstep.proof.microscope import Look, Microscope, Seen, parting
+from lockstep.proof.recorded_run import RecordedRun
+from lockstep.proof.replaying import Replayed, replay_here
+from lockstep.record.comparison import Differing, Digest, differing
+from lockstep.record.events import StepRow
+from lockstep.spec.fields import Spec
+
+
+@dataclass(slots=True)
+class Side:
+    """One of the two: a recorded run, or a spec that was trained here from its beginning (`run` is None)."""
+
+    name: str
+    spec: Spec
+    fields: Mapping[str, Any]
+    steps: Mapping[int, StepRow]
+    source: Mapping[str, bytes]
+    imports: Mapping[str, bytes] | None
+    """The files to import its job from; None for those on the path."""
+    run: RecordedRun | None = None
+
+    def replayed(self, until: int, agreed: int, aside: Path, probe: Microscope | None = None) -> Replayed:
+        """Its steps through `until`, taken again from the newest checkpoint that is not after the step `agreed`."""
+        start, storage = 0, self.spec.checkpoint.storage
+        if self.run is not None:
+            start = max((step for step in self.run.checkpoints if step <= agreed), default=0)
+            if start:
+                storage, _ = self.run.checkpoint(start, aside)
+        run_id = "" if self.run is None else self.run.run_id
+        replay = Replay(run_id, storage, start, until, self.imports, probe)
+        with imported_from(self.imports) if self.imports else nullcontext():
+            return replay_here(self.spec, replay, Unwatched())
+
+
+class Unwatched:
+    """Takes all rows, and never has enough."""
+
+    def row(self, found: StepRow) -> None: ...
+
+    def enough(self) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class Parted:
+    """The first difference of two runs. Where a micro-batch was looked into, what of it parts, and both values' statistics."""
+
+    step: int
+    micro_batch: int | None
+    quantity: str
+    recorded: Any
+    found: Any
+    module: str | None = None
+    parameter: str | None = None
+    operator: str | None = None
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
+
+
+@dataclass(slots=True)
+class Difference:
+    """How two runs differ. `steps` of them were compared."""
+
+    fields: list[Cause]
+    source: str
+    """The difference of their jobs' files, as a unified diff."""
+    steps: int
+    first_difference: Parted | None = None
+    note: str | None = None
+
+    @property
+    def same(self) -> bool:
+        return self.first_difference is None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "same": self.same,
+            "steps": self.steps,
+            "fields": [
+                {"field": one.field, "recorded": one.recorded, "found": one.found} for one in self.fields
+            ],
+            "source": self.source,
+            "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
+            "note": self.note,
+        }
+
+
+def difference(a: Side, b: Side, aside: Path) -> Difference:
+    """Compare two sides, and take the step in which they part again on both, in this process, to look into it."""
+    last = min(max(a.steps), max(b.steps))
+    answer = Difference(causes(a.fields, b.fields), source_diff(a, b), last)
+    first, agreed = first_parting(a.steps, b.steps, last)
+    if first is None:
+        if max(a.steps) != max(b.steps) and a.run is not None and b.run is not None:
+            counts = [f"{max(side.steps)} steps" for side in (a, b)]
+            answer.first_difference = Parted(last + 1, None, "row", counts[0], counts[1])
+        return answer
+    step, told = first
+    answer.first_difference = Parted(step, told.micro_batch, told.quantity, told.before, told.after)
+    again = [side.replayed(step, agreed, aside) for side in (a, b)]
+    first, agreed = first_parting(again[0].steps, again[1].steps, step)
+    if first is None:
+        answer.note = (
+            "taken again here, both give the same bits: the versions or the machines that recorded them differ, "
+            "or a record was changed (lockstep verify tells)"
+        )
+        return answer
+    step, told = first
+    answer.first_difference = Parted(step, told.micro_batch, told.quantity, told.before, told.after)
+    if told.micro_batch is not None:
+        _look_into(a, b, answer.first_difference, aside)
+    return answer
+
+
+def first_parting(
+    a: Mapping[int, StepRow], b: Mapping[int, StepRow], last: int
+) -> tuple[tuple[int, Differing] | None, int]:
+    """The first step up to `last` in which rows differ, and how; and the last step before it whose digests are known to be the same."""
+    agreed = 0
+    for step in sorted({*a, *b}):
+        if step > last:
+            break
+        one, other = a.get(step), b.get(step)
+        if one is None or other is None:
+            continue
+        told = next(differing(one, other), None)
+        if told is not None:
+            return (step, told), agreed
+        if one.digests is not None and other.digests is not None:
+            agreed = step
+    return None, agreed
+
+
+def _look_into(a: Side, b: Side, parted: Parted, aside: Path) -> None:
+    assert parted.micro_batch is not None
+    looks: list[Look] = []
+    for side in (a, b):
+        microscope = Microscope(parted.step - 1, parted.micro_batch)
+        side.replayed(parted.step, parted.step - 1, aside, microscope)
+        looks.append(microscope.look)
+    found = parting(*looks)
+    if found is None:  # the digests of gradients differ, and nothing that was seen does
+        return
+    parted.quantity, parted.module, parted.parameter = found.quantity, found.module, found.parameter
+    parted.operator = found.operator
+    parted.recorded, parted.found = (
+        None if one is None else Digest(one.digest) for one in (found.one, found.other)
+    )
+    parted.statistics = {"recorded": _of(found.one), "found": _of(found.other)}
+
+
+def _of(seen: Seen | None) -> dict[str, Any] | None:
+    return None if seen is None else seen.statistics
+
+
+def source_diff(a: Side, b: Side) -> str:
+    """How the files of two jobs differ, as a unified diff; nothing where they are the same."""
+    lines: list[str] = []
+    for path in sorted({*a.source, *b.source}):
+        one, other = (
+            side.source.get(path, b"").decode(errors="replace").splitlines(keepends=True) for side in (a, b)
+        )
+        lines += difflib.unified_diff(one, other, f"{a.name}/{path}", f"{b.name}/{path}")
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+
+def _plain(value: Any) -> Any:
+    return repr(value) if isinstance(value, Digest) else value

@@ -1,0 +1,228 @@
+"""One micro-batch under the microscope: what every module, every operator and every parameter's gradient came to.
+
+Everything is kept as a digest and a few statistics, in the order in which it was computed. Looking changes no bit: nothing
+is drawn, and nothing is written to what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.plan import Position
+from lockstep.training.digests import Digester
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A value: `what` names it (`output of hidden`, `aten.addmm`), `where` is the module that it belongs to."""
+
+    what: str
+    where: str
+    phase: Phase
+    digest: int
+    statistics: dict[str, Any] = field(compare=False)
+
+
+@dataclass(slots=True)
+class Look:
+    """All that was seen of one micro-batch, in order."""
+
+    batch: list[Seen] = field(default_factory=list)
+    weights: list[Seen] = field(default_factory=list)
+    modules: list[Seen] = field(default_factory=list)
+    """The outputs of each module's calls, inner modules before outer ones."""
+    loss: list[Seen] = field(default_factory=list)
+    gradients: list[Seen] = field(default_factory=list)
+    """Of the parameters, in the order in which backward came to them."""
+    operators: list[Seen] = field(default_factory=list)
+
+
+def statistics(tensor: Tensor) -> dict[str, Any]:
+    """Shape, mean, standard deviation, least and greatest value, and how many are not finite."""
+    found: dict[str, Any] = {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
+    if not tensor.numel() or tensor.is_complex() or tensor.layout is not torch.strided:
+        return found
+    values = tensor.detach().to(torch.float64).reshape(-1).cpu()
+    finite = values[values.isfinite()]
+    found["not_finite"] = values.numel() - finite.numel()
+    if finite.numel():
+        mean = (
+            math.fsum(finite.tolist()) / finite.numel() if finite.numel() <= 1 << 16 else float(finite.mean())
+        )
+        spread = float(finite.std(correction=0))
+        found |= {"mean": mean, "std": spread, "min": float(finite.min()), "max": float(finite.max())}
+    return found
+
+
+class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at micro-batch `micro_batch` of step `step` (both from 0); `look` has what was seen."""
+
+    def __init__(self, step: int, micro_batch: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._at = step, micro_batch
+        self.look = Look()
+        self._modules: list[str] = []
+        self._phase: Phase = "forward"
+        self._busy = False
+
+    @contextmanager
+    def around(self, position: Position, m: int, model: nn.Module) -> Iterator[None]:
+        """Look while the block computes this micro-batch, forward and backward, if it is the one."""
+        if (position.step, m) != self._at:
+            yield
+            return
+        hooks = list(self._hooks(model))
+        self.look.weights = [
+            self._seen(name, "", value)
+            for name, value in model.state_dict().items()
+            if isinstance(value, Tensor)
+        ]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def batch(self, position: Position, m: int, batch: Any) -> None:
+        """The micro-batch as it was fetched."""
+        if (position.step, m) == self._at:
+            self.look.batch = [self._seen(f"batch[{i}]", "", leaf) for i, leaf in enumerate(_tensors(batch))]
+
+    def loss(self, position: Position, m: int, total: Tensor | float) -> None:
+        """The loss has been computed; what follows is backward."""
+        if (position.step, m) == self._at:
+            self._phase = "backward"
+            self._modules = []
+            if isinstance(total, Tensor):
+                self.look.loss = [self._seen("the loss", "", total)]
+
+    def _hooks(self, model: nn.Module) -> Iterator[Any]:
+        for name, module in model.named_modules():
+            place = name or "the model"
+
+            def enter(_module: nn.Module, _inputs: Any, place: str = place) -> None:
+                self._modules.append(place)
+
+            def leave(_module: nn.Module, _inputs: Any, output: Any, place: str = place) -> None:
+                if self._modules and self._modules[-1] == place:
+                    self._modules.pop()
+                for i, leaf in enumerate(_tensors(output)):
+                    self.look.modules.append(
+                        self._seen(f"output{f'[{i}]' if i else ''} of {place}", place, leaf)
+                    )
+
+            yield module.register_forward_pre_hook(enter)
+            yield module.register_forward_hook(leave)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+
+                def came(gradient: Tensor, name: str = name) -> None:
+                    self.look.gradients.append(self._seen(f"gradient of {name}", name, gradient))
+
+                yield parameter.register_hook(came)  # type: ignore[no-untyped-call]
+
+    def _seen(self, what: str, where: str, tensor: Tensor) -> Seen:
+        busy, self._busy = self._busy, True
+        try:
+            with torch.no_grad():
+                digest = Digester(torch.device("cpu")).digest({"": tensor.detach().cpu()})
+                return Seen(what, where, self._phase, digest, statistics(tensor))
+        finally:
+            self._busy = busy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not self._busy:
+            where = self._modules[-1] if self._modules else "the loss"
+            for leaf in _tensors(output):
+                if leaf.layout is torch.strided and not leaf.is_meta and not _unwritten(func):
+                    self.look.operators.append(self._seen(str(func).removesuffix(".default"), where, leaf))
+        return output
+
+
+def _unwritten(func: Any) -> bool:
+    """Whether an operator gives memory that nobody has written yet."""
+    return ".empty" in str(func) or "new_empty" in str(func)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first value in which two looks at one micro-batch part, and the operator that made it, where it was seen."""
+
+    quantity: str
+    module: str | None
+    parameter: str | None
+    operator: str | None
+    one: Seen | None
+    other: Seen | None
+
+
+def parting(one: Look, other: Look) -> Parting | None:
+    """Where two looks part first: the batch, the weights, a module's output, the loss, or a parameter's gradient."""
+    for name in ("batch", "weights", "modules", "loss", "gradients"):
+        pair = _first(getattr(one, name), getattr(other, name))
+        if pair is None:
+            continue
+        a, b = pair
+        seen = a or b
+        assert seen is not None
+        quantity = f"weights {seen.what}" if name == "weights" else seen.what
+        module = parameter = operator = None
+        if name in ("modules", "loss"):
+            module = seen.where or None
+            operator = _operator(one, other, "forward")
+        if name == "gradients":
+            parameter = seen.where
+            operator = _operator(one, other, "backward")
+        return Parting(quantity, module, parameter, operator, a, b)
+    return None
+
+
+def _first(one: Sequence[Seen], other: Sequence[Seen]) -> tuple[Seen | None, Seen | None] | None:
+    """The first pair that is not the same: values of one name are held against each other, in the order of the first."""
+    left = _numbered(other)
+    for key, a in _numbered(one).items():
+        b = left.pop(key, None)
+        if b is None or a.digest != b.digest:
+            return a, b
+    return next(((None, b) for b in left.values()), None)
+
+
+def _numbered(seen: Sequence[Seen]) -> dict[tuple[str, int], Seen]:
+    """Values by their names and how often each came before."""
+    count: dict[str, int] = {}
+    found = {}
+    for value in seen:
+        count[value.what] = count.get(value.what, 0) + 1
+        found[value.what, count[value.what]] = value
+    return found
+
+
+def _operator(one: Look, other: Look, phase: Phase) -> str | None:
+    """The first operator of a phase that was another one, or gave other bits."""
+    a, b = ([seen for seen in look.operators if seen.phase == phase] for look in (one, other))
+    for i in range(max(len(a), len(b))):
+        x, y = (seen[i] if i < len(seen) else None for seen in (a, b))
+        if x is None or y is None or (x.what, x.digest) != (y.what, y.digest):
+            names = [seen.what if seen is not None else "nothing" for seen in (x, y)]
+            return names[0] if names[0] == names[1] else f"{names[0]} → {names[1]}"
+    return None

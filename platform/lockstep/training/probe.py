@@ -1,0 +1,34 @@
+"""Looking at micro-batches while they are computed, for whoever takes a step again to see inside it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lockstep.plan import Position
+
+
+class Probe(Protocol):
+    """Is shown each micro-batch of a worker. It changes nothing that is computed, and draws nothing."""
+
+    def around(self, position: Position, m: int, model: nn.Module) -> AbstractContextManager[None]:
+        """Entered before micro-batch `m` is computed, left after its backward."""
+
+    def batch(self, position: Position, m: int, batch: Any) -> None:
+        """The micro-batch, as it is given to the job."""
+
+    def loss(self, position: Position, m: int, total: Tensor | float) -> None:
+        """Its loss; backward follows."""
+
+
+class NoProbe:
+    """Nobody looks."""
+
+    def around(self, position: Position, m: int, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def batch(self, position: Position, m: int, batch: Any) -> None: ...
+
+    def loss(self, position: Position, m: int, total: Tensor | float) -> None: ...
