@@ -1,4 +1,4 @@
-"""Commands that check what is recorded: `verify`, `diff`."""
+"""Commands that check what is recorded: `verify`, `diff`, `replay`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from lockstep.cli.answers import Address, Json, Uri, Verbose, answered, running
 
 if TYPE_CHECKING:
+    from lockstep.calls.inspection import Inspected
     from lockstep.proof.difference import Difference
     from lockstep.proof.verification import Verified
 
@@ -23,6 +24,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(verify)
     app.command()(diff)
+    app.command()(replay)
 
 
 def verify(
@@ -92,6 +94,71 @@ def diff(
         answer(found.as_dict(), lambda: difference_as_text(found))
     if not found.same:
         raise typer.Exit(1)
+
+
+def replay(
+    run: RunId,
+    step: Annotated[int, typer.Option(min=1, metavar="N", help="the step, counted from 1")],
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="M", help="one micro-batch, whose samples and batch are written out"),
+    ] = None,
+    inspect: Annotated[
+        bool,
+        typer.Option(
+            "--inspect", help="statistics of every module and gradient; autograd's anomaly detection"
+        ),
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="write a trace that Chrome and Perfetto open")
+    ] = False,
+    pdb: Annotated[bool, typer.Option("--pdb", help="a debugger before each micro-batch")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for what is written; default: replay-<run>-step-<N>")
+    ] = None,
+    uri: Uri = None,
+    storage: Storage = Path("runs"),
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Take one step of a recorded run again, to look into it."""
+    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.inspection import replay as replay_step
+
+        with running(json_ or pdb, began_at, True, None, verbose, None) as options:
+            found = replay_step(
+                run,
+                step,
+                micro_batch=micro_batch,
+                inspect=inspect,
+                profile=profile,
+                debug=pdb,
+                uri=uri,
+                storage=storage,
+                folder=out,
+                options=options,
+            )
+        answer(found.as_dict(), lambda: inspected_as_text(found))
+    if found.difference:
+        raise typer.Exit(1)
+
+
+def inspected_as_text(found: Inspected) -> str:
+    """What a step came to, for a person."""
+    lines = [f"step {found.step}: loss {found.loss!r}, gradient norm {found.grad_norm!r}"]
+    lines.append(f"different: {found.difference}" if found.difference else "same: its row is as recorded")
+    for one in found.micro_batches:
+        ids = ", ".join(map(str, one["samples"][:8])) + (", …" if len(one["samples"]) > 8 else "")
+        lines.append(f"micro-batch {one['micro_batch']}: total loss {one['loss']!r}, samples {ids}")
+        for seen in [*one.get("modules", ()), *one.get("gradients", ())]:
+            values = "  ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in seen.items()
+                if name != "what"
+            )
+            lines.append(f"  {seen['what']:40} {values}")
+    return "\n".join([*lines, *(f"written           {path}" for path in found.files)])
 
 
 def difference_as_text(found: Difference) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.plan import Position
 from lockstep.training.digests import Digester
 
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "between"]
+"""`between` is what Lockstep itself does, which is not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,14 @@ def statistics(tensor: Tensor) -> dict[str, Any]:
 
 
 class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at micro-batch `micro_batch` of step `step` (both from 0); `look` has what was seen."""
+    """Looks at micro-batch `micro_batch` of step `step` (both from 0), at its single operators only if asked; `look` has what was seen."""
 
-    def __init__(self, step: int, micro_batch: int) -> None:
+    def __init__(self, step: int, micro_batch: int, *, operators: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._at = step, micro_batch
+        self._at, self._operators = (step, micro_batch), operators
         self.look = Look()
         self._modules: list[str] = []
-        self._phase: Phase = "forward"
+        self._phase: Phase = "between"
         self._busy = False
 
     @contextmanager
@@ -92,7 +93,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(value, Tensor)
         ]
         try:
-            with self:
+            with self if self._operators else nullcontext():
                 yield
         finally:
             for hook in hooks:
@@ -101,15 +102,21 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def batch(self, position: Position, m: int, batch: Any) -> None:
         """The micro-batch as it was fetched."""
         if (position.step, m) == self._at:
-            self.look.batch = [self._seen(f"batch[{i}]", "", leaf) for i, leaf in enumerate(_tensors(batch))]
+            self._phase = "forward"
+            self.look.batch = [self._seen(f"batch[{i}]", "", leaf) for i, leaf in enumerate(leaves_of(batch))]
 
     def loss(self, position: Position, m: int, total: Tensor | float) -> None:
-        """The loss has been computed; what follows is backward."""
+        """The loss has been computed."""
         if (position.step, m) == self._at:
-            self._phase = "backward"
+            self._phase = "between"
             self._modules = []
             if isinstance(total, Tensor):
                 self.look.loss = [self._seen("the loss", "", total)]
+
+    def backward(self, position: Position, m: int) -> None:
+        """Backward begins."""
+        if (position.step, m) == self._at:
+            self._phase = "backward"
 
     def _hooks(self, model: nn.Module) -> Iterator[Any]:
         for name, module in model.named_modules():
@@ -121,7 +128,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def leave(_module: nn.Module, _inputs: Any, output: Any, place: str = place) -> None:
                 if self._modules and self._modules[-1] == place:
                     self._modules.pop()
-                for i, leaf in enumerate(_tensors(output)):
+                for i, leaf in enumerate(leaves_of(output)):
                     self.look.modules.append(
                         self._seen(f"output{f'[{i}]' if i else ''} of {place}", place, leaf)
                     )
@@ -147,9 +154,9 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if not self._busy:
+        if not self._busy and self._phase != "between":
             where = self._modules[-1] if self._modules else "the loss"
-            for leaf in _tensors(output):
+            for leaf in leaves_of(output):
                 if leaf.layout is torch.strided and not leaf.is_meta and not _unwritten(func):
                     self.look.operators.append(self._seen(str(func).removesuffix(".default"), where, leaf))
         return output
@@ -160,7 +167,8 @@ def _unwritten(func: Any) -> bool:
     return ".empty" in str(func) or "new_empty" in str(func)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def leaves_of(value: Any) -> list[Tensor]:
+    """The tensors in a value, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -188,11 +196,11 @@ def parting(one: Look, other: Look) -> Parting | None:
         quantity = f"weights {seen.what}" if name == "weights" else seen.what
         module = parameter = operator = None
         if name in ("modules", "loss"):
-            module = seen.where or None
-            operator = _operator(one, other, "forward")
+            operator, module = _operator(one, other, "forward")
+            module = module or seen.where or None
         if name == "gradients":
             parameter = seen.where
-            operator = _operator(one, other, "backward")
+            operator, _ = _operator(one, other, "backward")
         return Parting(quantity, module, parameter, operator, a, b)
     return None
 
@@ -217,12 +225,13 @@ def _numbered(seen: Sequence[Seen]) -> dict[tuple[str, int], Seen]:
     return found
 
 
-def _operator(one: Look, other: Look, phase: Phase) -> str | None:
-    """The first operator of a phase that was another one, or gave other bits."""
+def _operator(one: Look, other: Look, phase: Phase) -> tuple[str | None, str | None]:
+    """The first operator of a phase that was another one, or gave other bits, and its module."""
     a, b = ([seen for seen in look.operators if seen.phase == phase] for look in (one, other))
     for i in range(max(len(a), len(b))):
         x, y = (seen[i] if i < len(seen) else None for seen in (a, b))
         if x is None or y is None or (x.what, x.digest) != (y.what, y.digest):
             names = [seen.what if seen is not None else "nothing" for seen in (x, y)]
-            return names[0] if names[0] == names[1] else f"{names[0]} → {names[1]}"
-    return None
+            module = next(seen.where for seen in (x, y) if seen is not None)
+            return names[0] if names[0] == names[1] else f"{names[0]} → {names[1]}", module
+    return None, None

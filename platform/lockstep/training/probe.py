@@ -20,7 +20,10 @@ class Probe(Protocol):
         """The micro-batch, as it is given to the job."""
 
     def loss(self, position: Position, m: int, total: Tensor | float) -> None:
-        """Its loss; backward follows."""
+        """Its loss."""
+
+    def backward(self, position: Position, m: int) -> None:
+        """Backward begins."""
 
 
 class NoProbe:
@@ -32,3 +35,5 @@ class NoProbe:
     def batch(self, position: Position, m: int, batch: Any) -> None: ...
 
     def loss(self, position: Position, m: int, total: Tensor | float) -> None: ...
+
+    def backward(self, position: Position, m: int) -> None: ...

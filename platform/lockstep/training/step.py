@@ -219,7 +219,9 @@ class Stepper:
                 self.exchange.flag(self.buffers.keep())
             if last:
                 self.exchange.close(self.watch.take())
-            torch.autograd.backward(self.state.precision.scaled(loss.total * scale_down))
+            scaled = self.state.precision.scaled(loss.total * scale_down)
+            self.probe.backward(position, m)
+            torch.autograd.backward(scaled)
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a job may end the process

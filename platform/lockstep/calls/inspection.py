@@ -1,0 +1,110 @@
+"""One step of a recorded run under the microscope: what `lockstep replay` does, for Python."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.calls.verification import job_source
+from lockstep.checkpoint.run_folder import Replay
+from lockstep.driver.options import RunOptions
+from lockstep.errors import SpecError
+from lockstep.job.recorded_source import imported_from
+from lockstep.proof.inspection import Inspection, Wanted, sample_ids
+from lockstep.proof.recorded_run import recorded_run
+from lockstep.proof.replaying import replay_here
+from lockstep.proof.stretches import stretch
+from lockstep.record.comparison import step_difference
+from lockstep.spec.locations import tracking_uri
+
+
+@dataclass(slots=True)
+class Inspected:
+    """What one step came to when it was taken again. `difference` is what its row has otherwise than recorded, or nothing."""
+
+    run_id: str
+    step: int
+    difference: str
+    loss: float
+    grad_norm: float
+    micro_batches: list[dict[str, Any]] = field(default_factory=list)
+    """Of each: `micro_batch`, `samples`, `loss` (its total), and with `inspect` `modules` and `gradients`, each value with its statistics."""
+    files: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "step": self.step,
+            "same": not self.difference,
+            "difference": self.difference,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "micro_batches": self.micro_batches,
+            "files": self.files,
+        }
+
+
+def replay(
+    run_id: str,
+    step: int,
+    *,
+    micro_batch: int | None = None,
+    inspect: bool = False,
+    profile: bool = False,
+    debug: bool = False,
+    uri: str | None = None,
+    storage: str | Path = "runs",
+    folder: str | Path | None = None,
+    options: RunOptions | None = None,
+) -> Inspected:
+    """Take one step of a recorded run again in this process, from the nearest checkpoint, and look into it.
+
+    Files go into `folder`, by default `replay-<run>-step-<step>` in the working directory; nothing of the run is written to. SpecError
+    where there is no such run, step or micro-batch; raises LockstepError.
+    """
+    options = options or RunOptions(local=True)
+    run = recorded_run(run_id, tracking_uri(uri), Path(storage).absolute())
+    if step > run.last_step:
+        raise SpecError(f"step: got {step}, wanted a step of the run, which has {run.last_step}")
+    source = job_source(run, options)
+    wanted = Wanted(step - 1, micro_batch, inspect, profile, debug)
+    inspection = Inspection(wanted, Path(folder or f"replay-{run_id[:8]}-step-{step}").absolute())
+    begin = stretch(run.checkpoints, run.last_step, step, 1).start
+    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as aside:
+        place = run.spec.checkpoint.storage if not begin else run.checkpoint(begin, Path(aside))[0]
+        with imported_from(source) if source else nullcontext():
+            ids = sample_ids(run.spec, step - 1)
+            if micro_batch is not None and micro_batch not in ids:
+                raise SpecError(
+                    f"micro-batch: got {micro_batch}, wanted one of the {len(ids)} of step {step}, counted from 0"
+                )
+            options.progress.say(
+                f"steps {begin + 1} to {step} are taken again, from {f'the checkpoint of step {begin}' if begin else 'the beginning'}"
+            )
+            replay_here(run.spec, Replay(run_id, place, begin, step, source, inspection), inspection)
+    found = inspection.row_found
+    assert found is not None  # the step was taken, or an error raised
+    if micro_batch is not None:
+        inspection.keep_samples({micro_batch: ids[micro_batch]})
+    recorded = run.steps.get(step)
+    return Inspected(
+        run_id,
+        step,
+        "the ledger has no row of it" if recorded is None else step_difference(recorded, found),
+        found.loss,
+        found.grad_norm,
+        [_micro_batch(inspection, m, ids[m]) for m in sorted(inspection.losses)],
+        [str(path) for path in inspection.files],
+    )
+
+
+def _micro_batch(inspection: Inspection, m: int, ids: list[int]) -> dict[str, Any]:
+    told: dict[str, Any] = {"micro_batch": m, "samples": ids, "loss": inspection.losses[m]}
+    if m in inspection.looks:
+        look = inspection.looks[m]
+        for name, seen in (("modules", look.modules), ("gradients", look.gradients)):
+            told[name] = [{"what": one.what, **one.statistics} for one in seen]
+    return told

@@ -1,0 +1,136 @@
+"""One step of a recorded run taken again to be looked at: in a debugger, under a profiler, or with the statistics of every module."""
+
+from __future__ import annotations
+
+import json
+import pdb
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lockstep.data.sampler import MicroBatchSampler
+from lockstep.job.loading import dataset_size, load_job
+from lockstep.plan import Position
+from lockstep.proof.microscope import Look, Microscope, leaves_of
+from lockstep.record.events import StepRow
+from lockstep.spec.fields import Spec
+from lockstep.training.job_data import open_data
+from lockstep.training.setup import make_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of a step (from 0) is wanted: of one micro-batch, or of all where `micro_batch` is None."""
+
+    step: int
+    micro_batch: int | None = None
+    inspect: bool = False
+    """Statistics of every module, and autograd's anomaly detection."""
+    profile: bool = False
+    debug: bool = False
+    """A debugger before each micro-batch."""
+
+    def covers(self, position: Position, m: int) -> bool:
+        return position.step == self.step and self.micro_batch in (None, m)
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Shows one step, as a probe of its micro-batches; files go into `folder`, which is made for the first of them."""
+
+    wanted: Wanted
+    folder: Path
+    looks: dict[int, Look] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    row_found: StepRow | None = None
+    _profiler: Any = None
+    _microscope: Microscope | None = None
+
+    @contextmanager
+    def around(self, position: Position, m: int, model: nn.Module) -> Iterator[None]:
+        if position.step == self.wanted.step and self.wanted.profile and self._profiler is None:
+            self._profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
+            self._profiler.start()
+        if not self.wanted.covers(position, m):
+            yield
+            return
+        with ExitStack() as stack:
+            if self.wanted.inspect:
+                stack.enter_context(torch.autograd.set_detect_anomaly(True))
+                self._microscope = Microscope(position.step, m, operators=False)
+                self.looks[m] = self._microscope.look
+                stack.enter_context(self._microscope.around(position, m, model))
+            yield
+        self._microscope = None
+
+    def batch(self, position: Position, m: int, batch: Any) -> None:
+        if not self.wanted.covers(position, m):
+            return
+        if self._microscope is not None:
+            self._microscope.batch(position, m, batch)
+        if self.wanted.micro_batch is not None:
+            tensors = {f"batch[{i}]": leaf.cpu().clone() for i, leaf in enumerate(leaves_of(batch))}
+            save_file(tensors, self._file("batch.safetensors"))
+        if self.wanted.debug:
+            debugger = pdb.Pdb(nosigint=True)
+            debugger.message(f"step {position.number}, micro-batch {m}: the loss is given `batch`; c goes on")
+            debugger.set_trace()
+
+    def loss(self, position: Position, m: int, total: Tensor | float) -> None:
+        if self._microscope is not None:
+            self._microscope.loss(position, m, total)
+        if self.wanted.covers(position, m):
+            self.losses[m] = total.item() if isinstance(total, Tensor) else total
+
+    def backward(self, position: Position, m: int) -> None:
+        if self._microscope is not None:
+            self._microscope.backward(position, m)
+
+    def row(self, found: StepRow) -> None:
+        """The step is done: its update is in the profile as well."""
+        if found.step != self.wanted.step + 1:
+            return
+        self.row_found = found
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._file("trace.json")))
+
+    def enough(self) -> bool:
+        return False
+
+    def keep_samples(self, ids: Mapping[int, list[int]]) -> None:
+        """Write which samples each micro-batch has."""
+        self._file("samples.json").write_text(json.dumps({str(m): found for m, found in ids.items()}) + "\n")
+
+    def _file(self, name: str) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.files.append(self.folder / name)
+        return self.folder / name
+
+
+def sample_ids(spec: Spec, step: int) -> dict[int, list[int]]:
+    """The samples of each micro-batch of a step (from 0), in order."""
+    train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
+    plan = make_plan(spec, dataset_size(train_data, "train_data"))
+    batches = MicroBatchSampler(
+        train_data,
+        plan,
+        range(plan.micro_batches),
+        seed=spec.seed,
+        shuffle=spec.data.shuffle,
+        window=spec.data.window,
+        start=step,
+    )
+    found: dict[int, list[int]] = {}
+    for batch in batches:
+        if batch.step != step:
+            break
+        found[batch.micro_batch] = [int(i) for i in batch.ids]
+    return found
