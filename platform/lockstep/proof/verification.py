@@ -137,6 +137,8 @@ def _compare(
 ) -> None:
     differ = causes(run.fields, replayed.fields)
     answer.elsewhere = [str(cause) for cause in differ if cause.elsewhere]
+    if run.spec.determinism == "fast":
+        answer.elsewhere.append("determinism: fast promises no bits")
     until = max(replayed.steps, default=0) if ended_early else stretch.until
     wanted = range(stretch.start + 1, until + 1)
     found = list(_differences(run, replayed, wanted))

@@ -250,6 +250,8 @@ def check_same_weights(
 def _words(tensor: Tensor) -> Tensor:
     """The words of a tensor, in logical order."""
     tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():

@@ -78,6 +78,11 @@ def test_where_a_tensor_lies_does_not_matter() -> None:
     assert [digester.digest({"w": layout}) for layout in layouts] == [wanted] * 4
 
 
+def test_a_sparse_tensor_counts_as_the_dense_one() -> None:
+    dense = some((6, 4)) * (torch.arange(6) % 2).view(6, 1)
+    assert Digester(CPU).digest({"w": dense.to_sparse(1)}) == Digester(CPU).digest({"w": dense + 0.0})
+
+
 def test_the_order_of_tensors_does_not_matter_and_their_names_and_shapes_do() -> None:
     digester, a, b = Digester(CPU), some((4, 6)), some((24,))
     assert digester.digest({"a": a, "b": b}) == digester.digest({"b": b, "a": a})
