@@ -117,7 +117,7 @@ def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[Evalua
         history = find_history(uri, run_id, here.parent)
     except RecordError as error:
         raise SpecError(f"run {run_id}: its ledger cannot be read: {error}") from error
-    return history.steps, history.evaluations
+    return list(history.steps), list(history.evaluations)
 
 
 class _Texts:
