@@ -29,12 +29,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.tree import Elsewhere
 from lockstep.errors import DriftError
 from lockstep.plan import Position, clip
 from lockstep.record.events import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.digest import tensor_digests
 from lockstep.training.group import Group
+from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, tensors
 
 BLOCK = 1 << 16
@@ -132,11 +134,34 @@ def optimizer_digest(digester: Digester, state: Mapping[str, Any]) -> int:
     return digester.digest(found, lines)
 
 
+def held_optimizer_digest(digester: Digester, optimizer: torch.optim.Optimizer) -> int:
+    """`optimizer_digest` of an optimizer as it is. All ranks call it: of one whose state is shared out, each adds up some tensors."""
+    saved = optimizer.state_dict()
+    if not isinstance(optimizer, ShardedOptimizer):
+        return optimizer_digest(digester, saved)
+    rank, ranks = optimizer.group.rank, optimizer.group.size
+    places = [id(value) for _, value in _leaves(saved, "") if isinstance(value, Elsewhere)]
+    mine = optimizer.assembled(saved, {place: i % ranks for i, place in enumerate(places)})
+    whole = [value for _, value in _leaves(saved, "")]
+    tensors = {
+        path: value
+        for (path, value), before in zip(_leaves(mine, ""), whole, strict=True)
+        if isinstance(value, Tensor) and (isinstance(before, Elsewhere) or rank == 0)
+    }
+    lines = [
+        f"{path}={_text(value)}"
+        for path, value in _leaves(mine, "")
+        if rank == 0 and not isinstance(value, Tensor | Elsewhere)
+    ]
+    partial: list[int] = optimizer.group.gather(digester.digest(tensors, lines))
+    return sum(partial) & _MASK
+
+
 def state_digests(digester: Digester, state: TrainState) -> dict[str, str]:
-    """The digests of weights and optimizer by their names, as 16 hexadecimal digits."""
+    """The digests of weights and optimizer by their names, as 16 hexadecimal digits. All ranks call it."""
     return {
         "weights_digest": f"{model_digest(digester, state.model.state_dict()):016x}",
-        "optimizer_digest": f"{optimizer_digest(digester, state.optimizer.state_dict()):016x}",
+        "optimizer_digest": f"{held_optimizer_digest(digester, state.optimizer):016x}",
     }
 
 
@@ -215,7 +240,7 @@ class StepDigests:
     def state(self) -> tuple[int, int]:
         """The digests of the weights and of the optimizer's state as they are."""
         weights = model_digest(self.digester, self._state.model.state_dict())
-        return weights, optimizer_digest(self.digester, self._state.optimizer.state_dict())
+        return weights, held_optimizer_digest(self.digester, self._state.optimizer)
 
     def for_checkpoint(self) -> dict[str, str]:
         """What a checkpoint keeps beside the state: its digests, unless the run has none."""
@@ -290,7 +315,9 @@ def _of_lines(lines: Sequence[str]) -> int:
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """What a tree of mappings, lists and tuples holds, by the keys that lead to it."""
     below = f"{path}/" if path else ""
-    if isinstance(value, Mapping):
+    if isinstance(value, Elsewhere):
+        yield path, value
+    elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{below}{key}")
     elif isinstance(value, list | tuple):
