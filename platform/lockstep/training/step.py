@@ -182,6 +182,7 @@ class Stepper:
                     self.digests.next_micro_batch()
                     self.digests.note(gradients)
                 tree.add(range(m, m + 1), gradients)
+                del gradients  # the tree alone holds them while the next micro-batch is computed
         folded, apart = tree.close(assigned[-1]) if assigned else ([], [])
         if self.reduction is not None:
             self.reduction.begin(position, folded, apart)

@@ -133,7 +133,7 @@ METHODS = {
     "forward": "the model is the nn.Module that model() returns", "metric": "write metrics(model, batch)",
     "collate_fn": "write collate(samples)", "train_dataloader": "write train_data()",
     "val_dataloader": "write eval_data()", "dataloader": "write train_data()", "prepare_data": "write train_data()",
-    "lr_scheduler": "set schedule in the spec", "sampler": "set data.shuffle in the spec", "on_epoch_end": "Lockstep calls no hooks", "fit": "Lockstep holds the loop",
+    "lr_scheduler": "set schedule in the spec", "sampler": "set data.shuffle in the spec", "on_epoch_end": "Lockstep calls no such hook", "fit": "Lockstep holds the loop",
     "optimiser": "did you mean optimizer()?", "metrcs": "did you mean metrics()?", "colate": "did you mean collate()?",
 }  # fmt: skip
 

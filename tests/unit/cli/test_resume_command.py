@@ -48,6 +48,10 @@ JOBS = {
 }  # fmt: skip
 
 
+EACH_THIRD = "checkpoint.every.steps=3"
+"""In the uninterrupted run as well: the ledger has digests at these steps."""
+
+
 class Told(NamedTuple):
     """What a run came to: its `--json`, its ledger and its metric histories in MLflow, all as bits."""
 
@@ -115,7 +119,8 @@ def told(folder: Path, result: dict[str, Any]) -> Told:
 @pytest.fixture(scope="module", params=["digits", pytest.param("gpt", marks=pytest.mark.exact)])
 def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Told]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    result, _ = done(folder, "train", *JOBS[request.param], f"checkpoint.storage={folder}/runs")
+    saving = [f"checkpoint.storage={folder}/runs", EACH_THIRD]
+    result, _ = done(folder, "train", *JOBS[request.param], *saving)
     whole = told(folder, result)
     assert whole.status == "FINISHED"
     assert [step for key, step, _, _ in whole.history if key == "train/loss"] == list(
@@ -149,7 +154,7 @@ def test_a_killed_run_is_taken_up_with_the_same_bits(
     """G1 and G4 over SIGKILL of the process tree: twice in one run, with other loader processes each time."""
     job, whole = undisturbed
     moment = random.Random(f"{job}-{seed}")
-    saving = [f"checkpoint.storage={tmp_path}/runs", "checkpoint.every.steps=3"]
+    saving = [f"checkpoint.storage={tmp_path}/runs", EACH_THIRD]
     run_id = killed(tmp_path, moment, "train", *JOBS[job], *saving)
     result, _ = done(tmp_path, "resume", run_id, f"data.loader_processes={2 * (seed % 2)}")
     assert result["run_id"] == run_id
@@ -251,7 +256,7 @@ def test_a_run_asked_to_stop_says_how_to_go_on_and_does(
     assert longer["run_id"] != run_id
 
 
-LONGER = [*UNTRACED, "length.epochs=12", "job.params.width=8"]
+LONGER = [*UNTRACED, "length.epochs=12", "job.params.width=8", "checkpoint.every.steps=10"]
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +298,6 @@ def test_a_run_is_resumed_from_its_record_alone(
         uri,
         *LONGER,
         f"checkpoint.storage={tmp_path}/runs",
-        "checkpoint.every.steps=10",
     )
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
