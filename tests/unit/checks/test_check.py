@@ -170,8 +170,9 @@ def test_a_run_that_does_not_fit_is_told_with_the_micro_batch_that_does(
 ) -> None:
     monkeypatch.setattr("lockstep.checks.estimate.available_bytes", lambda device, workers: 608_000)
     report = checked(tmp_path, "Sound", batch={"global": 256, "micro": 256}, workers={"max": 1})
-    (failure,) = [f for f in report.checks if f.result != "pass"]
-    assert failure.name == "memory"
+    # So large a batch of so small a model is fetched in about the time that it is computed in: the loader's warning comes and goes.
+    (failure,) = [f for f in report.checks if f.result != "pass" and f.name != "loader"]
+    assert (failure.name, failure.result) == ("memory", "failure")
     assert "set batch.micro=" in failure.remedy
 
 
