@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -65,6 +66,11 @@ def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any],
     finally:
         os.dup2(out, 1)
         os.close(out)
+
+
+def began() -> float:
+    """When the command was given, Unix time in seconds: before this process started over, where it did."""
+    return float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from lockstep.cli.answers import (
     Uri,
     Verbose,
     answered,
+    began,
     running,
     uri_option,
 )
@@ -165,11 +166,6 @@ def resume(
                     raise
         answer(result.as_dict(), lambda: _as_text(result))
     _exit(result)
-
-
-def began() -> float:
-    """When the command was given, Unix time in seconds: before this process started over, where it did."""
-    return float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
 
 
 def _exit(result: Result | SweepResult) -> None:

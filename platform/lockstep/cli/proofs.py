@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.answers import Address, Json, Uri, Verbose, answered, running
+from lockstep.cli.answers import Address, Json, Uri, Verbose, answered, began, running
 
 if TYPE_CHECKING:
     from lockstep.calls.inspection import Inspected
@@ -51,7 +49,7 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Take steps of a recorded run again, and compare every bit with its record."""
-    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    began_at = began()
     with answered(json_, verbose) as answer:
         from lockstep.calls.verification import verify as verify_run
 
@@ -85,7 +83,7 @@ def diff(
     verbose: Verbose = False,
 ) -> None:
     """Compare two runs: what differs by intention, then the first step, micro-batch, module and operator in which they part."""
-    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    began_at = began()
     with answered(json_, verbose) as answer:
         from lockstep.calls.difference import diff as diff_runs
 
@@ -122,7 +120,7 @@ def replay(
     verbose: Verbose = False,
 ) -> None:
     """Take one step of a recorded run again, to look into it."""
-    began_at = float(os.environ.pop("LOCKSTEP_BEGAN_AT", time.time()))
+    began_at = began()
     with answered(json_, verbose) as answer:
         from lockstep.calls.inspection import replay as replay_step
 
