@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.job.loading import dataset_size, load_job
 from lockstep.plan import Position
-from lockstep.proof.microscope import Look, Microscope, leaves_of
+from lockstep.proof.microscope import Look, Microscope
 from lockstep.record.events import StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.job_data import open_data
+from lockstep.training.memory import tensors_in
 from lockstep.training.setup import make_plan
 
 
@@ -76,7 +77,7 @@ class Inspection:
         if self._microscope is not None:
             self._microscope.batch(position, m, batch)
         if self.wanted.micro_batch is not None:
-            tensors = {f"batch[{i}]": leaf.cpu().clone() for i, leaf in enumerate(leaves_of(batch))}
+            tensors = {f"batch[{i}]": leaf.cpu().clone() for i, leaf in enumerate(tensors_in(batch))}
             save_file(tensors, self._file("batch.safetensors"))
         if self.wanted.debug:
             debugger = pdb.Pdb(nosigint=True)

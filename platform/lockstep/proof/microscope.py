@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lockstep.plan import Position
 from lockstep.training.digests import Digester
+from lockstep.training.memory import tensors_in
 
 Phase = Literal["forward", "backward", "between"]
 """`between` is what Lockstep itself does, which is not looked at."""
@@ -103,7 +103,9 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The micro-batch as it was fetched."""
         if (position.step, m) == self._at:
             self._phase = "forward"
-            self.look.batch = [self._seen(f"batch[{i}]", "", leaf) for i, leaf in enumerate(leaves_of(batch))]
+            self.look.batch = [
+                self._seen(f"batch[{i}]", "", leaf) for i, leaf in enumerate(tensors_in(batch))
+            ]
 
     def loss(self, position: Position, m: int, total: Tensor | float) -> None:
         """The loss has been computed."""
@@ -128,7 +130,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def leave(_module: nn.Module, _inputs: Any, output: Any, place: str = place) -> None:
                 if self._modules and self._modules[-1] == place:
                     self._modules.pop()
-                for i, leaf in enumerate(leaves_of(output)):
+                for i, leaf in enumerate(tensors_in(output)):
                     self.look.modules.append(
                         self._seen(f"output{f'[{i}]' if i else ''} of {place}", place, leaf)
                     )
@@ -156,7 +158,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         if not self._busy and self._phase != "between":
             where = self._modules[-1] if self._modules else "the loss"
-            for leaf in leaves_of(output):
+            for leaf in tensors_in(output):
                 if leaf.layout is torch.strided and not leaf.is_meta and not _unwritten(func):
                     self.look.operators.append(self._seen(str(func).removesuffix(".default"), where, leaf))
         return output
@@ -165,11 +167,6 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _unwritten(func: Any) -> bool:
     """Whether an operator gives memory that nobody has written yet."""
     return ".empty" in str(func) or "new_empty" in str(func)
-
-
-def leaves_of(value: Any) -> list[Tensor]:
-    """The tensors in a value, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
