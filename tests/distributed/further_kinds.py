@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_
 
 import lockstep
 from lockstep import Loss, Mean
-from tests.distributed.kinds import CLASSES, FEATURES, Kind, Words, numbers, perceptron
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, Words, held_in, numbers, perceptron
 
 # --- sums over the micro-batch ------------------------------------------------------------------------------
 
@@ -1533,12 +1533,5 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
 }
 """Jobs that are refused, and words of the line that says why."""
 
-HELD: list[type[Kind]] = [
-    kind
-    for kind in globals().values()
-    if isinstance(kind, type)
-    and issubclass(kind, Kind)
-    and kind.__module__ == __name__
-    and kind not in REFUSED
-]
+HELD = held_in(__name__, REFUSED)
 """Jobs whose bits do not depend on who runs them."""

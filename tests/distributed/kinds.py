@@ -6,7 +6,8 @@ Every class here is a job. Those in `REFUSED` break the promise, and the words b
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -862,9 +863,13 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
 }  # fmt: skip
 """Jobs that are refused, and words of the line that says why."""
 
-HELD: list[type[Kind]] = [
-    kind
-    for kind in globals().values()
-    if isinstance(kind, type) and issubclass(kind, Kind) and kind not in {Kind, *REFUSED}
-]
+
+def held_in(module: str, refused: Mapping[type[Kind], tuple[str, ...]]) -> list[type[Kind]]:
+    """The kinds that a module defines, but for the refused ones."""
+    every = vars(sys.modules[module]).values()
+    kinds = [kind for kind in every if isinstance(kind, type) and issubclass(kind, Kind)]
+    return [kind for kind in kinds if kind.__module__ == module and kind not in {Kind, *refused}]
+
+
+HELD = held_in(__name__, REFUSED)
 """Jobs whose bits do not depend on who runs them."""

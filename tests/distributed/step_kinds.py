@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from lockstep import Loss
 from lockstep.data import Mixture, Packed
-from tests.distributed.kinds import CLASSES, FEATURES, Kind, perceptron
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
 
 # --- after an update ------------------------------------------------------------------------------------------
 
@@ -344,12 +344,5 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
 }
 """Jobs that are refused, and words of the line that says why."""
 
-HELD: list[type[Kind]] = [
-    kind
-    for kind in globals().values()
-    if isinstance(kind, type)
-    and issubclass(kind, Kind)
-    and kind.__module__ == __name__
-    and kind not in REFUSED
-]
+HELD = held_in(__name__, REFUSED)
 """Jobs whose bits do not depend on who runs them."""
