@@ -18,9 +18,8 @@ def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
         return path.read_text()
     except OSError:  # not there, or not readable: it is found again
         found = find()
-    with suppress(
-        OSError
-    ):  # a home that cannot be written costs the time to read the files again, and nothing else
+    # A home that cannot be written costs the time to read the files again, and nothing else.
+    with suppress(OSError):
         write_text(path, found)  # flushed: an empty file would pass for what was found
     return found
 

@@ -263,9 +263,8 @@ class Journal:
         """The row of a step that is sealed. Any thread may ask."""
         try:
             return self._sealed.step(number)
-        except (
-            RecordError
-        ):  # damaged since; whoever writes the ledger, or opens the journal, finds it as well
+        except RecordError:
+            # Damaged since: whoever writes the ledger, or opens the journal, finds it as well.
             return None
 
     def _step_at(self, start: int) -> StepRow | None:
@@ -478,9 +477,8 @@ class Journal:
             if file >= 0:
                 os.close(file)
             raise _broken(following, error) from error
-        with suppress(
-            OSError
-        ):  # either of the two journals has all there is: a loss of power may take back which
+        # Either of the two journals has all there is: a loss of power may take back which.
+        with suppress(OSError):
             flush(self._folder)
         return file
 
@@ -488,31 +486,6 @@ class Journal:
 def _write(file: int, data: bytes) -> None:
     while data:
         data = data[os.write(file, data) :]
-
-
-def sealed_in(folder: Path) -> SealedSteps:
-    """The sealed steps of a run that another process may be recording."""
-    sealed = SealedSteps(folder)
-    with (folder / NAME).open("rb") as file:
-        event = from_line(file.readline().rstrip(b"\n"), folder)
-    if isinstance(event, Sealed):
-        sealed.take_up(event.segments)
-    return sealed
-
-
-def read_steps(folder: Path) -> list[StepRow]:
-    """The steps in the journal of a run that another process may be recording; none where there is no journal."""
-    path = folder / NAME
-    if not path.exists():
-        return []
-    sealed = sealed_in(folder)
-    lines = path.read_bytes().split(b"\n")[:-1]
-    rows = (from_line(line, folder) for line in lines if line.startswith(b'{"step"'))
-    steps = {row.step: row for segment in sealed.segments for row in sealed.steps(segment)}
-    for row in rows:
-        if isinstance(row, StepRow):
-            steps.setdefault(row.step, row)
-    return [steps[number] for number in sorted(steps)]
 
 
 def newest_step(folder: Path) -> StepRow | None:

@@ -16,13 +16,14 @@ from lockstep.checkpoint.writer import write_checkpoint
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.events import Finished
 from lockstep.record.history import History
-from lockstep.record.journal import NAME, read_steps
+from lockstep.record.journal import NAME
 from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.test_outage import recorded
+from tests.unit.record.written import read_steps
 
 Specs = Callable[..., Spec]
 STEPS = 20

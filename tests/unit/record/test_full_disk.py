@@ -15,11 +15,12 @@ import pytest
 
 from lockstep.errors import RecordError
 from lockstep.record.events import Finished
-from lockstep.record.journal import NAME, Journal, read_steps
+from lockstep.record.journal import NAME, Journal
 from lockstep.record.ledger import read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.written import read_steps
 
 Specs = Callable[..., Spec]
 

@@ -29,11 +29,12 @@ from lockstep.record import ledger, segments
 from lockstep.record.copies import _held
 from lockstep.record.events import Finished, Restored, Segment
 from lockstep.record.history import History
-from lockstep.record.journal import NAME, Journal, read_steps
+from lockstep.record.journal import NAME, Journal
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import _sharing
 from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.written import read_steps
 
 Specs = Callable[..., Spec]
 EVERY, SEGMENT, STEPS = 5, 10, 32

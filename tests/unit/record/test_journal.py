@@ -17,8 +17,9 @@ import pytest
 from lockstep.errors import RecordError
 from lockstep.record.comparison import evaluation_difference, step_difference
 from lockstep.record.events import Digests, Mended, Started
-from lockstep.record.journal import NAME, Journal, newest_step, read_steps
+from lockstep.record.journal import NAME, Journal, newest_step
 from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.written import read_steps
 
 ODD_NAN = struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0]
 

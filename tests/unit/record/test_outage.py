@@ -14,7 +14,7 @@ import pytest
 from lockstep import train
 from lockstep.errors import RecordError
 from lockstep.record.events import Finished, StepRow
-from lockstep.record.journal import NAME, read_steps
+from lockstep.record.journal import NAME
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
 from lockstep.record.points import Point, step_points
 from lockstep.record.recorder import Recorder
@@ -24,6 +24,7 @@ from tests.forked import Forked, lockstep
 from tests.in_process import here
 from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server
+from tests.unit.record.written import read_steps
 
 STEPS = 400
 OUTAGE_S = 6.0

@@ -28,13 +28,14 @@ from lockstep.record.events import (
     StepRow,
 )
 from lockstep.record.folder_store import newest_step
-from lockstep.record.journal import NAME, NEXT, Journal, read_steps
+from lockstep.record.journal import NAME, NEXT, Journal
 from lockstep.record.recorder import Recorder
 from lockstep.record.sealed import FOLDER
 from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
 from tests.unit.record.failed_at_every_call import KeepingStore, Kept, quick
 from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.written import read_steps
 
 Specs = Callable[..., Spec]
 SEGMENT = 5
