@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import random
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,5 +84,15 @@ class Draws:
             next(_streams) - self._before,
             random.getstate(),
             torch.default_generator.get_state().numpy().tobytes(),
-            repr(np.random.mtrand._rand.get_state(legacy=False)),
+            _numpy_state(),
         )
+
+
+def _numpy_state() -> dict[str, Any]:
+    """Where NumPy's default generator stands, in values that `==` compares."""
+    state: dict[str, Any] = dict(np.random.mtrand._rand.get_state(legacy=False))
+    inner = {
+        name: value.tobytes() if isinstance(value, np.ndarray) else value
+        for name, value in state["state"].items()
+    }
+    return {**state, "state": inner}

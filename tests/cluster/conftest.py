@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockstep.attempts.ahead import AHEAD
 from lockstep.clusters.connection import on_this_machine
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
@@ -29,7 +30,7 @@ def cluster() -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=folder,
-            runtime_env=on_this_machine(),
+            runtime_env=on_this_machine(AHEAD),
         )
         yield
         ray.shutdown()

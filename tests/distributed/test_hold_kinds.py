@@ -64,23 +64,47 @@ def on(kind: type[Kind], processes: int, storage: Path) -> dict[str, Any]:
     return document(kind, data=data, checkpoint={"storage": str(storage / kind.__name__), "every": None})
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_every_kind_has_one_value(
-    pool: Pool, alone: dict[type[Kind], Any], before: int, after: int, tmp_path: Path
-) -> None:
-    """Stopped after a step, and taken up by another number of workers; loader processes for a few.
+WORKERS = [(2, 1), (1, 2), (3, 1), (1, 3)]
+"""Of the attempts before and after a run was stopped. Each kind takes one of these pairs by default."""
 
-    Half of the jobs begin on two workers and end on three, the others the other way round.
-    """
-    own = ALL[before % 2 :: 2]
+
+@pytest.mark.parametrize(
+    ("before", "after", "own"),
+    [
+        *(
+            pytest.param(*pair, ALL[i :: len(WORKERS)], id=f"{pair[0]}-{pair[1]}")
+            for i, pair in enumerate(WORKERS)
+        ),
+        pytest.param(2, 3, ALL, marks=pytest.mark.exact, id="2-3"),
+        pytest.param(3, 2, ALL, marks=pytest.mark.exact, id="3-2"),
+    ],
+)
+def test_every_kind_has_one_value(
+    pool: Pool,
+    alone: dict[type[Kind], Any],
+    before: int,
+    after: int,
+    own: list[type[Kind]],
+    tmp_path: Path,
+) -> None:
+    """Stopped after a step, and taken up by another number of workers; loader processes for a few."""
     runs = [
         {**on(kind, int(i % 8 == 0), tmp_path), "rehearsal": "off"} for i, kind in enumerate(own)
     ]  # `alone` had one
-    begun = pool.run(before, train_attempts, [(run, AttemptOrigin()) for run in runs], 1)
-    ended = pool.run(after, train_attempts, [(run, taken_up(run)) for run in runs], None)
+    begun = attempts(pool, before, [(run, AttemptOrigin()) for run in runs], 1)
+    ended = attempts(pool, after, [(run, taken_up(run)) for run in runs], None)
     for i, kind in enumerate(own):
         check(kind, alone[kind], [rank[i] for rank in begun], 0, 1)
         check(kind, alone[kind], [rank[i] for rank in ended], 1, 3)
+
+
+def attempts(
+    pool: Pool, workers: int, runs: list[tuple[Any, AttemptOrigin]], stop_after: int | None
+) -> list[Any]:
+    """What each rank has of an attempt of each run; one worker is this process."""
+    if workers == 1:
+        return [train_attempts(runs, stop_after)]
+    return pool.run(workers, train_attempts, runs, stop_after)
 
 
 def check(kind: type[Kind], whole: Any, ranks: list[Any], start: int, stop: int) -> None:
@@ -106,7 +130,7 @@ def test_every_kind_has_one_value_on_any_number_of_workers(
     if stopped:
         train_attempts(list(zip(runs, origins, strict=True)), stopped)
         origins = [taken_up(run) for run in runs]
-    ended = pool.run(workers, train_attempts, list(zip(runs, origins, strict=True)), None)
+    ended = attempts(pool, workers, list(zip(runs, origins, strict=True)), None)
     for i, kind in enumerate(own):
         check(kind, alone[kind], [rank[i] for rank in ended], stopped, 3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lockstep.attempts.ahead import AHEAD
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.connection import connected
@@ -25,7 +26,9 @@ def train_on_ray(
 ) -> Result:
     """Train on the Ray cluster that `options` name, on the one that `cluster_address` finds, or on a new local one."""
     say = options.progress.say
-    with connected(options.address, verbose=options.verbose, stop=stop, say=say) as own_cluster:
+    with connected(
+        options.address, verbose=options.verbose, preload=AHEAD, stop=stop, say=say
+    ) as own_cluster:
         from lockstep.attempts.chaos import Chaos, parse
         from lockstep.attempts.supervisor import Supervisor
 

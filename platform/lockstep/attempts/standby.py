@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import ray
 
+from lockstep.attempts.ahead import AHEAD
 from lockstep.attempts.cluster_watch import spare
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.clusters.fork_server import PRELOAD
@@ -29,14 +30,6 @@ from lockstep.errors import first_line
 from lockstep.record.events import Joined
 
 IMPORTS, IMPORTED = "LOCKSTEP_IMPORTS", "LOCKSTEP_IMPORTED"
-
-AHEAD = (
-    "lockstep.attempts.worker_main",
-    "torch._dynamo",  # deterministic algorithms and every optimizer ask for it: a second or two
-    "ray.tune",  # what Ray Train sends its workers does
-    "pyarrow.parquet",  # the rows in a checkpoint
-)
-"""What a worker imports by its first step."""
 
 
 def imports_ahead(folder: str, module: str) -> dict[str, str]:

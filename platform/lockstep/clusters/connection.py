@@ -56,8 +56,8 @@ def connected(
 ) -> Iterator[bool]:
     """A connection to Ray; gives whether the cluster was started here and ends with the run.
 
-    `for_workers`: every process that it starts there trains. A cluster that is started here has its workers forked from a
-    process that has imported the modules in `preload`. With `stop` a signal ends the wait for the cluster:
+    `for_workers`: every process that it starts there trains. A cluster whose nodes are all on this machine has its workers
+    forked from a process that has imported the modules in `preload`. With `stop` a signal ends the wait for the cluster:
     KeyboardInterrupt. ClusterError within seconds where the cluster does not answer.
     """
     for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
@@ -82,8 +82,11 @@ def connected(
     if address == LOCAL:
         _start(settings, preload)
     else:
-        if for_workers:
-            settings["runtime_env"] = {"env_vars": WORKER_ENVIRONMENT}
+        variables = WORKER_ENVIRONMENT if for_workers else {}
+        # Nobody reaches a loopback address from another machine: all nodes of such a cluster are here.
+        shared = on_this_machine(preload) if is_loopback(host_of(address)) else {}
+        if variables or shared:
+            settings["runtime_env"] = {**shared, "env_vars": {**variables, **shared.get("env_vars", {})}}
         _Joining(address, settings).wait(stop, say)
     if stop is not None:
         stop.listen()  # Ray takes SIGTERM for itself when it connects

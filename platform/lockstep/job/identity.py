@@ -10,6 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -76,6 +77,7 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("lockstep-train", "torch", "numpy"):
