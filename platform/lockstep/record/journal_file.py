@@ -141,13 +141,18 @@ class JournalFile:
             flush(self._folder)
         return file
 
+    def flush(self) -> None:
+        """Have what was added survive a loss of power. RecordError where the disk refuses."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise broken(self.path, error) from error
+
     def close(self) -> None:
         """Let the disk have it, and the lock go."""
         try:
             if not self._read_only:
-                os.fsync(self._file)
-        except OSError as error:
-            raise broken(self.path, error) from error
+                self.flush()
         finally:
             self.release()
 

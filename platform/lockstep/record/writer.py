@@ -292,6 +292,7 @@ class Writer:
 
     def _take(self, event: Recorded) -> None:
         if isinstance(event, Finished | Failed | TakenOver):
+            self._record.journal.flush()  # before a store is told what has become of the run
             self._record.state.end()
             self._record.delivery.flush()
         if isinstance(event, Finished) and not self._replay:
