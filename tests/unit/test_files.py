@@ -21,7 +21,8 @@ from lockstep.data.node_folder import NodeFolder
 from lockstep.errors import RecordError, StorageError
 from lockstep.record.database_lock import database_lock
 from lockstep.record.events import Finished, Started
-from lockstep.record.journal import NAME, Journal
+from lockstep.record.journal import Journal
+from lockstep.record.journal_file import NAME
 from lockstep.record.recorder import Recorder
 from lockstep.spec.loading import load_spec
 

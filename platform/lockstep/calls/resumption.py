@@ -12,11 +12,13 @@ from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of, whole_steps
+from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
 from lockstep.job.identity import changed_fields
+from lockstep.record.redaction import redacted_fields
 from lockstep.record.run_store import Recorded
 from lockstep.record.stores import find_copies, find_run
 from lockstep.spec.fields import Fork, Spec
@@ -124,8 +126,9 @@ def continue_run(
 
 
 def finished(found: Recorded, spec: Spec, step: int | None, options: RunOptions) -> Result:
-    """The result of a run that is left as it is. SpecError where it has no checkpoint of `step`."""
+    """The result of a run that is left as it is. SpecError where it has no checkpoint of `step`, RecordError where it is not what it says."""
     run_id = found.run_id
+    refuse_doubtful(found, spec.record.uri or "", spec.folder)
     if step is not None:
         copies = [copy.step for copy in find_copies(spec.record.uri or "", run_id)]
         check_step(run_id, step, [*{*steps_of(spec.checkpoint.storage, run_id), *copies}])
@@ -146,8 +149,15 @@ def finished(found: Recorded, spec: Spec, step: int | None, options: RunOptions)
 
 
 def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
-    """SpecError for the first field that a resume may not change."""
+    """SpecError for the first field that a resume may not change, and for one whose secret the record has not and nobody gives."""
+    hidden = set(redacted_fields(before.document()))
+    for name in redacted_fields({**after.document(), "record": {}}):
+        raise SpecError(
+            f"resume: {name} of run {run_id} is or has a secret, which is not recorded; give it again: {name}=…"
+        )
     for name, old, new in changed_fields(before, after):
+        if name in hidden:
+            continue  # the workers compare it with the checkpoint
         raise SpecError(
             f"resume: {name} is {old!r} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
             "or start a new run from its state with --fork"

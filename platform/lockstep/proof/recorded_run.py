@@ -16,7 +16,8 @@ from lockstep.checkpoint.runs import adopt, steps_of
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.record.events import EvaluationRow, StepRow
-from lockstep.record.journal import NAME, Journal
+from lockstep.record.journal import Journal
+from lockstep.record.journal_file import NAME
 from lockstep.record.run_store import CheckpointCopy
 from lockstep.record.stores import find_copies, find_history, find_run, reader
 from lockstep.spec.fields import Spec

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.record.comparison import evaluation_difference, step_difference
-from lockstep.record.documents import shown_document, without_password
 from lockstep.record.environment import git_state
 from lockstep.record.events import (
     Alive,
+    AttemptsSummarised,
     Broke,
+    CheckpointRow,
     Document,
     EvaluationRow,
     Event,
@@ -24,9 +26,11 @@ from lockstep.record.events import (
     Started,
     StepRow,
     Straggling,
+    TakenOver,
     Warned,
 )
 from lockstep.record.journal import Journal
+from lockstep.record.redaction import redacted, redacted_document
 from lockstep.record.segments import check, steps_in
 from lockstep.spec.fields import Spec
 
@@ -35,7 +39,7 @@ class Admission:
     """Lets events into the journal of one run.
 
     A row that the journal has already is compared with it instead: with `determinism: strict` and `reduction: exact` a step
-    that is done again has the same bits. The first that has others is told to `on_violation`, in one line. Of restored segments
+    that is done again has the same bits. Secrets are taken out of texts. The first that has others is told to `on_violation`, in one line. Of restored segments
     the digest is compared; one that the journal has not is read by `fetch`, or is `lost`.
     """
 
@@ -78,14 +82,18 @@ class Admission:
                         yield event
                     else:
                         self._judge(evaluation_difference(evaluated, event), step)
-                case Started() if self._source is not None and "git" not in event.facts:
-                    yield Started({**event.facts, "git": shown_document(git_state(self._source))})
+                case Started():
+                    yield Started(redacted_document(self._with_git(event.facts)))
+                case AttemptsSummarised():
+                    yield AttemptsSummarised(redacted_document(event.attempts))
+                case CheckpointRow() if event.error:
+                    yield event._replace(error=redacted(event.error))
+                case TakenOver():
+                    yield TakenOver(redacted(event.message))
                 case Failed():
-                    yield Failed(
-                        without_password(event.message), without_password(event.details), event.status
-                    )
+                    yield Failed(redacted(event.message), redacted(event.details), event.status)
                 case Document():
-                    yield Document(event.name, without_password(event.text))
+                    yield Document(event.name, redacted(event.text))
                 case (
                     Alive()
                     | Broke()
@@ -99,6 +107,11 @@ class Admission:
                     pass
                 case _:
                     yield event
+
+    def _with_git(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._source is None or "git" in facts:
+            return facts
+        return {**facts, "git": git_state(self._source)}
 
     @property
     def retold(self) -> bool:

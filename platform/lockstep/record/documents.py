@@ -11,8 +11,6 @@ from urllib.parse import quote, urlsplit
 
 import yaml
 
-from lockstep.spec.fields import Spec
-
 HIDDEN = "***"
 """What stands where a secret was."""
 
@@ -89,12 +87,6 @@ def _without_values(query: str) -> str:
         f"{name}={HIDDEN}" if value and _SECRET.fullmatch(name.replace("-", "_")) else f"{name}{mark}{value}"
         for name, mark, value in pairs
     )
-
-
-def spec_document(spec: Spec) -> dict[str, Any]:
-    """The spec as plain data that may be shown."""
-    shown: dict[str, Any] = shown_document(spec.document())
-    return shown
 
 
 def as_yaml(document: Mapping[str, Any]) -> str:

@@ -10,7 +10,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,17 @@ def recorded_in_folder(storage: Path, run_id: str) -> Recorded:
     return recorded(run_id, status, spec, summary, "", repr(str(storage)))
 
 
-def finished_in_folder(storage: Path, identity: str) -> Recorded | None:
-    """The newest finished run of this identity, or None."""
+def finished_in_folder(storage: Path, identity: str) -> Iterator[Recorded]:
+    """The runs that are called finished and of this identity, newest first; what can't be read is passed over."""
     found = []
     for path in storage.glob("*/run.json"):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        if run["status"] == "FINISHED" and run["tags"].get("lockstep.identity") == identity:
-            found.append((run["started"], run["run_id"]))
-    return recorded_in_folder(storage, max(found)[1]) if found else None
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            run = json.loads(path.read_text(encoding="utf-8"))
+            if run["status"] == "FINISHED" and run["tags"].get("lockstep.identity") == identity:
+                found.append((float(run["started"]), path.parent.name))
+    for _, run_id in sorted(found, reverse=True):
+        with suppress(RecordError):
+            yield recorded_in_folder(storage, run_id)
 
 
 class FolderStore:

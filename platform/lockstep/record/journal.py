@@ -12,20 +12,14 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import threading
-from array import array
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from heapq import merge
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.errors import RecordError
-from lockstep.files import NoLocksError, flush, lock, make_folder
 from lockstep.record.events import (
     Delivered,
     EvaluationRow,
@@ -36,16 +30,16 @@ from lockstep.record.events import (
     Segment,
     StepRow,
 )
+from lockstep.record.journal_file import NAME, READ_BYTES, JournalFile, broken
 from lockstep.record.journal_lines import from_line, held_by, to_line
 from lockstep.record.ledger import step_table
+from lockstep.record.open_steps import OpenSteps
 from lockstep.record.sealed import SealedSteps
-from lockstep.record.segments import SEGMENT_STEPS, digest_of, end_of
+from lockstep.record.segments import SEGMENT_STEPS, digest_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-NAME, NEXT = "journal.jsonl", "journal.jsonl.next"
-_READ_BYTES = 1 << 20
 _LINE_BYTES = 1 << 10
 _STEP = b'{"step":['
 _MOST_AT_ONCE = 16
@@ -72,78 +66,39 @@ class Journal:
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._folder = folder
-        self._path = folder / NAME
-        self._read_only = read_only
-        self._adding = threading.RLock()
-        flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
-        self._reading = threading.Lock()
-        """Held while a part of the file is read, and while another takes its place."""
-        try:
-            if not read_only:
-                make_folder(folder)
-            self._file = os.open(self._path, flags | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise _broken(self._path, error) from error
-        try:
-            self._lock(self._file)
-            if not read_only:
-                flush(folder)  # a journal that was just made
-            self._open()
-        except BaseException as error:
-            os.close(self._file)
-            if isinstance(error, OSError):
-                raise _broken(self._path, error) from error
-            raise
-
-    def _open(self) -> None:
-        self._numbers, self._starts = array("q"), array("q")
-        self._late: dict[int, int] = {}
-        """Where the steps begin that came after later ones."""
+        self._adding = RLock()
+        self._file = JournalFile(folder, read_only=read_only)
+        self._open = OpenSteps()
         self._evaluations: dict[int, EvaluationRow] = {}
         self.events: list[Recorded] = []
         """What is neither a row nor a sample, in order."""
-        self.size = 0
-        self._base = 0
-        """Where the file begins, after it took the place of a longer one."""
-        self._sealed = SealedSteps(self._folder)
+        self._sealed = SealedSteps(folder)
         self._damage: list[Damage] = []
         self._mended: set[int] = set()
         self.delivered = False
         """Whether the store has confirmed all of it."""
-        self._torn = False
-        """Whether a write that failed may have left half a line behind the last whole one."""
-        self._index()
-
-    def _lock(self, file: int) -> None:
         try:
-            lock(file, shared=self._read_only)
-            if os.fstat(file).st_ino != self._path.stat().st_ino and file == self._file:
-                raise BlockingIOError(errno.EAGAIN, "it was cut meanwhile")  # by whoever held the lock
-        except BlockingIOError as error:
-            raise RecordError(
-                f"run {self._path.parent.name}: another process records it now; wait for it, or end it"
-            ) from error
-        except NoLocksError as error:
-            raise RecordError(
-                f"record.folder: no file can be locked on the file system of {str(self._folder)!r} ({error.strerror}), so two "
-                "processes could write one record; name a folder elsewhere, or mount that one with locks (Lustre: -o flock)"
-            ) from error
+            self._index()
+        except BaseException as error:
+            self._file.release()
+            if isinstance(error, OSError):
+                raise broken(self._file.path, error) from error
+            raise
+
+    @property
+    def size(self) -> int:
+        """Where the last whole line ends."""
+        return self._file.size
 
     def _index(self) -> None:
-        size = os.fstat(self._file).st_size
-        for entry in self._read(0, size):
-            if entry.event is None:
-                self._damage.append(Damage(entry.start, held_by(self._line_at(entry))))
-                if entry.start == 0:
-                    self._sealed.take_up_all()
-            else:
-                self._note(entry.event, entry.start)
-            self.size = entry.end
-        if size > self.size and not self._read_only:
-            os.ftruncate(self._file, self.size)
-
-    def _line_at(self, entry: Entry) -> bytes:
-        return os.pread(self._file, min(entry.end - entry.start, 200), entry.start)
+        for line, start, _ in self._file.take_up():
+            event = from_line(line, self._folder)
+            if event is not None:
+                self._note(event, start)
+                continue
+            self._damage.append(Damage(start, held_by(line)))
+            if start == 0:
+                self._sealed.take_up_all()
 
     @property
     def damage(self) -> list[Damage]:
@@ -156,13 +111,9 @@ class Journal:
             case Sealed():
                 self._sealed.take_up(event.segments)
             case StepRow():
-                if self._sealed.segment_of(event.step) is not None:
-                    pass  # a late one, of a segment that is sealed since
-                elif event.step > self.last_step:
-                    self._numbers.append(event.step)
-                    self._starts.append(start)
-                else:
-                    self._late[event.step] = start
+                # Else a late one, of a segment that is sealed since.
+                if self._sealed.segment_of(event.step) is None:
+                    self._open.add(event.step, start, late=event.step <= self.last_step)
             case EvaluationRow():
                 self._evaluations[event.step] = event
             case Sampled():
@@ -179,50 +130,33 @@ class Journal:
         lines = [to_line(event, self._folder) for event in events]
         with self._adding:
             start = self.size
-            self._append(b"".join(lines))
+            self._file.append(b"".join(lines))
             for event, line in zip(events, lines, strict=True):
                 self._note(event, start)
                 start += len(line)
 
-    def _append(self, data: bytes) -> None:
-        try:
-            if self._torn:
-                os.ftruncate(self._file, self.size - self._base)
-            self._torn, written = True, 0
-            while written < len(data):
-                written += os.write(self._file, data[written:])
-        except OSError as error:
-            with suppress(OSError):  # else before the next write
-                os.ftruncate(self._file, self.size - self._base)
-                self._torn = False
-            raise _broken(self._path, error) from error
-        self._torn = False
-        self.size += len(data)
+    def flush(self) -> None:
+        """Have what was added survive a loss of power. RecordError where the disk refuses."""
+        self._file.flush()
 
     def close(self) -> None:
         """Let the disk have it, and the lock go."""
-        try:
-            if not self._read_only:
-                os.fsync(self._file)
-        except OSError as error:
-            raise _broken(self._path, error) from error
-        finally:
-            file, self._file = self._file, -1  # a thread that still reads must not find another file
-            os.close(file)
+        self._file.close()
 
     # --- reading ------------------------------------------------------------------------------------------
 
     @property
     def last_step(self) -> int:
         """Number of the last step, or 0."""
-        return max(self._numbers[-1] if self._numbers else 0, self._sealed.last)
+        return max(self._open.last, self._sealed.last)
 
     def missing_steps(self) -> range:
         """The first stretch of steps that is missing between the first and the last one; empty where none is."""
-        if self._count == self.last_step - self._first_step + bool(self._count):
+        count = self._open.count + self._sealed.count
+        if count == self.last_step - self._first_step + bool(count):
             return range(0)
         wanted = self._first_step
-        open_steps = (range(number, number + 1) for number in self._in_order())
+        open_steps = (range(number, number + 1) for number in self._open.in_order())
         for stretch in merge(open_steps, self._sealed.numbers(), key=lambda stretch: stretch.start):
             if stretch.start > wanted:
                 return range(wanted, stretch.start)
@@ -230,16 +164,10 @@ class Journal:
         return range(0)
 
     @property
-    def _count(self) -> int:
-        return len(self._numbers) + len(self._late) + self._sealed.count
-
-    @property
     def _first_step(self) -> int:
-        sealed = self._sealed.first
-        return min([*self._numbers[:1], *self._late, *([] if sealed is None else [sealed])], default=0)
-
-    def _in_order(self) -> Iterator[int]:
-        return merge(self._numbers, sorted(self._late))
+        return min(
+            (first for first in (self._open.first, self._sealed.first) if first is not None), default=0
+        )
 
     @property
     def lost(self) -> list[Segment]:
@@ -252,12 +180,8 @@ class Journal:
 
     def step(self, number: int) -> StepRow | None:
         """The row of a step, where the journal has it."""
-        start = self._late.get(number)
-        if start is None:
-            if not self._on_time(number):
-                return self.sealed_step(number)
-            start = self._starts[bisect_left(self._numbers, number)]
-        return self._step_at(start)
+        start = self._open.start_of(number)
+        return self.sealed_step(number) if start is None else self._step_at(start)
 
     def sealed_step(self, number: int) -> StepRow | None:
         """The row of a step that is sealed. Any thread may ask."""
@@ -271,7 +195,7 @@ class Journal:
         data, length = b"", 0
         while b"\n" not in data and length < self.size - start:
             length = min(2 * length or _LINE_BYTES, self.size - start)
-            data = self._pread(length, start)
+            data = self._file.read(length, start)
         row = from_line(data.partition(b"\n")[0], self._folder)
         return row if isinstance(row, StepRow) else None  # damaged since
 
@@ -290,11 +214,7 @@ class Journal:
 
     def has_step(self, number: int) -> bool:
         """Whether the journal has a step."""
-        return number in self._late or self._on_time(number) or self._sealed.segment_of(number) is not None
-
-    def _on_time(self, number: int) -> bool:
-        at = bisect_left(self._numbers, number)
-        return at < len(self._numbers) and self._numbers[at] == number
+        return self._open.start_of(number) is not None or self._sealed.segment_of(number) is not None
 
     def evaluation(self, number: int) -> EvaluationRow | None:
         """The evaluation after a step, where the journal has it."""
@@ -346,41 +266,31 @@ class Journal:
         yield from segments
 
     def _open_steps(self) -> Iterator[StepRow]:
-        late = (row for number in sorted(self._late) if (row := self.step(number)) is not None)
+        late_steps = set(self._open.late)
+        late = (row for number in self._open.late if (row := self.step(number)) is not None)
         on_time = (
             entry.event
             for entry in self.read(0)
             if isinstance(entry.event, StepRow)
-            and entry.event.step not in self._late
-            and self._on_time(entry.event.step)
+            and entry.event.step not in late_steps
+            and self._open.on_time(entry.event.step)
         )
         count = 0
         for row in merge(on_time, late, key=lambda row: row.step):
             count += 1
             yield row
-        if count != len(self._numbers) + sum(not self._on_time(number) for number in self._late):
-            raise RecordError(f"record: {str(self._path)!r} was damaged since it was opened; resume the run")
+        if count != self._open.count:
+            raise self._damaged_since()
+
+    def _damaged_since(self) -> RecordError:
+        return RecordError(
+            f"record: {str(self._file.path)!r} was damaged since it was opened; resume the run"
+        )
 
     def read(self, start: int) -> Iterator[Entry]:
         """The lines from the offset `start` on, up to the last one that is whole; of those before a cut, the ones that were kept."""
-        return self._read(max(start, self._base), self.size)
-
-    def _read(self, start: int, until: int) -> Iterator[Entry]:
-        for line, begin, end in self._lines(start, until):
+        for line, begin, end in self._file.lines(start):
             yield Entry(from_line(line, self._folder), begin, end)
-
-    def _lines(self, start: int, until: int) -> Iterator[tuple[bytes, int, int]]:
-        rest, end = b"", start
-        while start < until and (data := self._pread(min(_READ_BYTES, until - start), start)):
-            start += len(data)
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                begin, end = end, end + len(line) + 1
-                yield line, begin, end
-
-    def _pread(self, length: int, start: int) -> bytes:
-        with self._reading:
-            return os.pread(self._file, length, start - self._base)
 
     # --- sealing --------------------------------------------------------------------------------------------
 
@@ -395,43 +305,23 @@ class Journal:
         try:
             return self._seal(delivered)
         except OSError as error:
-            raise _broken(self._path, error) from error
+            raise broken(self._file.path, error) from error
 
     def _seal(self, delivered: int) -> bool:
         segments: list[Segment] = []
         while len(segments) < _MOST_AT_ONCE and (steps := self._full(segments, delivered)) is not None:
             rows = [row for number in steps if (row := self.step(number)) is not None]
             if len(rows) < len(steps):
-                raise RecordError(
-                    f"record: {str(self._path)!r} was damaged since it was opened; resume the run"
-                )
+                raise self._damaged_since()
             segments.append(self._sealed.write(rows))
         if segments:
             with self._adding:
                 self._cut(segments, delivered)
         return bool(segments)
 
-    def _full(self, segments: Sequence[Segment], delivered: int) -> range | None:
-        """The first stretch of open steps behind `segments` that makes another, where there are later ones."""
-        behind = segments[-1].last if segments else 0
-        at = bisect_right(self._numbers, behind)
-        late = [number for number in self._late if number > behind]
-        first = min([*self._numbers[at : at + 1], *late], default=None)
-        if first is None or self.last_step <= (last := end_of(first)):
-            return None
-        later = (one.first - 1 for one in self._sealed.segments if one.first > first)
-        steps = range(first, min([last, *later]) + 1)
-        at = bisect_left(self._numbers, first)
-        starts = dict(
-            zip(self._numbers[at : at + len(steps)], self._starts[at : at + len(steps)], strict=True)
-        )
-        starts |= {number: self._late[number] for number in late}
-        return steps if all(starts.get(number, delivered) < delivered for number in steps) else None
-
-    def _places(self) -> Iterator[tuple[int, int]]:
-        """Numbers and starts of the open steps."""
-        yield from zip(self._numbers, self._starts, strict=True)
-        yield from self._late.items()
+    def _full(self, written: Sequence[Segment], delivered: int) -> range | None:
+        behind = written[-1].last if written else 0
+        return self._open.full(behind, delivered, self.last_step, self._sealed.segments)
 
     def _cut(self, sealed: Sequence[Segment], delivered: int) -> None:
         """Put a file in the journal's place that names the sealed segments, and has what is open or is no step."""
@@ -439,53 +329,23 @@ class Journal:
         def is_open(number: int) -> bool:
             return not any(one.first <= number <= one.last for one in sealed)
 
-        open_steps = [(number, start) for number, start in self._places() if is_open(number)]
-        cut = min([delivered, *(start for _, start in open_steps)])
+        at = min([delivered, *(start for number, start in self._open.places() if is_open(number))])
         lost = [one for one in self._sealed.lost if is_open(one.first)]
-        head = [to_line(Sealed([*self._sealed.segments, *sealed, *lost]), self._folder)]
-        for line, _, _ in self._lines(self._base, cut):
-            event = None if line.startswith(_STEP) else from_line(line, self._folder)
-            if event is not None and not isinstance(event, Sealed | Mended):  # damaged lines are mended
-                head.append(line + b"\n")
-        before = b"".join(head)
-        file = self._beginning(before, cut)
-        with self._reading:
-            old, self._file, self._base = self._file, file, cut - len(before)
-        os.close(old)
+        before = [to_line(Sealed([*self._sealed.segments, *sealed, *lost]), self._folder)]
+        self._file.cut(b"".join([*before, *self._kept(at)]), at)
         for segment in sealed:
             self._sealed.add(segment)
-        self._damage, self._mended, self._torn = [], set(), False
-        on_time = [(n, s) for n, s in zip(self._numbers, self._starts, strict=True) if is_open(n)]
-        self._numbers, self._starts = (array("q", [one[i] for one in on_time]) for i in (0, 1))
-        self._late = {number: start for number, start in self._late.items() if is_open(number)}
+        self._damage, self._mended = [], set()
+        self._open.keep(is_open)
 
-    def _beginning(self, before: bytes, cut: int) -> int:
-        """A file in the journal's place, locked, that has `before` and then what is behind the offset `cut`."""
-        following = self._path.with_name(NEXT)
-        file = -1
-        try:
-            file = os.open(following, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            self._lock(file)
-            _write(file, before)
-            while cut < self.size and (data := self._pread(min(_READ_BYTES, self.size - cut), cut)):
-                _write(file, data)
-                cut += len(data)
-            os.fsync(file)
-            flush(self._folder)
-            following.replace(self._path)
-        except OSError as error:
-            if file >= 0:
-                os.close(file)
-            raise _broken(following, error) from error
-        # Either of the two journals has all there is: a loss of power may take back which.
-        with suppress(OSError):
-            flush(self._folder)
-        return file
-
-
-def _write(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]
+    def _kept(self, until: int) -> Iterator[bytes]:
+        """The lines before the offset `until` that no segment has."""
+        for line, start, _ in self._file.lines(0):
+            if start >= until:
+                return
+            event = None if line.startswith(_STEP) else from_line(line, self._folder)
+            if event is not None and not isinstance(event, Sealed | Mended):  # damaged lines are mended
+                yield line + b"\n"
 
 
 def newest_step(folder: Path) -> StepRow | None:
@@ -494,13 +354,7 @@ def newest_step(folder: Path) -> StepRow | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _READ_BYTES))
+        file.seek(max(0, path.stat().st_size - READ_BYTES))
         lines = file.read().split(b"\n")[:-1]
     rows = (from_line(line, folder) for line in reversed(lines) if line.startswith(b'{"step":'))
     return next((row for row in rows if isinstance(row, StepRow)), None)
-
-
-def _broken(path: Path, error: OSError) -> RecordError:
-    return RecordError(
-        f"record.folder: cannot write {str(path)!r}: {error.strerror or error}; name a folder that can be written"
-    )

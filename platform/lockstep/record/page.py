@@ -42,6 +42,7 @@ from lockstep.record.events import (
 )
 from lockstep.record.journal import Journal
 from lockstep.record.outbox import Send
+from lockstep.record.redaction import redacted, redacted_document
 from lockstep.record.run_store import RunStore, Status
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -50,6 +51,8 @@ LOGS = "logs"
 """The folder of what workers have printed."""
 
 _MOST_UNPRINTED = 1 << 20
+_LONGEST_LINE = 1 << 12
+"""Characters of a line that is not yet whole are kept back, lest a secret be cut in two; of a longer line, no more than these."""
 
 _DOCUMENTS = ("plan", "git", "environment")
 """Facts that are mappings with a form of their own."""
@@ -124,11 +127,11 @@ class Page:
 
     def keep_spec(self) -> None:
         """The one document without which a run cannot be resumed."""
-        self._document("spec.yaml", documents.as_yaml(documents.spec_document(self._spec)))
+        self._document("spec.yaml", documents.as_yaml(redacted_document(self._spec.document())))
 
     def describe(self, *, resumed: bool) -> None:
         """What else is known of a run before it does anything: its parameters and its job's source."""
-        document = documents.spec_document(self._spec)
+        document = redacted_document(self._spec.document())
         self._send("facts", "parameters", self._store.log_params, documents.flat(document), later=True)
         self._tag({"job": self._spec.job.use, "folder": str(self._folder)})
         self._note(f"**RUNNING** · {self._spec.name}", {})
@@ -297,17 +300,26 @@ class Page:
             self._unlogged = ""
 
     def output(self, name: str, text: str) -> None:
-        """Keep what a worker has printed. What the disk refuses is kept with what it prints next."""
+        """Keep what a worker has printed, up to its last whole line. What the disk refuses is kept with what it prints next."""
         text = self._unprinted.pop(name, "") + text
+        whole = max(text.rfind("\n"), text.rfind("\r"), len(text) - _LONGEST_LINE - 1) + 1
         try:
-            append_bounded(self._folder / LOGS / f"{name}.txt", documents.without_password(text))
+            self._print(name, text[:whole])
         except OSError:
             self._unprinted[name] = text[-_MOST_UNPRINTED:]
+        else:
+            if text[whole:]:
+                self._unprinted[name] = text[whole:]
+
+    def _print(self, name: str, text: str) -> None:
+        if text:
+            append_bounded(self._folder / LOGS / f"{name}.txt", redacted(text))
 
     def keep_output(self) -> None:
         """Send what the workers have printed: the last of it comes after the run's end was told."""
         for name, text in self._unprinted.items():
-            append_bounded(self._folder / LOGS / f"{name}.txt", documents.without_password(text))
+            self._print(name, text)
+        self._unprinted.clear()
         for path in sorted((self._folder / LOGS).glob("*.txt")):
             self._keep(path)
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from lockstep.errors import RecordError, StorageError
 from lockstep.record.events import Event
+from lockstep.record.opening import Fetch, no_fetch
 from lockstep.record.run_store import RunStore
 from lockstep.record.stores import store_for
-from lockstep.record.writer import Aliases, Fetch, Writer, no_fetch
+from lockstep.record.writer import Aliases, Writer
 from lockstep.record.writer_process import WriterProcess
 from lockstep.spec.fields import Spec
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +56,26 @@ def find_run(uri: str, run_id: str, folder: Path) -> Recorded:
     return recorded_in_mlflow(uri, run_id)
 
 
-def find_finished(uri: str, identity: str, folder: Path) -> Recorded | None:
-    """The newest finished run of this identity that has a ledger of its own, or None."""
+def find_finished(uri: str, identity: str, folder: Path) -> Iterator[Recorded]:
+    """The runs that are called finished and of this identity, newest first; what can't be read is passed over."""
     from lockstep.record.folder_store import finished_in_folder
     from lockstep.record.mlflow_store import finished_in_mlflow
 
     return finished_in_folder(folder, identity) if uri == RECORD_OFF else finished_in_mlflow(uri, identity)
+
+
+def find_files(uri: str, run_id: str, names: Sequence[str], folder: Path, there: Path) -> None:
+    """Copy the named files and folders of a run, as far as it has them, from its folder or else from its store into `there`."""
+    from lockstep.record.mlflow_store import files_from_mlflow
+
+    here = [name for name in names if (folder / run_id / name).exists()]
+    for name in here:
+        if (folder / run_id / name).is_dir():
+            shutil.copytree(folder / run_id / name, there / name)
+        else:
+            shutil.copyfile(folder / run_id / name, there / name)
+    if not here and uri != RECORD_OFF:
+        files_from_mlflow(uri, run_id, names, there)
 
 
 def find_history(uri: str, run_id: str, folder: Path) -> Rows:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.documents import HIDDEN
-from lockstep.record.journal import NAME, Journal
+from lockstep.record.journal import Journal
+from lockstep.record.journal_file import NAME
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec

@@ -23,8 +23,6 @@ from pathlib import Path
 from lockstep.errors import LockstepError, RecordError, StorageError
 from lockstep.files import private
 from lockstep.periodic import periodically
-from lockstep.record.admission import Admission
-from lockstep.record.delivery import Delivery
 from lockstep.record.events import (
     CheckpointRow,
     Delivered,
@@ -32,37 +30,23 @@ from lockstep.record.events import (
     Failed,
     Finished,
     Mended,
-    Opened,
     Printed,
     Recorded,
     SetAside,
     TakenOver,
 )
-from lockstep.record.heartbeat import process_tags
-from lockstep.record.journal import Journal
+from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch
 from lockstep.record.outbox import Outbox
-from lockstep.record.page import Page
-from lockstep.record.replay import last_words, unsaid
-from lockstep.record.run_state import RunState
 from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.record.segments import end_of
 from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0
 """How long points are gathered before they are sent."""
-OPENING_PATIENCE_S = 10.0
-"""How long a store that does not answer may keep a run from starting."""
 DISK_PATIENCE_S = 30.0
 """How long a disk that refuses the journal's last lines is tried again once the run has ended."""
 
 Aliases = Callable[[str, frozenset[int]], None]
-Fetch = Callable[[str, str], bytes]
-"""Reads a file that checkpoints share, by the run's id and its name. Raises StorageError."""
-
-
-def no_fetch(run_id: str, name: str) -> bytes:
-    """For a run that has no checkpoints."""
-    raise RecordError(f"record: {name} of run {run_id} cannot be read: nobody says where its checkpoints are")
 
 
 class Writer:
@@ -91,25 +75,17 @@ class Writer:
         self.violation = ""
         self.journaled = 0
         """How many of the events that were told are in the journal, or have no place in it, and are shown."""
-        self._resumed = run_id
-        self._make_store = make_store
-        self._patience_s = patience_s
         self._on_aliases = on_aliases
-        self._source, self._replay, self._fetch = source, replay, fetch
-        self._admission: Admission
-        self._store: RunStore
-        self._journal: Journal
-        self._page: Page
-        self._delivery: Delivery
-        self._state: RunState
-        self._folder: Path
+        self._replay = replay
+        self._outbox = Outbox(patience_s, self._set_aside)
+        request = Request(spec, make_store, run_id, patience_s, source, replay, fetch)
+        self._record = OpenRecord(request, self._outbox, self.failure, self._violated)
         self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._unwritten: list[Event] = []
         """Told, and not in the journal yet."""
         self._unshown: deque[Recorded] = deque()
         """In the journal, and not on the page yet."""
         self._disk_failure: RecordError | None = None
-        self._outbox = Outbox(patience_s, self._set_aside)
         self._busy = False
         self._seal_at = 0
         """The step after which the journal is next looked at for what can be sealed."""
@@ -158,9 +134,9 @@ class Writer:
 
     def _run(self) -> None:
         with private(self.spec.record.private):
-            self._record()
+            self._write_record()
 
-    def _record(self) -> None:
+    def _write_record(self) -> None:
         try:
             self._open()
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver waits to be told
@@ -169,7 +145,7 @@ class Writer:
         finally:
             self.opened.set()
         # A thread of its own: drawing, or sealing, or a disk that is slow, keeps this one for longer than a beat.
-        with periodically(lambda: self._state.beat, 1.0, "lockstep-heartbeat"):
+        with periodically(lambda: self._record.state.beat, 1.0, "lockstep-heartbeat"):
             self._until_told()
 
     def _until_told(self) -> None:
@@ -181,124 +157,45 @@ class Writer:
             if closing and not self._unwritten and not self._unshown:
                 self._say_last_words()
             self._seal()
-            self._delivery.flush()
-            self._state.tend()
+            self._record.delivery.flush()
+            self._record.state.tend()
         self._finish()
 
     def _seal(self) -> None:
         """Keep the journal short. A disk that refuses is told once, and asked again when there is more to seal."""
-        if self._replay or self._journal.last_step < self._seal_at:
+        if self._replay or self._record.journal.last_step < self._seal_at:
             return
         self._busy = True
         try:
-            while self._journal.seal(self._delivery.offset) and self._inbox.empty():
+            while self._record.journal.seal(self._record.delivery.offset) and self._inbox.empty():
                 pass
         except RecordError as error:
-            self._seal_at = end_of(self._journal.last_step) + 1
-            self._page.log(f"the journal is not cut: {error}")
+            self._seal_at = end_of(self._record.journal.last_step) + 1
+            self._record.page.log(f"the journal is not cut: {error}")
         finally:
             self._busy = False
 
     def _finish(self) -> None:
         """Nothing more will be told."""
-        copied = self._state.finish(self._closing_at, self._closing_s)
+        copied = self._record.state.finish(self._closing_at, self._closing_s)
         try:
             if copied and self.failure() is None:
-                self._journal.add([Delivered()])
+                self._record.journal.add([Delivered()])
         except RecordError as error:
             self._outbox.refuse(error)
         try:
-            self._journal.close()
+            self._record.journal.close()
         except RecordError as error:
             self._outbox.refuse(error)
 
     def _open(self) -> None:
-        self._store = self._make_store(self.spec)
-        run_id = self._open_store()
-        self._folder = self.spec.folder / run_id
-        try:
-            self._journal = Journal(self._folder)
-            try:
-                self._begin(run_id)
-            except Exception:
-                self._outbox.give_up("")
-                self._journal.close()  # whoever tries again, in this process too, finds it free
-                raise
-        except Exception:
-            if self._resumed is None:  # a run that another process records is not touched
-                # The cause is raised; that the run stays RUNNING comes second.
-                with contextlib.suppress(RecordError):
-                    self._store.set_status("FAILED")
-            raise
-        self.run_id = run_id
-
-    def _begin(self, run_id: str) -> None:
-        if self.spec.record.private:  # also where the folder was there
-            self._folder.chmod(0o700)
-        try:
-            self._store.set_status("RUNNING")
-        except UnavailableError:  # a call like others, from here on
-            self._outbox.send("status", "status RUNNING", self._store.set_status, "RUNNING")
-        self._outbox.advice = f"`lockstep record sync {run_id}` sends it again"
-        before, left = list(self._journal.events), not self._journal.delivered
-        self._journal.add([Opened(time.time(), process_tags(time.time()))])
-        self._page = Page(self.spec, self._folder, self._journal, self._store, self._outbox.send)
-        self._delivery = Delivery(
-            self._journal,
-            self._store,
-            dict(self._store.last_steps()),
-            scaled=self.spec.precision == "fp16",
-            thorough=self._replay or (left and any(isinstance(event, SetAside) for event in before)),
-            outbox=self._outbox,
-        )
-        self._state = RunState(
-            self._folder, self._page, self._delivery, self._outbox, self._store, self.failure
-        )
-        self._admission = Admission(
-            self._journal,
-            self.spec,
-            self._source,
-            lambda segment: self._fetch(run_id, segment.name),
-            self._violated,
-        )
-        self._page.keep_spec()
-        self._first_file()
-        self._page.describe(resumed=self._resumed is not None)
-        self._state.begin(resumed=self._resumed is not None)
-        self.url = self._store.url()
-        self._page.take_up_copies()
-        if self._journal.lost:
-            steps = ", ".join(f"{one.first} to {one.last}" for one in self._journal.lost[:20])
-            self._page.log(f"damaged files of sealed steps are passed over: {steps}")
-        if self._journal.damage:
-            held = "; ".join(f"byte {damage.start}: {damage.held}" for damage in self._journal.damage[:20])
-            self._page.log(f"damaged lines of the journal are passed over: {held}")
-        if self._replay:
-            self._unshown.extend(last_words(self._journal.events))
-        elif left and self._resumed is not None:
-            self._unshown.extend(unsaid(before))
-
-    def _first_file(self) -> None:
-        """The spec is with the store before anyone learns of the run: from then on it can be resumed from there."""
-        until = time.monotonic() + OPENING_PATIENCE_S
-        lane = self._outbox.lanes["files"]
-        while len(lane) and not lane.outage and not lane.set_aside and time.monotonic() < until:
-            time.sleep(0.002)
+        self._record.open()
+        self._unshown.extend(self._record.again)
+        self.url = self._record.url
+        self.run_id = self._record.folder.name
 
     def _set_aside(self, aside: SetAside) -> None:
-        self._journal.add([aside])
-
-    def _open_store(self) -> str:
-        until = time.monotonic() + min(self._patience_s, OPENING_PATIENCE_S)
-        while True:
-            try:
-                return self._store.open(self._resumed)
-            except DeniedError:
-                raise
-            except UnavailableError:
-                if time.monotonic() + 0.5 > until:
-                    raise
-                time.sleep(0.5)
+        self._record.journal.add([aside])
 
     def _wait(self) -> None:
         """Let points gather."""
@@ -329,15 +226,15 @@ class Writer:
         self._show()
         for event in events:
             if isinstance(event, Printed):
-                self._guarded(partial(self._page.output, event.name, event.text))
+                self._guarded(partial(self._record.page.output, event.name, event.text))
         del events, recorded  # whoever sees the count finds nothing of them in memory
         self.journaled += count
 
     def _add(self, events: Sequence[Event]) -> list[Recorded]:
         """Put into the journal what it is to have of these, and return that. RecordError where the disk refuses all of it."""
         try:
-            recorded = list(self._admission.admit(events))
-            self._journal.add(recorded)
+            recorded = list(self._record.admission.admit(events))
+            self._record.journal.add(recorded)
         except RecordError:
             raise
         except Exception as error:  # noqa: BLE001 - one event that cannot be written must not cost the others
@@ -368,7 +265,7 @@ class Writer:
             try:
                 self._take(event)
             except (OSError, StorageError, RecordError) as error:
-                told = f"record.folder: cannot write {str(self._folder)!r}: {error}"
+                told = f"record.folder: cannot write {str(self._record.folder)!r}: {error}"
                 self._not_shown(RecordError(told) if isinstance(error, OSError) else RecordError(str(error)))
                 return
             except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
@@ -390,37 +287,38 @@ class Writer:
 
     def _end_badly(self, error: Exception) -> None:
         """What the run came to cannot be recorded."""
-        self._state.end()
-        self._guarded(partial(self._page.take, Failed(str(error))))
+        self._record.state.end()
+        self._guarded(partial(self._record.page.take, Failed(str(error))))
 
     def _take(self, event: Recorded) -> None:
         if isinstance(event, Finished | Failed | TakenOver):
-            self._state.end()
-            self._delivery.flush()
+            self._record.journal.flush()  # before a store is told what has become of the run
+            self._record.state.end()
+            self._record.delivery.flush()
         if isinstance(event, Finished) and not self._replay:
-            self._page.lost = self._admission.lost
+            self._record.page.lost = self._record.admission.lost
             self._mend()
-        self._page.take(event)
-        if self._page.not_whole:
-            self._outbox.refuse(RecordError(self._page.not_whole))
+        self._record.page.take(event)
+        if self._record.page.not_whole:
+            self._outbox.refuse(RecordError(self._record.page.not_whole))
         if isinstance(event, CheckpointRow):
             self._outbox.send("files", "aliases of checkpoints", self._tell_aliases)
 
     def _mend(self) -> None:
         """Note that the rows of damaged lines are there again, once all steps were told again."""
-        damage = self._journal.damage
-        if damage and self._admission.retold:
+        damage = self._record.journal.damage
+        if damage and self._record.admission.retold:
             held = ", ".join(damage.held for damage in damage[:20])
             mended = Mended(
                 [damage.start for damage in damage],
                 f"lines of it were damaged ({held}); all steps and evaluations were told again",
             )
-            self._journal.add([mended])
-            self._page.take(mended)
+            self._record.journal.add([mended])
+            self._record.page.take(mended)
 
     def _violated(self, violation: str) -> None:
         self.violation = violation
-        self._page.violated(violation)
+        self._record.page.violated(violation)
 
     def _guarded(self, show: Callable[[], None]) -> None:
         try:
@@ -434,7 +332,7 @@ class Writer:
         return (
             self._busy
             or bool(self._unwritten or self._unshown)
-            or (self.run_id is not None and self._page.working)
+            or (self.run_id is not None and self._record.page.working)
         )
 
     def _say_last_words(self) -> None:
@@ -442,20 +340,20 @@ class Writer:
         if self._last_words:
             return
         self._last_words = True
-        if not self._state.ended:
+        if not self._record.state.ended:
             failure = self.failure()
             end = Failed(f"the run ended without a result{f' ({failure})' if failure else ''}")
             with contextlib.suppress(RecordError):  # the disk refuses; the page still tells
-                self._journal.add([end])
+                self._record.journal.add([end])
             self._guarded(partial(self._take, end))
-        self._guarded(self._page.keep_output)
+        self._guarded(self._record.page.keep_output)
 
     def _tell_aliases(self) -> None:
         try:
-            self._on_aliases(self._folder.name, self._store.aliased_steps())
+            self._on_aliases(self._record.folder.name, self._record.store.aliased_steps())
         except DeniedError as error:  # the registry has rights of its own
-            self._page.log(f"aliases of checkpoints: {error}")
+            self._record.page.log(f"aliases of checkpoints: {error}")
         except UnavailableError:
             raise
         except LockstepError as error:  # a store without a registry, say: what is pinned stays so
-            self._page.log(f"aliases of checkpoints: {error}")
+            self._record.page.log(f"aliases of checkpoints: {error}")

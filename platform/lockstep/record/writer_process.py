@@ -20,9 +20,10 @@ from typing import BinaryIO, NamedTuple
 
 from lockstep.errors import RecordError
 from lockstep.record.events import Event
+from lockstep.record.opening import Fetch, no_fetch
 from lockstep.record.run_store import RunStore
 from lockstep.record.stores import warm_up
-from lockstep.record.writer import Aliases, Fetch, Writer, no_fetch
+from lockstep.record.writer import Aliases, Writer
 from lockstep.spec.fields import Spec
 
 GATHER_S = 0.2

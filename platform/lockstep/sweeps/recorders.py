@@ -13,6 +13,7 @@ import ray
 
 from lockstep.attempts.mailbox import Asked
 from lockstep.checkpoint.runs import pin_aliased, read_shared
+from lockstep.driver.finished_run import find_proven
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError
 from lockstep.record.events import (
@@ -27,7 +28,7 @@ from lockstep.record.events import (
 )
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import Recorded, Status
-from lockstep.record.stores import find_finished, find_history
+from lockstep.record.stores import find_history
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec
@@ -111,8 +112,13 @@ class TrialRecorder:
     def _start(self, started: Started) -> None:
         first, self._started = self._started is None, started
         if first and self._looks:
-            identity = started.facts["identity"]
-            self.found = find_finished(self.spec.record.uri or "", identity, self.spec.folder)
+            self.found = find_proven(
+                self.spec.record.uri or "",
+                started.facts["identity"],
+                self.spec.folder,
+                started.facts.get("plan") or {},
+                early_stop=self.spec.early_stop is not None,
+            )
         recorder = self._recorder
         if self.found is None and recorder is not None:
             if first:

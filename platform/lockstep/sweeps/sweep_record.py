@@ -19,6 +19,7 @@ from lockstep.files import write_text
 from lockstep.record import documents
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.points import Point
+from lockstep.record.redaction import redacted_document
 from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError
 from lockstep.record.stores import find_run, reader, store_for
 from lockstep.spec.sweep import SweepSpec
@@ -68,7 +69,7 @@ class SweepRecord:
         )
 
     def _shown(self) -> dict[str, Any]:
-        document: dict[str, Any] = documents.shown_document(self._sweep.document())
+        document: dict[str, Any] = redacted_document(self._sweep.document())
         return document
 
     def update(self, trials: Trials) -> RecordError | None:

@@ -28,6 +28,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
+from lockstep.driver.finished_run import doubt
 from lockstep.errors import ClusterError, StorageError
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow
@@ -243,7 +244,9 @@ class Training:
         self._over("reused", f"run {found} has the same identity and is finished", digest)
 
     def _history(self, found: Recorded) -> Rows | None:
-        """The rows of a run that has ended; None where it was cut off before all were written, and has to be trained once more."""
+        """The rows of a run that has ended; None where it was cut off before all were written, or only its status says that it ended."""
+        if found.status == "FINISHED" and doubt(found, self.spec.record.uri or "", self.spec.folder):
+            return None
         try:
             history = find_history(self.spec.record.uri or "", found.run_id, self.spec.folder)
         except StorageError:

@@ -21,7 +21,7 @@ from lockstep.checkpoint.holder import WATCH_S
 from lockstep.checkpoint.names import run_of_name
 from lockstep.checkpoint.runs import steps_of
 from lockstep.checkpoint.storages import open_storage
-from lockstep.record.journal import NAME
+from lockstep.record.journal_file import NAME
 from tests.unit.cli.test_command import ROOT, environment
 
 STEPS = 30

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import RecordError, StorageError
-from lockstep.record import copies, figures, outbox, page, segments, writer
+from lockstep.record import copies, figures, opening, outbox, page, segments, writer
 from lockstep.record.events import (
     CheckpointRow,
     Document,
@@ -35,7 +35,8 @@ from lockstep.record.events import (
     StepRow,
 )
 from lockstep.record.folder_store import FolderStore
-from lockstep.record.journal import NAME, Journal
+from lockstep.record.journal import Journal
+from lockstep.record.journal_file import NAME
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from lockstep.record.points import Point, evaluation_points, step_points
 from lockstep.record.recorder import Recorder
@@ -299,7 +300,7 @@ def recorded(recorder: Recorder, told: list[list[Event]], timeout_s: float = 20.
 def quick() -> Iterator[None]:
     """Pauses in proportion to runs that take milliseconds; no figures, which take half a second each."""
     changes = [
-        (writer, "FLUSH_S", 0.005), (writer, "DISK_PATIENCE_S", 0.2), (writer, "OPENING_PATIENCE_S", 0.1),
+        (writer, "FLUSH_S", 0.005), (writer, "DISK_PATIENCE_S", 0.2), (opening, "OPENING_PATIENCE_S", 0.1),
         (outbox, "_SHORTEST_PAUSE_S", 0.005), (outbox, "_LONGEST_PAUSE_S", 0.02), (outbox, "_LONGEST_DENIED_S", 0.02),
         (copies, "PAUSE_S", 0.01), (figures, "draw", lambda *_, **__: []), (page, "job_sources", lambda _: {}),
         (segments, "SEGMENT_STEPS", 3),

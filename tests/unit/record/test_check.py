@@ -16,7 +16,7 @@ from lockstep.checkpoint.writer import write_checkpoint
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.events import Finished
 from lockstep.record.history import History
-from lockstep.record.journal import NAME
+from lockstep.record.journal_file import NAME
 from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.record.sync import sync

@@ -15,7 +15,8 @@ import pytest
 
 from lockstep.errors import RecordError
 from lockstep.record.events import Finished
-from lockstep.record.journal import NAME, Journal
+from lockstep.record.journal import Journal
+from lockstep.record.journal_file import NAME
 from lockstep.record.ledger import read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec

@@ -29,7 +29,8 @@ from lockstep.record import ledger, segments
 from lockstep.record.copies import _held
 from lockstep.record.events import Finished, Restored, Segment
 from lockstep.record.history import History
-from lockstep.record.journal import NAME, Journal
+from lockstep.record.journal import Journal
+from lockstep.record.journal_file import NAME
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import _sharing

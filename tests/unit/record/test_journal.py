@@ -17,7 +17,8 @@ import pytest
 from lockstep.errors import RecordError
 from lockstep.record.comparison import evaluation_difference, step_difference
 from lockstep.record.events import Digests, Mended, Started
-from lockstep.record.journal import NAME, Journal, newest_step
+from lockstep.record.journal import Journal, newest_step
+from lockstep.record.journal_file import NAME
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.written import read_steps
 

@@ -14,7 +14,7 @@ import pytest
 from lockstep import train
 from lockstep.errors import RecordError
 from lockstep.record.events import Finished, StepRow
-from lockstep.record.journal import NAME
+from lockstep.record.journal_file import NAME
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
 from lockstep.record.points import Point, step_points
 from lockstep.record.recorder import Recorder

@@ -28,7 +28,8 @@ from lockstep.record.events import (
     StepRow,
 )
 from lockstep.record.folder_store import newest_step
-from lockstep.record.journal import NAME, NEXT, Journal
+from lockstep.record.journal import Journal
+from lockstep.record.journal_file import NAME, NEXT
 from lockstep.record.recorder import Recorder
 from lockstep.record.sealed import FOLDER
 from lockstep.record.sync import sync

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.record.events import Sealed, StepRow
-from lockstep.record.journal import NAME
+from lockstep.record.journal_file import NAME
 from lockstep.record.journal_lines import from_line
 from lockstep.record.sealed import SealedSteps
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from lockstep.record.mlflow_store.client import connecting, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint
 from lockstep.record.points import Point
 from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
+
+_MOST_FINISHED = 10
+"""Runs of one identity that are looked at: more than one are there where one was planted, or stands for another."""
 
 
 def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
@@ -83,17 +87,19 @@ def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
     return InStore(run.info.status, points, digests)
 
 
-def finished_in_mlflow(uri: str, identity: str) -> Recorded | None:
-    """The newest finished run of this identity, in whatever experiment, or None."""
+def finished_in_mlflow(uri: str, identity: str) -> Iterator[Recorded]:
+    """The runs that are called finished and of this identity, in whatever experiment, newest first; at most ten that can be read."""
     with connecting(uri) as (client, _):
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         found = client.search_runs(
             experiments,
             f"tags.`lockstep.identity` = '{identity}' and attributes.status = 'FINISHED'",
-            max_results=1,
+            max_results=_MOST_FINISHED,
             order_by=["attributes.start_time DESC"],
         )
-    return recorded_in_mlflow(uri, found[0].info.run_id) if found else None
+    for run in found:
+        with suppress(RecordError):
+            yield recorded_in_mlflow(uri, run.info.run_id)
 
 
 def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:

@@ -1,0 +1,175 @@
+"""The file of a journal: lines that are added under a lock, and another file that takes its place when it is cut.
+
+* One process adds to it, under a lock that ends with that process. A torn last line, of a machine that went down, is cut off.
+* Offsets are those of a file that was never cut: `base` is where the one that is there begins.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.errors import RecordError
+from lockstep.files import NoLocksError, flush, lock, make_folder
+
+NAME, NEXT = "journal.jsonl", "journal.jsonl.next"
+READ_BYTES = 1 << 20
+
+
+class JournalFile:
+    """The journal's file in `folder`, locked; made where there is none, unless it is only looked at (`read_only`).
+
+    RecordError where it cannot be opened, or another process has it. One thread adds; all may read.
+    """
+
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+        self._folder, self.path = folder, folder / NAME
+        self._read_only = read_only
+        self.base = 0
+        """Where the file begins, after it took the place of a longer one."""
+        self.size = 0
+        """Where the last whole line ends, as far as it was read or added."""
+        self.torn = False
+        """Whether a write that failed may have left half a line behind the last whole one."""
+        self._reading = threading.Lock()
+        """Held while a part of the file is read, and while another takes its place."""
+        flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
+        try:
+            if not read_only:
+                make_folder(folder)
+            self._file = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise broken(self.path, error) from error
+        try:
+            self._lock(self._file)
+            if not read_only:
+                flush(folder)  # a journal that was just made
+        except BaseException as error:
+            os.close(self._file)
+            if isinstance(error, OSError):
+                raise broken(self.path, error) from error
+            raise
+
+    def _lock(self, file: int) -> None:
+        try:
+            lock(file, shared=self._read_only)
+            if os.fstat(file).st_ino != self.path.stat().st_ino and file == self._file:
+                raise BlockingIOError(errno.EAGAIN, "it was cut meanwhile")  # by whoever held the lock
+        except BlockingIOError as error:
+            raise RecordError(
+                f"run {self._folder.name}: another process records it now; wait for it, or end it"
+            ) from error
+        except NoLocksError as error:
+            raise RecordError(
+                f"record.folder: no file can be locked on the file system of {str(self._folder)!r} ({error.strerror}), so two "
+                "processes could write one record; name a folder elsewhere, or mount that one with locks (Lustre: -o flock)"
+            ) from error
+
+    def take_up(self) -> Iterator[tuple[bytes, int, int]]:
+        """The lines that are there, when it is opened; what follows the last whole one is cut off."""
+        found = os.fstat(self._file).st_size
+        for line, start, end in self._lines(0, found):
+            yield line, start, end
+            self.size = end
+        if found > self.size and not self._read_only:
+            os.ftruncate(self._file, self.size)
+
+    def append(self, data: bytes) -> None:
+        """Add lines, all or none of them. RecordError where the disk refuses."""
+        try:
+            if self.torn:
+                os.ftruncate(self._file, self.size - self.base)
+            self.torn = True
+            _write(self._file, data)
+        except OSError as error:
+            with suppress(OSError):  # else before the next write
+                os.ftruncate(self._file, self.size - self.base)
+                self.torn = False
+            raise broken(self.path, error) from error
+        self.torn = False
+        self.size += len(data)
+
+    def lines(self, start: int) -> Iterator[tuple[bytes, int, int]]:
+        """The whole lines from the offset `start` on, without their ends, and where each begins and ends."""
+        return self._lines(max(start, self.base), self.size)
+
+    def _lines(self, start: int, until: int) -> Iterator[tuple[bytes, int, int]]:
+        rest, end = b"", start
+        while start < until and (data := self.read(min(READ_BYTES, until - start), start)):
+            start += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                begin, end = end, end + len(line) + 1
+                yield line, begin, end
+
+    def read(self, length: int, start: int) -> bytes:
+        """So many bytes from the offset `start` on."""
+        with self._reading:
+            return os.pread(self._file, length, start - self.base)
+
+    def cut(self, before: bytes, at: int) -> None:
+        """Put a file in its place that has `before` and then what is behind the offset `at`. RecordError where the disk refuses."""
+        file = self._written_anew(before, at)
+        with self._reading:
+            old, self._file, self.base = self._file, file, at - len(before)
+        os.close(old)
+        self.torn = False
+
+    def _written_anew(self, before: bytes, at: int) -> int:
+        following = self.path.with_name(NEXT)
+        file = -1
+        try:
+            file = os.open(following, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._lock(file)
+            _write(file, before)
+            while at < self.size and (data := self.read(min(READ_BYTES, self.size - at), at)):
+                _write(file, data)
+                at += len(data)
+            os.fsync(file)
+            flush(self._folder)
+            following.replace(self.path)
+        except OSError as error:
+            if file >= 0:
+                os.close(file)
+            raise broken(following, error) from error
+        # Either of the two journals has all there is: a loss of power may take back which.
+        with suppress(OSError):
+            flush(self._folder)
+        return file
+
+    def flush(self) -> None:
+        """Have what was added survive a loss of power. RecordError where the disk refuses."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise broken(self.path, error) from error
+
+    def close(self) -> None:
+        """Let the disk have it, and the lock go."""
+        try:
+            if not self._read_only:
+                self.flush()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let the lock go."""
+        file, self._file = self._file, -1  # a thread that still reads must not find another file
+        os.close(file)
+
+
+def _write(file: int, data: bytes) -> None:
+    written = 0
+    while written < len(data):
+        written += os.write(file, data[written:])
+
+
+def broken(path: Path, error: OSError) -> RecordError:
+    """What is told where the disk refuses."""
+    return RecordError(
+        f"record.folder: cannot write {str(path)!r}: {error.strerror or error}; name a folder that can be written"
+    )
