@@ -91,11 +91,48 @@ def accounts(result: Result) -> list[dict[str, Any]]:
     return found
 
 
+def second_attempt(folder: Path) -> bool:
+    """Whether a run below this folder has had its second attempt begin."""
+    found = [json.loads(path.read_text()) for path in folder.glob("runs/*/attempts.json")]
+    return any(len(rows) > 1 and rows[1]["last_step"] for rows in found)
+
+
 def assert_stages_are_all(account: dict[str, Any]) -> None:
     """Where the seconds between the last step of the attempt before and the first of this one went, without a gap."""
     assert tuple(account["seconds"]) == STAGES
     lost_s = pytest.approx(account["lost_s"])  # differences of moments: their sum is rounded
     assert sum(account["seconds"].values()) == lost_s
+
+
+def test_the_others_outlive_a_killed_worker(tmp_path: Path) -> None:
+    """G1 and G4: one of three is killed. The two others go on in their processes; no checkpoint is read, no step done is taken again."""
+    changes = {"workers": {"min": 1, "max": 3}, "length": {"epochs": 3}}
+    whole = train(spec(tmp_path / "whole", **changes), local=True)
+    before, after = list[int](), list[int]()
+
+    def kill_one() -> None:
+        while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        before.extend(process.pid for process in workers())
+        psutil.Process(before[0]).kill()
+        while not second_attempt(tmp_path):
+            time.sleep(0.05)
+        after.extend(process.pid for process in workers())
+
+    thread = threading.Thread(target=kill_one, daemon=True)
+    thread.start()
+    result = train(spec(tmp_path, **changes))
+    thread.join()
+    assert after == before[1:]  # the same processes, and no other
+    first, second = accounts(result)
+    assert (first["workers"], second["workers"], result.attempts) == (3, 2, 2)
+    assert first["why"].startswith("rank ")
+    assert (second["in_memory"], second["repeated"], second["why"]) == (True, 0, "finished")
+    assert second["from_step"] == first["last_step"]
+    assert tuple(second["seconds"]) == ("detection", "first_step")
+    assert result.weights_digest == whole.weights_digest
+    assert result.metrics == whole.metrics
+    assert columns(result) == columns(whole)
 
 
 @pytest.mark.exact  # a minute; tests/chaos kills a worker in the default run

@@ -38,6 +38,8 @@ class Group:
     size: int
     device: torch.device
     channel: Any = None
+    store: Any = None
+    """Through which the members of a group that was `formed` have met; the process that serves it must keep it."""
 
     @classmethod
     def join(cls, device: torch.device) -> Group:
@@ -47,6 +49,43 @@ class Group:
         ensure_descriptors(dist.get_world_size(), groups=1)
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
         return cls(dist.get_rank(), dist.get_world_size(), device, channel)
+
+    @classmethod
+    def formed(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:
+        """A group of processes that have met at `store`, over gloo, apart from any default process group.
+
+        Raises torch's RuntimeError where a member is lost meanwhile.
+        """
+        if size == 1:
+            return cls(rank=0, size=1, device=device)
+        ensure_descriptors(size, groups=1)
+        hidden, dist.group.WORLD = dist.group.WORLD, None
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+            )
+            return cls(rank, size, device, dist.group.WORLD, store)
+        finally:
+            dist.group.WORLD = hidden
+
+    @property
+    def can_abort(self) -> bool:
+        """Whether this group's backend tells of a lost rank by an error, and lets go of the others at once: gloo does.
+
+        A kernel of NCCL waits for a lost rank until it is aborted from outside.
+        """
+        return self.channel is not None and self.device.type == "cpu"
+
+    def break_off(self) -> None:
+        """Break off what is under way, from any thread: whoever waits in a collective of the group gets an error."""
+        if self.channel is not None:
+            self.channel._get_backend(self.device).abort()
+
+    def abort(self) -> None:
+        """Break off what is under way, and end the group."""
+        if self.channel is not None:
+            self.break_off()
+            dist.destroy_process_group(self.channel)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank. For small objects outside the step."""
