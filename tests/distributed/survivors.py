@@ -51,12 +51,16 @@ TOLD_AT_ONCE = 3
 
 
 class Fall(NamedTuple):
-    """Worker number `worker` kills itself in step `step` (counted from 1), when it comes to `place` for the `count`-th time in it."""
+    """Worker number `worker` kills itself in step `step` (counted from 1), when it comes to `place` for the `count`-th time in it.
+
+    One that falls `silent` stops and keeps its connections, as a machine that is gone seems to do; its loss is told from outside.
+    """
 
     worker: int
     step: int
     place: str
     count: int = 1
+    silent: bool = False
 
 
 class Outlived(NamedTuple):
@@ -154,10 +158,13 @@ def _served(
                 answers[worker] = tuple(rest)
                 calls.end(worker)
                 continue
+            if what == "silent":
+                del spoken[worker], living[worker]
+                calls.lose(worker)
             try:
                 pipe.send(_answer(calls, told, worker, what, *rest))
             except BrokenPipeError:
-                del spoken[worker]
+                spoken.pop(worker)
         for worker, process in list(living.items()):
             if process.sentinel in ready and worker not in spoken:
                 del living[worker]
@@ -217,6 +224,9 @@ class _Worker(NoRequests):
     def called(self) -> Any:
         return self._asked("called")
 
+    def fall_silent(self) -> None:
+        self._asked("silent")
+
     def seated(self, group: Group, attempt: int, seat: Seat) -> Seat:
         origin = next_attempt(seat.origin, attempt)
         if group.rank > 0:
@@ -247,7 +257,7 @@ def _live(
         seat = worker.seated(Group.join(torch.device("cpu")), 1, Seat(None, tell_nobody, worker, None))  # type: ignore[arg-type]
         meeting = Meeting(1, number, "127.0.0.1", worker, worker.seated)
         several = mock.patch.object(lockstep.checkpoint.snapshot, "SMALLEST_SHARE", 64)  # each writes a part
-        with several, _watched(falls, places, begun), _without(broken), meeting:
+        with several, _watched(falls, places, begun, worker.fall_silent), _without(broken), meeting:
             job = load_job(spec.job.use, spec.job.params)
             origin = AttemptOrigin() if run_id else None
             answer: Any = fit(spec, job, seat.group, seat.tell, seat.requests, origin, meeting)
@@ -287,7 +297,9 @@ _PLACES: dict[str, tuple[Any, str]] = {
 
 
 @contextmanager
-def _watched(falls: Sequence[Fall], places: list[tuple[int, str]], begun: list[int]) -> Iterator[None]:
+def _watched(
+    falls: Sequence[Fall], places: list[tuple[int, str]], begun: list[int], fall_silent: Callable[[], None]
+) -> Iterator[None]:
     """Note which places are passed in which step, and fall where it is said."""
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,7 +309,9 @@ def _watched(falls: Sequence[Fall], places: list[tuple[int, str]], begun: list[i
             places.append((step, name))
             for fall in falls:
                 if (fall.step, fall.place) == (step, name) and places.count((step, name)) == fall.count:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    if fall.silent:
+                        fall_silent()
+                    os.kill(os.getpid(), signal.SIGSTOP if fall.silent else signal.SIGKILL)
             return function(*args, **more)
 
         return call

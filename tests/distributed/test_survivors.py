@@ -6,15 +6,21 @@ with one plain process: weights, ledger with its digests, evaluations.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lockstep.checkpoint.reader import checkpoints, verify
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import DriftError, JobError, LockstepError
+from lockstep.errors import ClusterError, JobError, LockstepError
+from lockstep.failure_kinds import kind_of
+from lockstep.training.group import Group
+from tests.distributed.pool import Pool
 from tests.distributed.survivors import Fall, Outlived, outlive
 from tests.distributed.training import Document, Trained, train, train_attempt
 
@@ -74,6 +80,33 @@ def test_a_rank_that_is_one_step_ahead_takes_the_state_of_one_that_is_not() -> N
     assert repeated(outlived) == [4]
 
 
+def test_a_worker_that_falls_silent_is_outlived_when_that_is_known() -> None:
+    """No connection ends: those that wait for it are told of a roll call, and break their group off by themselves."""
+    outlived = outlive(CENTRED, 3, [Fall(1, 3, "send whole", silent=True)])
+    check(outlived, train(CENTRED), [0, 2])
+    assert repeated(outlived) == [3]
+
+
+def wait_for_each_other() -> str:
+    """Rank 1 waits for rank 0, which breaks off while it waits for rank 2, which waits for nobody."""
+    group = Group.join(torch.device("cpu"))
+    if group.rank == 2:
+        return str(dist.recv(torch.empty(1), src=1))  # of the default group, which is not broken off
+    if group.rank == 0:
+        threading.Timer(0.2, group.break_off).start()
+    try:
+        dist.recv(torch.empty(1), src=2 if group.rank == 0 else 0, group=group.channel)
+    except RuntimeError as error:
+        dist.send(torch.empty(1), dst=2) if group.rank == 1 else None
+        return kind_of(error).kind
+    return "heard"
+
+
+def test_a_group_that_is_broken_off_lets_go_of_all_who_wait(pool: Pool) -> None:
+    """Of the rank itself, in whichever thread, and of those that wait for it; another group's connections stay."""
+    assert pool.run(3, wait_for_each_other) == ["peer", "peer", "1"]
+
+
 @pytest.mark.parametrize(
     ("broken", "document", "fall"),
     [
@@ -90,7 +123,7 @@ def test_without_one_mechanism_the_run_differs(broken: str, document: Document, 
     check(outlive(document, 3, [fall]), whole, [n for n in range(3) if n != fall.worker])
     try:
         outlived = outlive(document, 3, [fall], broken=broken)
-    except (AssertionError, DriftError):
+    except (AssertionError, ClusterError):
         return
     assert (outlived.rows, {one["weights_digest"] for one in outlived.summaries.values()}) != (
         whole.rows,

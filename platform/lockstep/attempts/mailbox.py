@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
@@ -99,13 +100,15 @@ class Mailbox:
 
     def tell(self, attempt: int, events: Sequence[Event]) -> Asked:
         """Take events of an attempt. Those of an attempt that was given up are recorded, and not seen."""
-        for event in events:
+        for told in events:
+            event = told
+            if isinstance(told, Broke) and attempt == self._view.attempt:
+                self._calls.end(told.rank)
+                event = replace(told, rank=self._rank_of(told.rank))
             if attempt == self._view.attempt:
                 self._view.take(event)
             if isinstance(event, Joined) and attempt == self._first:
                 self._by_number[event.rank] = event
-            if isinstance(event, Broke) and attempt == self._view.attempt:
-                self._calls.end(event.rank)
             if isinstance(event, Finished) and attempt == self._view.attempt:
                 self._calls.refuse("the run has ended")
             # How the attempt ended is the run's end only if the driver says so.
@@ -150,6 +153,11 @@ class Mailbox:
     def refuse(self, why: str) -> None:
         """Nobody goes on: the driver ends the attempt."""
         self._calls.refuse(why)
+
+    def _rank_of(self, worker: int) -> int:
+        """The rank in the attempt at hand of a worker that tells of itself by its number."""
+        formation = self._calls.newest
+        return worker if formation is None else formation.workers.index(worker)
 
     def _follow(self) -> None:
         """See the attempt that the roll call has begun, where it has."""

@@ -42,9 +42,6 @@ from lockstep.spec.fields import Spec
 POLL_S = 0.3
 """How often the driver looks at a run."""
 
-REFILL_S = 10.0
-"""How long workers that have outlived others go on before they move to have as many again: the next loss may be near."""
-
 
 class Supervisor:
     """One run on a connected cluster."""
@@ -74,6 +71,7 @@ class Supervisor:
         self._last_step_at = 0.0
         self._before: Mapping[str, float] = {}
         """When the attempt before came to the end of its stages."""
+        self._cluster: ClusterWatch
         self._outlived: set[int] = set()
         """Ranks of the worker group at hand whose loss the others have outlived, and which are told."""
         self._standbys = Standbys(self._warn)
@@ -195,9 +193,10 @@ class Supervisor:
     def _watch(self, attempt: WorkerGroup, place: WorkerPlacement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         self._moving = None
-        cluster = ClusterWatch(self.spec, place, self._failed_nodes.left_out)
+        cluster = self._cluster = ClusterWatch(self.spec, place, self._failed_nodes.left_out)
         self._outlived = set()
         attempt.start()
+        lost_at = time.monotonic()
         told, patience = False, Patience(self.spec.faults.longest_silence_s)
         while not attempt.over.wait(POLL_S):
             if self.stop.asked and not told:
@@ -214,6 +213,10 @@ class Supervisor:
                 raise status.recorder.failure
             self._look(status, attempt)
             self._name()
+            if len(attempt.lost) == len(self._outlived):
+                lost_at = time.monotonic()
+            elif time.monotonic() - lost_at > self.spec.faults.longest_silence_s:
+                attempt.give_up()  # a worker has not come to the roll call, and nothing tells why
             if self._moving is None and not told and self.summaries[-1].last_step:
                 self._tend(attempt, cluster, status.view)
 
@@ -227,22 +230,9 @@ class Supervisor:
         if advice.save is not None:
             self.progress.say(f"saving, and continuing: {advice.save}")
             self._recording.ask_save()
-        move = advice.move or self._refill(cluster)
-        if move is not None:
-            self._moving = move
+        if advice.move is not None:
+            self._moving = advice.move
             self._recording.ask_stop()
-
-    def _refill(self, cluster: ClusterWatch) -> str | None:
-        """Why an attempt is to move that has outlived some of its workers: there is room for others in their place."""
-        account = self.summaries[-1]
-        missing = cluster.workers - account.workers
-        if not account.in_memory or missing <= 0 or time.time() - account.began < REFILL_S:
-            return None
-        with suppress(SpecError):
-            possible = min(find_place(self.spec, self._failed_nodes.left_out).workers, cluster.workers)
-            if possible > account.workers:
-                return f"there is room for {possible} workers in place of {account.workers}"
-        return None
 
     def _name(self) -> None:
         """Tell once which run this is, as soon as it exists: what is lost later can be resumed."""
@@ -309,6 +299,7 @@ class Supervisor:
         self.summaries.append(account)
         self.origin = replace(self.origin, attempt=number)
         self._before = {"detection": began.at}
+        self._cluster.outlived(began.workers)
         self.progress.say(
             f"attempt {before.attempt} ended: {before.why}; the others go on from step {began.step}"
         )

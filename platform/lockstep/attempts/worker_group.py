@@ -39,7 +39,7 @@ class WorkerGroup:
         self.origin = origin
         self._spec, self._mailbox = spec, mailbox
         self._trainer: Any = None
-        self._started = False
+        self._started = self._given_up = False
         self._config = {
             "spec": spec.document(),
             "origin": origin,
@@ -61,6 +61,10 @@ class WorkerGroup:
             self._trainer.end_workers()
         self.over.wait()
 
+    def give_up(self) -> None:
+        """Let the attempt end with the workers that are lost, though others were to go on."""
+        self._given_up = True
+
     def _outlived(self, lost: Mapping[int, str]) -> bool:
         """Whether the other workers go on without these. Asked in the thread of Ray's controller, at each look."""
         for rank in sorted(lost.keys() - self.lost.keys()):
@@ -72,7 +76,7 @@ class WorkerGroup:
             if not goes_on:
                 del self.lost[rank]
                 return False
-        return True
+        return not self._given_up
 
     def _fit(self) -> None:
         self.moments.at["decision"] = time.time()

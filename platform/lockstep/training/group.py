@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.errors import ClusterError
 from lockstep.spec.fields import Spec
+from lockstep.training.connections import Sockets, connected, opened_since, shared, shut
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others in one collective before it gives up."""
@@ -40,6 +41,8 @@ class Group:
     channel: Any = None
     store: Any = None
     """Through which the members of a group that was `formed` have met; the process that serves it must keep it."""
+    sockets: Sockets = field(default_factory=dict)
+    """The channel's connections, one to every other rank; empty where they are not known."""
 
     @classmethod
     def join(cls, device: torch.device) -> Group:
@@ -47,8 +50,9 @@ class Group:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(dist.get_world_size(), groups=1)
+        before = connected()
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), device, channel)
+        return cls(dist.get_rank(), dist.get_world_size(), device, channel)._with_sockets(before)
 
     @classmethod
     def formed(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:
@@ -59,27 +63,38 @@ class Group:
         if size == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(size, groups=1)
+        before = connected()
         hidden, dist.group.WORLD = dist.group.WORLD, None
         try:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
             )
-            return cls(rank, size, device, dist.group.WORLD, store)
+            channel = dist.group.WORLD
         finally:
             dist.group.WORLD = hidden
+        return cls(rank, size, device, channel, store)._with_sockets(before)
+
+    def _with_sockets(self, before: Sockets) -> Group:
+        """The same with its connections: all that were made since `before`, and that a member has the other end of."""
+        if self.device.type != "cpu":
+            return self
+        own = opened_since(before)
+        others = self.gather(list(own.values()))
+        del others[self.rank]
+        found = shared(own, others)
+        return replace(self, sockets=found if len(found) == self.size - 1 else {})
 
     @property
     def can_abort(self) -> bool:
-        """Whether this group's backend tells of a lost rank by an error, and lets go of the others at once: gloo does.
+        """Whether this group can be broken off: with gloo, where the system lists its connections.
 
         A kernel of NCCL waits for a lost rank until it is aborted from outside.
         """
-        return self.channel is not None and self.device.type == "cpu"
+        return bool(self.sockets)
 
     def break_off(self) -> None:
         """Break off what is under way, from any thread: whoever waits in a collective of the group gets an error."""
-        if self.channel is not None:
-            self.channel._get_backend(self.device).abort()
+        shut(self.sockets)
 
     def abort(self) -> None:
         """Break off what is under way, and end the group."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.tree import pack, unpack
+from lockstep.errors import ClusterError, DriftError
 from lockstep.failure_kinds import kind_of
 from lockstep.record.events import Started, Tell
 from lockstep.spec.fields import Spec
@@ -109,14 +110,19 @@ def taken_on(run: Run, seat: Seat, before: Seat) -> Run:
 
 
 def agree_on_state(group: Group, state: TrainState) -> None:
-    """Have every rank hold the state of one that has done the least. DriftError where they then differ."""
+    """Have every rank hold the state of one that has done the least. ClusterError where they then differ."""
     counters, own_memory = state.counters, bool(state.job.state_dict())
     every = group.gather((Progress(counters.step, counters.evaluated), own_memory))
     source = min(range(group.size), key=lambda rank: (every[rank][0], rank))
     # A job's own state may have changed in the step that was left.
     if any(one != (every[source][0], False) for one in every):
         hand_over(group, state, source)
-    check_same_state(group, state)
+    try:
+        check_same_state(group, state)
+    except DriftError as error:
+        raise ClusterError(  # a checkpoint may still be right: another attempt
+            f"the workers that are left after a loss hold different states after step {state.counters.step}, and cannot go on"
+        ) from error
 
 
 def hand_over(group: Group, state: TrainState, source: int) -> None:
