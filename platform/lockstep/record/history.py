@@ -22,7 +22,7 @@ Put = Callable[[Segment, bytes], object]
 class History:
     """Rows are only ever added, by one thread. Another may write them meanwhile, by what `saving` gave."""
 
-    def __init__(self, segments: Sequence[Segment] = ()) -> None:
+    def __init__(self, segments: Sequence[Segment] = (), reached: int = 0) -> None:
         self.segments = list(segments)
         """Those that are written, in order."""
         self.steps: list[StepRow] = []
@@ -33,13 +33,15 @@ class History:
         """What is full and not written yet, in order: rows, or what they are sealed as."""
         self._past = Restored((), ())
         self._sealing = threading.Lock()
-        self._reached = self._evaluated = 0
+        self.reached = reached
+        """The newest step that has a row, or the one that a fork begins after."""
+        self._evaluated = 0
 
     def add(self, row: StepRow) -> None:
         """Add the row of a step. One that is there is left as it is: a step that is taken again has the same bits."""
-        if row.step <= self._reached:
+        if row.step <= self.reached:
             return
-        self._reached = row.step
+        self.reached = row.step
         if self.steps and row.step > end_of(self.steps[-1].step):
             self._close()
         self.steps.append(row)
@@ -54,7 +56,7 @@ class History:
         """Forget the row of a step after `step`, and an evaluation after `evaluated`: they will be made again. Nothing may be saving."""
         if self.steps and self.steps[-1].step > step:
             del self.steps[-1]
-            self._reached = step
+            self.reached = step
         if self.evaluations and self.evaluations[-1].step > evaluated:
             del self.evaluations[-1]
             self._evaluated = evaluated
@@ -119,7 +121,8 @@ class History:
                 evaluations = evaluations[len(history.evaluations) :]
             history.add(row)
         history.evaluations = evaluations
-        history._reached = newest[-1].step if newest else 0
+        last = segments[-1].last if segments else 0
+        history.reached = steps[-1].step if steps else last
         history._evaluated = evaluations[-1].step if evaluations else 0
         return history
 

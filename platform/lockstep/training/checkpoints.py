@@ -155,7 +155,7 @@ def restore(
             )
     state.restore(sections, fork=start.fork)
     if start.fork:
-        return History()
+        return History(reached=state.counters.step)
     now = check_facts(spec, plan, state)
     if "weights_digest" in saved:
         now |= state_digests(Digester(state.precision.device), state)

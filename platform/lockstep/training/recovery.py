@@ -84,6 +84,10 @@ def outlived(run: Run, seat: Seat, recovery: Recovery, lost: Exception) -> tuple
         seat.group.abort()
         seat = seat._replace(group=replace(seat.group, channel=None))
         counters = run.state.counters
+        if (
+            run.history.reached != counters.step
+        ):  # updated, and its row is not known: it can be taken again from a checkpoint alone
+            raise lost
         try:
             met = recovery.regroup(seat, Progress(counters.step, counters.evaluated))
             if met is not None:

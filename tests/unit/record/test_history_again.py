@@ -54,3 +54,14 @@ def test_rows_of_a_checkpoint_count_as_held() -> None:
     found.add(step_row(3))
     found.add(step_row(4))
     assert [row.step for row in found.steps] == [1, 2, 3, 4]
+
+
+def test_the_newest_step_is_known_whatever_holds_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks other than 0 do not read the files of written segments."""
+    monkeypatch.setattr(segments, "SEGMENT_STEPS", 2)
+    whole = history(4)
+    saving = whole.saving()
+    written = saving.segments(lambda segment, content: None)
+    blocks = {name: block() for name, block in saving.blocks().items()}
+    assert History.restored(blocks, written).reached == whole.reached == 4
+    assert History(reached=7).reached == 7  # a fork, which did not take those steps
