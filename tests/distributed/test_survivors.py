@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.reader import checkpoints, verify
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import ClusterError, JobError, LockstepError
+from lockstep.errors import JobError, LockstepError
 from lockstep.failure_kinds import kind_of
 from lockstep.training.group import Group
 from tests.distributed.pool import Pool
@@ -111,7 +111,7 @@ def test_a_group_that_is_broken_off_lets_go_of_all_who_wait(pool: Pool) -> None:
     ("broken", "document", "fall"),
     [
         ("buffers", CENTRED, Fall(1, 2, "send whole")),
-        ("history", CENTRED, Fall(0, 2, "note")),
+        pytest.param("history", CENTRED, Fall(0, 2, "note"), marks=pytest.mark.exact),
         pytest.param(
             "agreement", CENTRED, Fall(2, 2, "send buffers"), marks=pytest.mark.exact
         ),
@@ -123,7 +123,7 @@ def test_without_one_mechanism_the_run_differs(broken: str, document: Document, 
     check(outlive(document, 3, [fall]), whole, [n for n in range(3) if n != fall.worker])
     try:
         outlived = outlive(document, 3, [fall], broken=broken)
-    except (AssertionError, ClusterError):
+    except (AssertionError, LockstepError):
         return
     assert (outlived.rows, {one["weights_digest"] for one in outlived.summaries.values()}) != (
         whole.rows,
