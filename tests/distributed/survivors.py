@@ -350,6 +350,7 @@ def _without(mechanism: str) -> Iterator[None]:
         "agreement": (lockstep.training.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", only_newest),
         "buffers": (Stepper, "abandon", abandon),
+        "listening": (Meeting, "_listen", lambda self: None),
     }
     with mock.patch.object(*patches[mechanism]) if mechanism else ExitStack():
         yield

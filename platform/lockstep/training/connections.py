@@ -79,3 +79,11 @@ def shut(sockets: Sockets) -> None:
             if _ends(fd) == ends:
                 with _opened(fd) as opened:
                     opened.shutdown(socket.SHUT_RDWR)
+
+
+def close(sockets: Sockets) -> None:
+    """Close the descriptors in this process alone: the connections stay with those that share them."""
+    for fd, ends in sockets.items():
+        with suppress(OSError):
+            if _ends(fd) == ends:
+                os.close(fd)

@@ -202,7 +202,9 @@ class Evaluation:
         keys = [
             MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.assigned
         ]
-        loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.assigned)))
+        loader = Loader(
+            self.batches, keys, self.group.device, min(self.processes, len(self.assigned)), self.group.let_go
+        )
         try:
             means, outputs = [], []
             for i, batch in zip(self.assigned, loader, strict=True):

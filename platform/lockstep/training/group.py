@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.errors import ClusterError
 from lockstep.spec.fields import Spec
-from lockstep.training.connections import Sockets, connected, opened_since, shared, shut
+from lockstep.training.connections import Sockets, close, connected, opened_since, shared, shut
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others in one collective before it gives up."""
@@ -41,7 +41,7 @@ class Group:
     channel: Any = None
     store: Any = None
     """Through which the members of a group that was `formed` have met; the process that serves it must keep it."""
-    sockets: Sockets = field(default_factory=dict)
+    sockets: Sockets = field(default_factory=dict, compare=False)
     """The channel's connections, one to every other rank; empty where they are not known."""
 
     @classmethod
@@ -95,6 +95,10 @@ class Group:
     def break_off(self) -> None:
         """Break off what is under way, from any thread: whoever waits in a collective of the group gets an error."""
         shut(self.sockets)
+
+    def let_go(self) -> None:
+        """In a forked process: close the connections, which would else be open for as long as it outlives its parent."""
+        close(self.sockets)
 
     def abort(self) -> None:
         """Break off what is under way, and end the group."""

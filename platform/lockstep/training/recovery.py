@@ -79,25 +79,25 @@ def outlived(run: Run, seat: Seat, recovery: Recovery, lost: Exception) -> tuple
     Raises `lost` where the attempt must end. A further loss meanwhile is outlived as well.
     """
     before = seat
-    while True:
+    for _ in range(seat.group.size):  # each further time another worker is lost
         run.step.abandon()
         seat.group.abort()
         seat = seat._replace(group=replace(seat.group, channel=None))
         counters = run.state.counters
         if (
             run.history.reached != counters.step
-        ):  # updated, and its row is not known: it can be taken again from a checkpoint alone
-            raise lost
+        ):  # the row of the newest update is lost: a checkpoint is needed
+            break
         try:
             met = recovery.regroup(seat, Progress(counters.step, counters.evaluated))
-            if met is not None:
-                seat = met
-                return taken_on(run, seat, before), seat
+            if met is None:
+                break
+            seat = met
+            return taken_on(run, seat, before), seat
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            continue
-        raise lost
+    raise lost
 
 
 def taken_on(run: Run, seat: Seat, before: Seat) -> Run:

@@ -103,7 +103,9 @@ class Run:
             window=self.spec.data.window,
             start=self.state.counters.step,
         )
-        return Loader(self.batches, sampler, self.group.device, self.spec.data.loader_processes)
+        return Loader(
+            self.batches, sampler, self.group.device, self.spec.data.loader_processes, self.group.let_go
+        )
 
     def ahead(self, over: bool) -> Iterator[Position]:
         """The steps that are still to be taken: none where the run is `over`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from lockstep.training.connections import Ends, connected, opened_since, shared, shut
+from lockstep.training.connections import Ends, close, connected, opened_since, shared, shut
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -54,3 +54,16 @@ def test_a_look_does_not_change_how_a_socket_waits() -> None:
         finally:
             socket.setdefaulttimeout(None)
         assert os.get_blocking(there.fileno())
+
+
+def test_a_process_that_lets_go_leaves_the_connection_to_others() -> None:
+    before = connected()
+    here, there = pair()
+    found = {here.fileno(): opened_since(before)[here.fileno()]}
+    with there:
+        held = os.dup(here.detach())
+        close(found)
+        with socket.socket(fileno=held) as again:
+            again.sendall(b"x")
+            assert there.recv(1) == b"x"
+            assert opened_since(before).keys() == {held, there.fileno()}
