@@ -91,6 +91,12 @@ def accounts(result: Result) -> list[dict[str, Any]]:
     return found
 
 
+def second_attempt(folder: Path) -> bool:
+    """Whether a run below this folder has had its second attempt begin."""
+    found = [json.loads(path.read_text()) for path in folder.glob("runs/*/attempts.json")]
+    return any(len(rows) > 1 and rows[1]["last_step"] for rows in found)
+
+
 def assert_stages_are_all(account: dict[str, Any]) -> None:
     """Where the seconds between the last step of the attempt before and the first of this one went, without a gap."""
     assert tuple(account["seconds"]) == STAGES
@@ -98,13 +104,44 @@ def assert_stages_are_all(account: dict[str, Any]) -> None:
     assert sum(account["seconds"].values()) == lost_s
 
 
-@pytest.mark.exact  # a minute; tests/chaos kills a worker in the default run
+def test_the_others_outlive_a_killed_worker(tmp_path: Path) -> None:
+    """G1 and G4: one of three is killed. The two others go on in their processes; no checkpoint is read, no step done is taken again."""
+    changes = {"workers": {"min": 1, "max": 3}, "length": {"epochs": 3}}
+    whole = train(spec(tmp_path / "whole", **changes), local=True)
+    before, after = list[int](), list[int]()
+
+    def kill_one() -> None:
+        while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        before.extend(process.pid for process in workers())
+        psutil.Process(before[0]).kill()
+        while not second_attempt(tmp_path):
+            time.sleep(0.05)
+        after.extend(process.pid for process in workers())
+
+    thread = threading.Thread(target=kill_one, daemon=True)
+    thread.start()
+    result = train(spec(tmp_path, **changes))
+    thread.join()
+    assert after == before[1:]  # the same processes, and no other
+    first, second = accounts(result)
+    assert (first["workers"], second["workers"], result.attempts) == (3, 2, 2)
+    assert first["why"].startswith("rank ")
+    assert (second["in_memory"], second["repeated"], second["why"]) == (True, 0, "finished")
+    assert second["from_step"] == first["last_step"]
+    assert tuple(second["seconds"]) == ("detection", "first_step")
+    assert result.weights_digest == whole.weights_digest
+    assert result.metrics == whole.metrics
+    assert columns(result) == columns(whole)
+
+
+@pytest.mark.exact  # a minute
 def test_killed_workers_are_replaced_and_the_bits_stay(tmp_path: Path) -> None:
-    """G1 and G4: two workers are killed, one after the other; ledger, evaluations and weights are the undisturbed run's."""
+    """G1 and G4: two workers are killed, one after the other, whom the other may not outlive; ledger, evaluations and weights are the undisturbed run's."""
     whole = train(spec(tmp_path / "whole"), local=True)
     killer = Killer(tmp_path, seed=1, times=2)
     killer.start()
-    result = train(spec(tmp_path))
+    result = train(spec(tmp_path, workers={"min": 2, "max": 2}))
     assert len(killer.killed) == 2
     assert result.attempts == 3
     assert result.weights_digest == whole.weights_digest
@@ -132,7 +169,7 @@ def test_killed_workers_are_replaced_and_the_bits_stay(tmp_path: Path) -> None:
 def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """Without a checkpoint between the deaths the budget runs out; the message says after how many."""
     with pytest.raises(
-        ClusterError, match=r"attempt 2; 2 attempts in a row .* faults\.max_worker_failures is 1"
+        ClusterError, match=r"attempt \d+; 2 attempts in a row .* faults\.max_worker_failures is 1"
     ):
         train(
             spec(

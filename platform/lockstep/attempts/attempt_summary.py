@@ -14,7 +14,9 @@ class AttemptSummary:
     workers: int
     began: float
     from_step: int = 0
-    """The checkpoint that it started from."""
+    """The checkpoint that it started from, or the step from which workers of the attempt before went on."""
+    in_memory: bool = False
+    """Whether workers of the attempt before went on in their processes: nothing was started and no checkpoint read."""
     last_step: int = 0
     """The last step that it was seen to do."""
     ended: float | None = None

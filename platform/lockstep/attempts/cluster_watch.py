@@ -31,6 +31,9 @@ NEAR_S = 20.0
 STEADY_S = 3.0
 """How long room has to be there before an attempt moves for it."""
 
+REFILL_S = 10.0
+"""How long workers that have outlived others go on before they move to have as many again: a loss seldom comes alone."""
+
 
 def find_place(spec: Spec, without: frozenset[str] = frozenset()) -> WorkerPlacement:
     """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`.
@@ -109,6 +112,11 @@ class ClusterWatch:
         self._noticed = 0
         """For a notice that is waited out: 1 after the first save, 2 after that near the deadline."""
         self._roomy_since: float | None = None
+        self._left, self._left_at = place.workers, 0.0
+
+    def outlived(self, workers: int) -> None:
+        """So many workers go on without the others; they move in a while, to have as many again."""
+        self._left, self._left_at = workers, time.monotonic()
 
     def advice(self, members: Sequence[Joined]) -> Advice:
         """What the attempt of these workers should do now."""
@@ -135,6 +143,8 @@ class ClusterWatch:
         return Advice(move=notice)
 
     def _room_to_grow(self, now: float) -> str | None:
+        if self._left < self.workers:
+            return self._room_to_refill(now)
         if self.workers >= min(self.spec.workers.max, self.spec.batch.micro_batches):
             return None
         possible = room(self.spec, self.workers, self.each, ray.available_resources())
@@ -147,3 +157,13 @@ class ClusterWatch:
         if now - self._roomy_since < STEADY_S:
             return None
         return f"there is room for {possible} workers, {possible - self.workers} more"
+
+    def _room_to_refill(self, now: float) -> str | None:
+        """What the lost workers held is still reserved for the attempt: what counts is what the nodes have."""
+        if now - self._left_at < REFILL_S:
+            return None
+        with suppress(SpecError):
+            possible = min(find_place(self.spec, self._without).workers, self.workers)
+            if possible > self._left:
+                return f"there is room for {possible} workers in place of the {self._left} that are left"
+        return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
@@ -17,6 +18,7 @@ import ray
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError
 from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, TakenOver
+from lockstep.training.roll_call import Answer, Arrival, RollCalls
 
 EVENTS_PER_FETCH = 10_000
 """The most events that the recorder is given at once."""
@@ -48,11 +50,23 @@ class RecorderState(NamedTuple):
     """Grows as long as the recorder lives and works."""
 
 
+class WentOn(NamedTuple):
+    """How an attempt began whose workers go on in memory."""
+
+    at: float
+    """When they had all come, in Unix seconds."""
+    step: int
+    """The step from which they go on."""
+    workers: int
+
+
 class RunStatus(NamedTuple):
     """What the driver asks for while a run goes on."""
 
     view: RunView
     recorder: RecorderState
+    went_on: WentOn | None = None
+    """Of the attempt at hand, where it began so."""
 
 
 class Fetched(NamedTuple):
@@ -75,14 +89,28 @@ class Mailbox:
         self._recorder = RecorderState()
         self._closed = False
         self._named = False
+        self._calls = RollCalls(0, 0)
+        self._first = 0
+        """The attempt that the driver began last; from it the workers may have gone on to others."""
+        self._by_number: dict[int, Joined] = {}
+        """Its workers, by the numbers that they have at roll calls."""
+        self._went_on: WentOn | None = None
 
     # --- for workers ------------------------------------------------------------------------------------------
 
     def tell(self, attempt: int, events: Sequence[Event]) -> Asked:
         """Take events of an attempt. Those of an attempt that was given up are recorded, and not seen."""
-        for event in events:
+        for told in events:
+            event = told
+            if isinstance(told, Broke) and attempt == self._view.attempt:
+                self._calls.end(told.rank)
+                event = replace(told, rank=self._rank_of(told.rank))
             if attempt == self._view.attempt:
                 self._view.take(event)
+            if isinstance(event, Joined) and attempt == self._first:
+                self._by_number[event.rank] = event
+            if isinstance(event, Finished) and attempt == self._view.attempt:
+                self._calls.refuse("the run has ended")
             # How the attempt ended is the run's end only if the driver says so.
             if not isinstance(event, Finished | Broke | Joined | StageEnded):
                 self._keep(event)
@@ -96,19 +124,64 @@ class Mailbox:
         """Whether the driver has told the run's id; what went wrong where it will have none."""
         return self._named or self._recorder.failure or False
 
+    # --- roll calls: see training.roll_call -------------------------------------------------------------------
+
+    def ready(self, attempt: int, worker: int) -> None:
+        """A worker of the attempt that has this number in the driver trains, and would come to a roll call."""
+        if attempt == self._first:
+            self._calls.ready(worker)
+
+    def arrive(self, attempt: int, worker: int, arrival: Arrival) -> None:
+        """A worker has left its step and waits."""
+        self._calls.arrive(attempt, worker, arrival)
+        self._follow()
+
+    def ask(self, attempt: int, worker: int) -> Answer:
+        """What a worker that waits is told."""
+        return self._calls.ask(attempt, worker)
+
+    def called(self) -> int | None:
+        """The attempt whose workers are to come to a roll call, where there is one."""
+        return self._calls.called
+
+    def lose(self, worker: int) -> bool:
+        """Ray has lost a worker's process. Whether the others go on without it."""
+        goes_on = self._calls.lose(worker)
+        self._follow()
+        return goes_on
+
+    def refuse(self, why: str) -> None:
+        """Nobody goes on: the driver ends the attempt."""
+        self._calls.refuse(why)
+
+    def _rank_of(self, worker: int) -> int:
+        """The rank in the attempt at hand of a worker that tells of itself by its number."""
+        formation = self._calls.newest
+        return worker if formation is None else formation.workers.index(worker)
+
+    def _follow(self) -> None:
+        """See the attempt that the roll call has begun, where it has."""
+        formation = self._calls.newest
+        if formation is not None and formation.attempt > self._view.attempt:
+            self._view.members = self._by_number
+            self._view = self._view.gone_on(formation.attempt, formation.workers)
+            self._went_on = WentOn(time.time(), formation.progress.step, len(formation.workers))
+
     # --- for the driver ---------------------------------------------------------------------------------------
 
     def name(self) -> None:
         """The run's id is told: its steps may begin."""
         self._named = True
 
-    def begin(self, attempt: int) -> None:
-        """Another attempt begins."""
+    def begin(self, attempt: int, workers: int = 1, fewest: int = 1) -> None:
+        """Another attempt begins, with so many workers; where not even the `fewest` are left, they do not go on."""
         self._view, self._asked = self._view.next(attempt), Asked()
+        self._calls, self._first = RollCalls(attempt, workers, fewest), attempt
+        self._by_number, self._went_on = {}, None
 
     def status(self) -> RunStatus:
         """How the attempt at hand stands. Never waits."""
-        return RunStatus(self._view, self._recorder)
+        return RunStatus(self._view, self._recorder, self._went_on)
 
     def ask_stop(self) -> None:
         """Ask the workers to end the attempt after their next step."""
@@ -151,6 +224,30 @@ class Mailbox:
     def _keep(self, event: Event) -> None:
         self._told += 1
         self._kept.append((self._told, event))
+
+
+class Keeper:
+    """One worker's way to the roll calls of the mailbox (`training.meeting.RollCallKeeper`)."""
+
+    def __init__(self, mailbox: Any, attempt: int, worker: int) -> None:
+        self._mailbox, self._first, self._worker = mailbox, attempt, worker
+
+    def ready(self) -> None:
+        self._mailbox.ready.remote(self._first, self._worker)
+
+    def arrive(self, attempt: int, arrival: Arrival) -> None:
+        ray.get(self._mailbox.arrive.remote(attempt, self._worker, arrival))
+
+    def ask(self, attempt: int) -> Answer:
+        answer: Answer = ray.get(self._mailbox.ask.remote(attempt, self._worker))
+        return answer
+
+    def called(self) -> int | None:
+        try:
+            called: int | None = ray.get(self._mailbox.called.remote())
+        except LOST:  # without the mailbox the attempt ends anyway
+            return None
+        return called
 
 
 def start_mailbox(environment: dict[str, str]) -> Any:

@@ -55,9 +55,9 @@ class Recording:
 
     # --- while the run goes on --------------------------------------------------------------------------------
 
-    def begin(self, attempt: int) -> Any:
+    def begin(self, attempt: int, workers: int) -> Any:
         """Another attempt begins; the answer comes when the mailbox knows."""
-        return self.mailbox.begin.remote(attempt)
+        return self.mailbox.begin.remote(attempt, workers, self._spec.workers.min)
 
     def status(self) -> RunStatus:
         """How the run stands. A recorder that is gone or hangs is replaced, which costs the attempt nothing."""
@@ -101,6 +101,10 @@ class Recording:
     def ask_save(self) -> None:
         """Ask the workers for a checkpoint after their next step."""
         self.mailbox.ask_save.remote()
+
+    def refuse(self, why: str) -> None:
+        """Have no worker of the attempt at hand go on without the others, which are being ended."""
+        ray.get(self.mailbox.refuse.remote(why))
 
     def reopen(self, error: Exception) -> ClusterError:
         """The mailbox itself is lost, and with it what the recorder had not fetched: the attempt cannot go on. How that is told."""

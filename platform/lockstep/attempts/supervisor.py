@@ -17,7 +17,7 @@ import ray
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_watch import ClusterWatch, find_place
-from lockstep.attempts.mailbox import LOST, RunStatus
+from lockstep.attempts.mailbox import LOST, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.policy import FailedNodes, RetryBudget, outcome_of
@@ -71,6 +71,9 @@ class Supervisor:
         self._last_step_at = 0.0
         self._before: Mapping[str, float] = {}
         """When the attempt before came to the end of its stages."""
+        self._cluster: ClusterWatch
+        self._outlived: set[int] = set()
+        """Ranks of the worker group at hand whose loss the others have outlived, and which are told."""
         self._standbys = Standbys(self._warn)
         self._failed_nodes = FailedNodes()
         self.chaos: Chaos | None = None
@@ -161,7 +164,7 @@ class Supervisor:
         self.summaries.append(account)
         view = RunView(self.origin.attempt)
         try:
-            begun = self._recording.begin(self.origin.attempt)
+            begun = self._recording.begin(self.origin.attempt, place.workers)
             if again:  # else the mailbox itself still starts: the workers need not wait for it
                 ray.get(begun)
             account.from_step = self._saved_step() if again or self.origin.run_id else 0
@@ -174,7 +177,7 @@ class Supervisor:
             attempt.end()
             view.error = self._recording.reopen(lost)
         self._before = attempt.moments.at
-        account.ended = time.time()
+        self.summaries[-1].ended = time.time()
         self._leave_out(view)
         if view.summary is None and view.error is None:
             view.error = attempt.error or ClusterError("the workers ended without a result")
@@ -190,8 +193,10 @@ class Supervisor:
     def _watch(self, attempt: WorkerGroup, place: WorkerPlacement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         self._moving = None
-        cluster = ClusterWatch(self.spec, place, self._failed_nodes.left_out)
+        cluster = self._cluster = ClusterWatch(self.spec, place, self._failed_nodes.left_out)
+        self._outlived = set()
         attempt.start()
+        lost_at = time.monotonic()
         told, patience = False, Patience(self.spec.faults.longest_silence_s)
         while not attempt.over.wait(POLL_S):
             if self.stop.asked and not told:
@@ -208,6 +213,10 @@ class Supervisor:
                 raise status.recorder.failure
             self._look(status, attempt)
             self._name()
+            if len(attempt.lost) == len(self._outlived):
+                lost_at = time.monotonic()
+            elif time.monotonic() - lost_at > self.spec.faults.longest_silence_s:
+                attempt.give_up()  # a worker has not come to the roll call, and nothing tells why
             if self._moving is None and not told and self.summaries[-1].last_step:
                 self._tend(attempt, cluster, status.view)
 
@@ -239,6 +248,7 @@ class Supervisor:
     def _end_hung(self, attempt: WorkerGroup, bound_s: float, view: RunView) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
         self.progress.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
+        self._recording.refuse("it made no progress")
         name = f"stacks-attempt-{self.origin.attempt}.txt"
         self._recording.tell(Document(name, end([view.members[rank] for rank in sorted(view.members)])))
         attempt.over.wait()
@@ -254,6 +264,8 @@ class Supervisor:
             self._warn(text)
         self._warned = len(view.warnings)
         self.progress.show(view.step, view.evaluation, view.total_steps)
+        if attempt is not None and status.went_on is not None and view.attempt > self.summaries[-1].attempt:
+            self._went_on(attempt, view.attempt, status.went_on)
         account, row = self.summaries[-1], view.step
         if attempt is None or row is None or row.attempt != account.attempt:
             return
@@ -276,12 +288,33 @@ class Supervisor:
                 account.attempt, row.step, self._recording.members, lambda: self._recording.recorder
             )
 
+    def _went_on(self, attempt: WorkerGroup, number: int, began: WentOn) -> None:
+        """The workers that are left go on in their processes: another attempt, which nothing was started for."""
+        before = self.summaries[-1]
+        why = [attempt.lost[rank] for rank in sorted(attempt.lost.keys() - self._outlived)]
+        self._outlived |= attempt.lost.keys()
+        before.why = "; ".join(why) or "a connection between workers was lost"
+        before.ended, before.last_step = began.at, max(before.last_step, began.step)
+        account = AttemptSummary(number, began.workers, began.at, from_step=began.step, in_memory=True)
+        self.summaries.append(account)
+        self.origin = replace(self.origin, attempt=number)
+        self._before = {"detection": began.at}
+        self._cluster.outlived(began.workers)
+        self.progress.say(
+            f"attempt {before.attempt} ended: {before.why}; the others go on from step {began.step}"
+        )
+        self._tell_summaries()
+
     def _goes_on(self, before: AttemptSummary, account: AttemptSummary, attempt: WorkerGroup) -> None:
         """The first step of an attempt after another: what the loss of that one cost."""
         account.repeated = max(0, before.last_step - account.from_step)
-        account.seconds = breakdown(self._last_step_at, self._before, attempt.moments.at)
+        moments = attempt.moments.at
+        if account.in_memory:
+            moments = {"first_step": moments["first_step"]}
+        else:
+            account.standbys = self._standbys.took(self._recording.members(), moments["decision"])
+        account.seconds = breakdown(self._last_step_at, self._before, moments)
         account.lost_s = sum(account.seconds.values())
-        account.standbys = self._standbys.took(self._recording.members(), attempt.moments.at["decision"])
         longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
         spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
         self.progress.say(

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, only_on
 from lockstep.attempts.stages import Moments
 from lockstep.checkpoint.run_folder import AttemptOrigin
@@ -32,10 +34,12 @@ class WorkerGroup:
         self.over = threading.Event()
         self.error: LockstepError | None = None
         self.moments = Moments()
+        self.lost: dict[int, str] = {}
+        """Why workers are gone that the others have outlived, by the rank that they began with."""
         self.origin = origin
-        self._spec = spec
+        self._spec, self._mailbox = spec, mailbox
         self._trainer: Any = None
-        self._started = False
+        self._started = self._given_up = False
         self._config = {
             "spec": spec.document(),
             "origin": origin,
@@ -56,6 +60,23 @@ class WorkerGroup:
         if self._trainer is not None:
             self._trainer.end_workers()
         self.over.wait()
+
+    def give_up(self) -> None:
+        """Let the attempt end with the workers that are lost, though others were to go on."""
+        self._given_up = True
+
+    def _outlived(self, lost: Mapping[int, str]) -> bool:
+        """Whether the other workers go on without these. Asked in the thread of Ray's controller, at each look."""
+        for rank in sorted(lost.keys() - self.lost.keys()):
+            self.lost[rank] = f"rank {rank} of {self._place.workers} was lost: {why_lost(lost[rank])}"
+            try:
+                goes_on: bool = ray.get(self._mailbox.lose.remote(rank))
+            except ray.exceptions.RayActorError:  # without the mailbox nobody can
+                goes_on = False
+            if not goes_on:
+                del self.lost[rank]
+                return False
+        return not self._given_up
 
     def _fit(self) -> None:
         self.moments.at["decision"] = time.time()
@@ -108,6 +129,7 @@ class WorkerGroup:
             )
         from lockstep.attempts.worker_main import worker_main
         from lockstep.clusters.ray_internals.driver_trainer import DriverTrainer
+        from lockstep.clusters.ray_internals.losses import Losses
         from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
         from lockstep.clusters.ray_internals.stage_times import StageTimes
 
@@ -116,7 +138,7 @@ class WorkerGroup:
             train_loop_config=self._config,
             scaling_config=PreferredNodes(**scaling, preferred=only_on(place.first)),
             torch_config=torch_config,
-            run_config=RunConfig(**run, callbacks=[StageTimes(self.moments.note)]),
+            run_config=RunConfig(**run, callbacks=[StageTimes(self.moments.note), Losses(self._outlived)]),
         )
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from lockstep.attempts.mailbox import wait_for_run_id, wait_until_named
+from lockstep.attempts.mailbox import Keeper, wait_for_run_id, wait_until_named
 from lockstep.attempts.sender import Sender
 from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
 from lockstep.attempts.worker_output import output_told
+from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
@@ -24,7 +25,9 @@ from lockstep.spec.loading import validate
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
-from lockstep.training.requests import NoRequests, Requests
+from lockstep.training.meeting import Meeting
+from lockstep.training.recovery import Seat, next_attempt
+from lockstep.training.requests import NoRequests
 
 
 class RankZeroRequests:
@@ -51,6 +54,31 @@ class RankZeroRequests:
         return True
 
 
+class Place:
+    """A worker's place in the run: the attempt that it is part of, and its number, the rank that it began with."""
+
+    def __init__(self, mailbox: Any, attempt: int, number: int) -> None:
+        self.attempt, self._first, self._number = attempt, attempt, number
+        self._mailbox = mailbox
+        self.sender = Sender(lambda events: mailbox.tell.remote(self.attempt, events))
+
+    def meeting(self) -> Meeting:
+        """How this worker meets the others that are left after a loss."""
+
+        def seated(group: Group, attempt: int, before: Seat) -> Seat:
+            return self.seated(group, attempt, next_attempt(before.origin, attempt))
+
+        keeper = Keeper(self._mailbox, self._first, self._number)
+        return Meeting(self._first, self._number, ray.util.get_node_ip_address(), keeper, seated)
+
+    def seated(self, group: Group, attempt: int, origin: AttemptOrigin | None) -> Seat:
+        """The place in a group: its rank 0 tells of the run, and hears what is asked of it."""
+        self.attempt = attempt
+        if group.rank > 0:
+            return Seat(group, tell_nobody, NoRequests(), origin)
+        return Seat(group, self.sender.tell, RankZeroRequests(self.sender, self._mailbox), origin)
+
+
 def system_recorded(tell: Tell) -> AbstractContextManager[None]:
     """Sample the node that this worker is on, where it is the first one there."""
     place = ray.train.get_context()
@@ -66,16 +94,13 @@ def worker_main(config: dict[str, Any]) -> None:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     group = Group.join(ray.train.torch.get_device())
-    mailbox, attempt = config["mailbox"], config["origin"].attempt
-    sender = Sender(lambda events: mailbox.tell.remote(attempt, events))
+    place = Place(config["mailbox"], config["origin"].attempt, group.rank)
+    sender = place.sender
     sender.tell(listening(group.rank, imported_at()))
-    tell: Tell = tell_nobody
-    requests: Requests = NoRequests()
     if group.rank == 0:
         sender.tell(StageEnded("arrival", arrived))
-        tell, requests = sender.tell, RankZeroRequests(sender, mailbox)
     try:
-        _train(config, group, sender, tell, requests)
+        _train(config, place, place.seated(group, place.attempt, config["origin"]))
     except Exception as error:
         known = as_lockstep_error(error, f"rank {group.rank}")
         sender.tell(Broke(type(known)(str(known)), traceback.format_exc(), group.rank))
@@ -84,13 +109,15 @@ def worker_main(config: dict[str, Any]) -> None:
         sender.close()
 
 
-def _train(config: dict[str, Any], group: Group, sender: Sender, tell: Tell, requests: Requests) -> None:
-    name = f"attempt-{config['origin'].attempt}-rank-{group.rank}"
+def _train(config: dict[str, Any], place: Place, seat: Seat) -> None:
+    name = f"attempt-{config['origin'].attempt}-rank-{seat.group.rank}"
+    tell = place.sender.tell
 
     def print_on(stream: str, text: str) -> None:
-        sender.tell(Printed(f"{name}-{stream}", text))
+        tell(Printed(f"{name}-{stream}", text))
 
     spec, replay = validate(config["spec"]), config["origin"].replay
     recorded = imported_from(replay.source) if replay is not None and replay.source else nullcontext()
-    with system_recorded(sender.tell), output_told(print_on), recorded:
-        fit(spec, load_job(spec.job.use, spec.job.params), group, tell, requests, config["origin"])
+    with system_recorded(tell), output_told(print_on), recorded, place.meeting() as meeting:
+        job = load_job(spec.job.use, spec.job.params)
+        fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, meeting)

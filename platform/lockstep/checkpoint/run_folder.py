@@ -60,6 +60,8 @@ class AttemptOrigin:
     attempt: int = 1
     step: int | None = None
     """Go on from the checkpoint of this step; None for the newest one that is good."""
+    in_memory: bool = False
+    """It goes on from what the workers of the attempt before hold, of the same run; rank 0 claims it with the first save."""
     replay: Replay | None = None
     """For an attempt that only takes steps of another run again."""
 

@@ -206,9 +206,11 @@ def _attempts(attempts: list[dict[str, Any]]) -> str:
         )
         if attempt["lost_s"] is not None:
             spent = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in attempt["seconds"].items())
+            how = f"{attempt['standbys']} standby workers"
+            if attempt.get("in_memory"):  # earlier versions knew none
+                how = "in memory"
             lines.append(
-                f"  began {attempt['lost_s']:.1f} s after the last step, {attempt['repeated']} steps repeated, "
-                f"{attempt['standbys']} standby workers: {spent}"
+                f"  began {attempt['lost_s']:.1f} s after the last step, {attempt['repeated']} steps repeated, {how}: {spent}"
             )
         lines += [f"  {straggler}" for straggler in attempt["stragglers"]]
     return "\n\n" + "\n".join(lines) if len(lines) > 1 else ""

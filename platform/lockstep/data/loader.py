@@ -134,12 +134,14 @@ class Loader:
         batches: Iterable[MicroBatch],
         device: torch.device,
         processes: int = 0,
+        forked: Callable[[], None] = lambda: None,
     ) -> None:
+        """`forked` is called first in each loader process."""
         self.device = device
         self.waited_s = 0.0
         self._fetched: Iterator[Any]
         if processes:
-            self._fetched = _data_loader(dataset, batches, device, processes)
+            self._fetched = _data_loader(dataset, batches, device, processes, forked)
         elif dataset.draws_nothing and not (dataset.in_memory and device.type == "cpu"):
             self._fetched = _fetched_ahead(dataset, batches)
         else:
@@ -233,7 +235,11 @@ def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
 
 
 def _data_loader(
-    dataset: MicroBatches, batches: Iterable[MicroBatch], device: torch.device, processes: int
+    dataset: MicroBatches,
+    batches: Iterable[MicroBatch],
+    device: torch.device,
+    processes: int,
+    forked: Callable[[], None],
 ) -> Iterator[Any]:
     """Torch's own loader, whose processes have all begun. It goes over `batches` again where it has to start anew.
 
@@ -249,7 +255,7 @@ def _data_loader(
             num_workers=processes,
             # A fork shares the dataset's memory and needs no pickling.
             multiprocessing_context="fork" if processes else None,
-            worker_init_fn=partial(_begin, begun),
+            worker_init_fn=partial(_begin, begun, forked),
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )
@@ -279,12 +285,13 @@ def nothing_collected_in_children() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _begin(begun: Semaphore, _number: int) -> None:
+def _begin(begun: Semaphore, forked: Callable[[], None], _number: int) -> None:
     """The first thing that a loader process does.
 
     A dataset sees no worker info: what it gave by the number of its process would be another sample without processes.
     """
     torch.utils.data._utils.worker._worker_info = None
+    forked()
     begun.release()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,14 @@ class RunView:
     def next(self, attempt: int) -> RunView:
         """The view of another attempt of the same run: what ended this one is no longer the run's end."""
         return RunView(attempt, self.step, self.evaluation, self.total_steps, self.warnings)
+
+    def gone_on(self, attempt: int, workers: Sequence[int]) -> RunView:
+        """The view of an attempt that goes on in memory: its members are those that these ranks were."""
+        view = self.next(attempt)
+        old = {rank: self.members[worker] for rank, worker in enumerate(workers) if worker in self.members}
+        view.members = {rank: replace(member, rank=rank) for rank, member in old.items()}
+        view.signs_of_life = self.signs_of_life + 1  # it trains: it may not be silent for as long as it likes
+        return view
 
     def take(self, event: Event) -> None:
         """Take in what the attempt tells."""

@@ -226,7 +226,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The rows up to the checkpoint that an attempt starts from. The record may have them already, or more.
+    """The rows up to the checkpoint that an attempt starts from, or those that may not have arrived. The record may have them already, or more.
 
     The steps of `segments` come before `steps`; they are read where the record lacks them.
     """

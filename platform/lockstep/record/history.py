@@ -1,4 +1,4 @@
-"""The rows of a run so far, as rank 0 holds them for its checkpoints: sealed segments by name, and the rows of the open one.
+"""The rows of a run so far, as each rank holds them: rank 0 for its checkpoints, another one to take rank 0's place. Sealed segments by name, and the rows of the open one.
 
 A save writes the segments that are full since the save before, once, and the open one with the checkpoint itself: what it
 costs does not grow with the steps before. Rows of segments that are written are let go.
@@ -22,7 +22,7 @@ Put = Callable[[Segment, bytes], object]
 class History:
     """Rows are only ever added, by one thread. Another may write them meanwhile, by what `saving` gave."""
 
-    def __init__(self, segments: Sequence[Segment] = ()) -> None:
+    def __init__(self, segments: Sequence[Segment] = (), reached: int = 0) -> None:
         self.segments = list(segments)
         """Those that are written, in order."""
         self.steps: list[StepRow] = []
@@ -33,12 +33,45 @@ class History:
         """What is full and not written yet, in order: rows, or what they are sealed as."""
         self._past = Restored((), ())
         self._sealing = threading.Lock()
+        self.reached = reached
+        """The newest step that has a row, or the one that a fork begins after."""
+        self._evaluated = 0
 
     def add(self, row: StepRow) -> None:
-        """Add the row of a step."""
+        """Add the row of a step. One that is there is left as it is: a step that is taken again has the same bits."""
+        if row.step <= self.reached:
+            return
+        self.reached = row.step
         if self.steps and row.step > end_of(self.steps[-1].step):
             self._close()
         self.steps.append(row)
+
+    def add_evaluation(self, row: EvaluationRow) -> None:
+        """Add an evaluation, unless it is there."""
+        if row.step > self._evaluated:
+            self._evaluated = row.step
+            self.evaluations.append(row)
+
+    def take_back(self, step: int, evaluated: int) -> None:
+        """Forget the row of a step after `step`, and an evaluation after `evaluated`: they will be made again. Nothing may be saving."""
+        if self.steps and self.steps[-1].step > step:
+            del self.steps[-1]
+            self.reached = step
+        if self.evaluations and self.evaluations[-1].step > evaluated:
+            del self.evaluations[-1]
+            self._evaluated = evaluated
+
+    def newest(self) -> Restored:
+        """The newest row of a step and of an evaluation, as far as they are held."""
+        return Restored(tuple(self.steps[-1:]), tuple(self.evaluations[-1:]))
+
+    def retold(self) -> Restored:
+        """Every row that is held, for whoever has not heard some of them; those of written segments by their names."""
+        with self._sealing:
+            full = [one if isinstance(one, Rows) else _opened(one[1]) for one in self._full]
+        steps = [row for rows in full for row in rows.steps]
+        evaluations = [row for rows in full for row in rows.evaluations]
+        return Restored((*steps, *self.steps), (*evaluations, *self.evaluations), tuple(self.segments))
 
     def _close(self) -> None:
         """The open segment is full."""
@@ -88,6 +121,9 @@ class History:
                 evaluations = evaluations[len(history.evaluations) :]
             history.add(row)
         history.evaluations = evaluations
+        last = segments[-1].last if segments else 0
+        history.reached = steps[-1].step if steps else last
+        history._evaluated = evaluations[-1].step if evaluations else 0
         return history
 
     def past(self) -> Restored:
@@ -106,6 +142,11 @@ class History:
             steps + ledger.decode_steps(blocks["steps"]),
             evaluations + ledger.decode_evaluations(blocks["evaluations"]),
         )
+
+
+def _opened(content: bytes) -> Rows:
+    """The rows of a segment's file."""
+    return Rows(steps_in(content), evaluations_in(content))
 
 
 class Saving:

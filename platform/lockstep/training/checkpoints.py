@@ -18,9 +18,11 @@ from lockstep.checkpoint.manifest import Facts, SharedFile
 from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest, load_step, shared_files
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, AttemptOrigin, RunFolder
+from lockstep.checkpoint.runs import opened
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved, Share, Sharing
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
+from lockstep.failure_kinds import kind_of
 from lockstep.plan import Plan, Position
 from lockstep.randomness import digest64
 from lockstep.record.events import Alive, CheckpointRow, Segment, Tell, Warned
@@ -153,7 +155,7 @@ def restore(
             )
     state.restore(sections, fork=start.fork)
     if start.fork:
-        return History()
+        return History(reached=state.counters.step)
     now = check_facts(spec, plan, state)
     if "weights_digest" in saved:
         now |= state_digests(Digester(state.precision.device), state)
@@ -209,6 +211,8 @@ class Checkpoints:
         self.spec, self.plan, self.group, self.state, self.facts = spec, plan, group, state, facts
         self.history, self.tell, self.requests, self.origin = history, tell, requests, origin
         self._digests = digests
+        self.hasty = False
+        """Whether the save in flight is given up at once where another rank is lost: the state is saved again by those that go on."""
         self.newest: str | None = None
         """Where the newest checkpoint is; known on rank 0."""
         own = start is not None and not start.fork
@@ -263,6 +267,13 @@ class Checkpoints:
         saver.save(step, {**sections, **blocks}, facts, _sharing(rows))
         self._end_if_stale(saver)
 
+    def make_up(self) -> None:
+        """Save where the plan has a checkpoint of the state at hand: the attempt before may have been writing it."""
+        step = self.state.counters.step
+        goes_on = self.origin is not None and self.origin.in_memory and step > 0
+        if goes_on and self.due(self.plan.position(step - 1), agreed=False):
+            self.save()
+
     def finish(self) -> None:
         """Save the state that the run ends with, and wait until it is written."""
         self.save()
@@ -277,7 +288,8 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saver is not None:
-            if error is not None:
+            # A save to which a lost rank had a part does not end.
+            if error is not None and not (self.hasty and kind_of(error).kind == "peer"):
                 self._saver.wait(GRACE_S)
             self._saver.close(abandon=error is not None)
 
@@ -330,8 +342,11 @@ class Checkpoints:
     def _claimed(self, origin: AttemptOrigin) -> Attempt:
         """Rank 0's: a new run's folder is claimed now, that of one that goes on was claimed before its state was read."""
         if self._own is None and origin.run_id is None:
-            storage = open_storage(self.spec.checkpoint.storage)
-            self._own = RunFolder.create(storage, self.requests.run_id())
+            storage, run_id = open_storage(self.spec.checkpoint.storage), self.requests.run_id()
+            if origin.in_memory:  # the attempt before may have saved, or not yet
+                self._own = opened(self.spec.checkpoint.storage, run_id)
+            else:
+                self._own = RunFolder.create(storage, run_id)
         if origin.run_id is None and self._own is not None:
             return self._own.claim(origin.attempt)
         return self._folder(origin.run_id or "").attempt(origin.attempt)

@@ -178,13 +178,15 @@ def digest_is_due(spec: Spec, position: Position, last: int) -> bool:
 
 
 class StepDigests:
-    """The digests of one worker's steps. `gradients` notes those of a step's micro-batches, and `taken` has all ranks'."""
+    """The digests of one worker's steps. `note` takes those of a step's micro-batches; then come `gather`, the update, `taken` and `compare`."""
 
     def __init__(self, spec: Spec, group: Group, state: TrainState, total_steps: int) -> None:
         self._spec, self._group, self._state, self._last = spec, group, state, total_steps
         self._names = [name for name, p in state.model.named_parameters() if p.requires_grad]
         self._digester: Digester | None = None
         self._micro_batches: list[list[_Summed]] | None = None
+        self._gradients: tuple[int, ...] | None = None
+        self._held: tuple[int, int] | None = None
 
     @property
     def digester(self) -> Digester:
@@ -217,25 +219,30 @@ class StepDigests:
         ):
             self._micro_batches[-1].append(self.digester.summed(self._names[i], gradient))
 
-    def taken(self, position: Position, ranges: Sequence[range]) -> Digests | None:
-        """The digests of the step that has just been updated, the same on every rank; None where it has none.
+    def gather(self, position: Position, ranges: Sequence[range]) -> None:
+        """Hear of the other ranks' micro-batches. Before the update: what a rank that is lost had noted is lost with it."""
+        self._gradients = None
+        if self._micro_batches is None:
+            return
+        every = self._group.gather(resolved(self._micro_batches))
+        self._micro_batches = None
+        counts = [len(clip(assigned, position.micro_batches)) for assigned in ranges]
+        self._gradients = tuple(
+            value for found, count in zip(every, counts, strict=True) for value in found[:count]
+        )
 
-        DriftError where the ranks do not hold the same state.
-        """
+    def taken(self, position: Position) -> Digests | None:
+        """The digests of the step that has just been updated, as this rank has them; None where it has none."""
         if not digest_is_due(self._spec, position, self._last):
             return None
-        own = resolved(self._micro_batches) if self._micro_batches is not None else None
-        self._micro_batches = None
-        weights, optimizer = self.state()
-        every = self._group.gather((weights, optimizer, own))
-        self._check_same([one[:2] for one in every])
-        if own is None:
-            return Digests(weights, optimizer, None)
-        counts = [len(clip(assigned, position.micro_batches)) for assigned in ranges]
-        gradients = [
-            value for (*_, found), count in zip(every, counts, strict=True) for value in found[:count]
-        ]
-        return Digests(weights, optimizer, tuple(gradients))
+        self._held = self.state()
+        return Digests(*self._held, self._gradients)
+
+    def compare(self) -> None:
+        """Compare what was `taken` with the other ranks. DriftError where they do not hold the same state."""
+        if self._held is not None:
+            own, self._held = self._held, None
+            self._check_same(self._group.gather(own))
 
     def state(self) -> tuple[int, int]:
         """The digests of the weights and of the optimizer's state as they are."""

@@ -62,7 +62,6 @@ class Evaluation:
         processes: int,
     ) -> None:
         self.job = job
-        self.group = group
         self.precision = precision
         self.seed = seed
         self.processes = processes
@@ -73,10 +72,15 @@ class Evaluation:
         self.micro_batch = micro_batch
         self.restore_buffers: Callable[[], None] = lambda: None
         """Puts back what evaluation wrote to buffers; it is called after each micro-batch, as in training."""
-        self.assigned = evaluation_ranges(self.samples, micro_batch, group.size)[group.rank]
+        self.join(group)
         self.figures: Mapping[str, str] = {}
         """What the job drew of the newest evaluation, as texts by the name of their file; on rank 0."""
         self._gives_outputs = whole_set.has_outputs(job)
+
+    def join(self, group: Group) -> None:
+        """Share the micro-batches out among the workers of `group` from now on."""
+        self.group = group
+        self.assigned = evaluation_ranges(self.samples, self.micro_batch, group.size)[group.rank]
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Metrics by name, `eval/` in front, equal on every rank. `alive` is called for each micro-batch."""
@@ -198,7 +202,9 @@ class Evaluation:
         keys = [
             MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.assigned
         ]
-        loader = Loader(self.batches, keys, self.group.device, min(self.processes, len(self.assigned)))
+        loader = Loader(
+            self.batches, keys, self.group.device, min(self.processes, len(self.assigned)), self.group.let_go
+        )
         try:
             means, outputs = [], []
             for i, batch in zip(self.assigned, loader, strict=True):

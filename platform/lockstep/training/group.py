@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.errors import ClusterError
 from lockstep.spec.fields import Spec
+from lockstep.training.connections import Sockets, close, connected, opened_since, shared, shut
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others in one collective before it gives up."""
@@ -38,6 +39,10 @@ class Group:
     size: int
     device: torch.device
     channel: Any = None
+    store: Any = None
+    """Through which the members of a group that was `formed` have met; the process that serves it must keep it."""
+    sockets: Sockets = field(default_factory=dict, compare=False)
+    """The channel's connections, one to every other rank; empty where they are not known."""
 
     @classmethod
     def join(cls, device: torch.device) -> Group:
@@ -45,8 +50,61 @@ class Group:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(dist.get_world_size(), groups=1)
+        before = connected()
         channel = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), device, channel)
+        return cls(dist.get_rank(), dist.get_world_size(), device, channel)._with_sockets(before)
+
+    @classmethod
+    def formed(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:
+        """A group of processes that have met at `store`, over gloo, apart from any default process group.
+
+        Raises torch's RuntimeError where a member is lost meanwhile.
+        """
+        if size == 1:
+            return cls(rank=0, size=1, device=device)
+        ensure_descriptors(size, groups=1)
+        before = connected()
+        hidden, dist.group.WORLD = dist.group.WORLD, None
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+            )
+            channel = dist.group.WORLD
+        finally:
+            dist.group.WORLD = hidden
+        return cls(rank, size, device, channel, store)._with_sockets(before)
+
+    def _with_sockets(self, before: Sockets) -> Group:
+        """The same with its connections: all that were made since `before`, and that a member has the other end of."""
+        if self.device.type != "cpu":
+            return self
+        own = opened_since(before)
+        others = self.gather(list(own.values()))
+        del others[self.rank]
+        found = shared(own, others)
+        return replace(self, sockets=found if len(found) == self.size - 1 else {})
+
+    @property
+    def can_abort(self) -> bool:
+        """Whether this group can be broken off: with gloo, where the system lists its connections.
+
+        A kernel of NCCL waits for a lost rank until it is aborted from outside.
+        """
+        return bool(self.sockets)
+
+    def break_off(self) -> None:
+        """Break off what is under way, from any thread: whoever waits in a collective of the group gets an error."""
+        shut(self.sockets)
+
+    def let_go(self) -> None:
+        """In a forked process: close the connections, which would else be open for as long as it outlives its parent."""
+        close(self.sockets)
+
+    def abort(self) -> None:
+        """Break off what is under way, and end the group."""
+        if self.channel is not None:
+            self.break_off()
+            dist.destroy_process_group(self.channel)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank. For small objects outside the step."""

@@ -36,6 +36,7 @@ from lockstep.training.digest import weights_digest
 from lockstep.training.digests import check_same_weights
 from lockstep.training.group import Group
 from lockstep.training.pace import Pace
+from lockstep.training.recovery import Recovery, Seat, can_recover, is_lost_peer, outlived
 from lockstep.training.requests import Requests
 from lockstep.training.setup import Run, prepare
 from lockstep.training.state import tensors
@@ -44,7 +45,13 @@ from lockstep.training.weights import save_weights
 
 
 def fit(
-    spec: Spec, job: Job, group: Group, tell: Tell, requests: Requests, origin: AttemptOrigin | None = None
+    spec: Spec,
+    job: Job,
+    group: Group,
+    tell: Tell,
+    requests: Requests,
+    origin: AttemptOrigin | None = None,
+    recovery: Recovery | None = None,
 ) -> dict[str, Any] | None:
     """Train one run to its end as one worker of `group`. Returns its summary, the same on every rank.
 
@@ -60,39 +67,61 @@ def fit(
         run = prepare(spec, job, group, tell, origin)
         tell(Started(run.facts))
         tell(run.history.past())
-        clock, pace = Clock(origin), Pace(group)
-        stopped = False
+        seat = Seat(group, tell, requests, origin)
+        outlives = recovery is not None and can_recover(spec, group, run.state, origin)
+        if recovery is not None and outlives:
+            recovery.ready(seat)
+        while True:
+            try:
+                return train(run, seat, hasty=outlives)
+            except Exception as error:
+                if recovery is None or not outlives or not is_lost_peer(error):
+                    raise
+                lost = error
+            run, seat = outlived(run, seat, recovery, lost)
+            del lost  # its frames hold what the step that was left had computed
 
-        with run.checkpoints(tell, requests, origin) as checkpoints, closing(run.loader()) as batches:
-            over = catch_up(run, tell)
-            if not goes_on(run, requests):
+
+def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None:
+    """Take the steps that are left, from the state as it is. `hasty`: others go on where a rank of this group is lost."""
+    tell, requests, origin = seat.tell, seat.requests, seat.origin
+    clock, pace = Clock(origin), Pace(run.group)
+    stopped = False
+    with run.checkpoints(tell, requests, origin) as checkpoints, closing(run.loader()) as batches:
+        checkpoints.hasty = hasty
+        over = catch_up(run, tell)
+        if not goes_on(run, requests):
+            return None
+        checkpoints.make_up()
+        for position in run.ahead(over):
+            result = run.step(position, batches, stop=requests.stop(), save=checkpoints.wanted())
+            row = clock.row(run, position, result, batches)
+            note_step(run, row)
+            run.step.digests.compare()
+            tell(row)
+            for straggler in pace.add(position.number, result.pace):
+                tell(Straggling(straggler))
+            stopped = result.stop and position.number < run.plan.total_steps
+            if stopped:
+                break
+
+            evaluated = evaluation_is_due(run, position)
+            over = evaluated and evaluate(run, position, tell)
+            if checkpoints.due(position, agreed=result.save):
+                checkpoints.save()
+            clock.leave_out()
+            if over or ends_replay(position, origin):
+                break
+            if evaluated and position.number < run.plan.total_steps and not goes_on(run, requests):
                 return None
-            for position in run.ahead(over):
-                result = run.step(position, batches, stop=requests.stop(), save=checkpoints.wanted())
-                note_step(run, tell, clock.row(run, position, result, batches))
-                for straggler in pace.add(position.number, result.pace):
-                    tell(Straggling(straggler))
-                stopped = result.stop and position.number < run.plan.total_steps
-                if stopped:
-                    break
+        checkpoints.finish()
 
-                evaluated = evaluation_is_due(run, position)
-                over = evaluated and evaluate(run, position, tell)
-                if checkpoints.due(position, agreed=result.save):
-                    checkpoints.save()
-                clock.leave_out()
-                if over or ends_replay(position, origin):
-                    break
-                if evaluated and position.number < run.plan.total_steps and not goes_on(run, requests):
-                    return None
-            checkpoints.finish()
-
-        summary = summarise(run, clock, stopped=stopped, checkpoint=checkpoints.newest)
-        peaks = group.gather(peak_memory(group.device))
-        tell(PeakMemory(peaks))
-        tell(Document("memory.json", memory.used(run.state, peaks)))
-        tell(Finished(summary, keep_weights(run, requests, origin)))
-        return summary
+    summary = summarise(run, clock, stopped=stopped, checkpoint=checkpoints.newest)
+    peaks = run.group.gather(peak_memory(run.group.device))
+    tell(PeakMemory(peaks))
+    tell(Document("memory.json", memory.used(run.state, peaks)))
+    tell(Finished(summary, keep_weights(run, requests, origin)))
+    return summary
 
 
 def ends_replay(position: Position, origin: AttemptOrigin | None) -> bool:
@@ -116,15 +145,13 @@ def catch_up(run: Run, tell: Tell) -> bool:
     return rule is not None and run.state.best.enough(rule)
 
 
-def note_step(run: Run, tell: Tell, row: StepRow) -> None:
-    """Put a step into the ledger."""
+def note_step(run: Run, row: StepRow) -> None:
+    """Keep the row of a step that was updated: from here on the step is done."""
     run.state.metrics |= {
         "train/loss": row.loss,
         **{f"train/{name}": value for name, value in row.parts.items()},
     }
-    if run.group.rank == 0:
-        run.history.add(row)
-    tell(row)
+    run.history.add(row)
 
 
 def evaluation_is_due(run: Run, position: Position) -> bool:
@@ -147,8 +174,7 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     run.state.schedule.evaluated(metrics)
     run.state.counters.evaluated = step
     run.state.metrics |= metrics
-    if run.group.rank == 0:
-        run.history.evaluations.append(row)
+    run.history.add_evaluation(row)
     tell(row)
     for name, text in run.evaluate.figures.items():
         tell(Document(f"evaluations/step-{step:09}/{name}", text))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Run:
     """One run, ready to be trained: what `fit` walks through."""
 
     spec: Spec
+    job: Job
     plan: Plan
     group: Group
     state: TrainState
@@ -72,6 +73,24 @@ class Run:
     facts: dict[str, Any]
     start: Start | None
     history: History
+
+    def in_group(self, group: Group) -> Run:
+        """The same run as a worker of another group, from the state as it is. All ranks of the group call it."""
+        old = self.step
+        step = Stepper(
+            self.job,
+            self.spec,
+            self.plan,
+            group,
+            self.state,
+            parts=old.exchange.parts,
+            written_buffers=old.buffers.written,
+        )
+        if self.evaluate is not None:
+            self.evaluate.join(group)
+            self.evaluate.restore_buffers = step.buffers.restore
+        facts = {**self.facts, "workers": group.size}
+        return replace(self, group=group, step=step, facts=facts, start=None)
 
     def loader(self) -> Loader:
         """The worker's micro-batches from the state's step to the end of the run."""
@@ -84,7 +103,9 @@ class Run:
             window=self.spec.data.window,
             start=self.state.counters.step,
         )
-        return Loader(self.batches, sampler, self.group.device, self.spec.data.loader_processes)
+        return Loader(
+            self.batches, sampler, self.group.device, self.spec.data.loader_processes, self.group.let_go
+        )
 
     def ahead(self, over: bool) -> Iterator[Position]:
         """The steps that are still to be taken: none where the run is `over`."""
@@ -166,7 +187,7 @@ def prepare(
     if evaluate is not None:
         evaluate.restore_buffers = step.buffers.restore
     tell(StageEnded("preparation", time.time()))
-    return Run(spec, plan, group, state, step, evaluate, batches, facts, start, history)
+    return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history)
 
 
 def make_state(

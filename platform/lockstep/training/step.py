@@ -128,6 +128,7 @@ class Stepper:
         self.reduction: Reduction | None = None
         self.wrapped: nn.Module = self.module
         self.watch = Stopwatch(group.device)
+        self._abandoned = False
         self._cuda = group.device if group.device.type == "cuda" else None
         if group.size > 1:
             self.wrapped = self._in_ddp()
@@ -161,8 +162,24 @@ class Stepper:
         self._accumulate(position, batches, scale_down)
         agreed = self.exchange.read(position.micro_batches)
         self._check(position, agreed.totals)
+        self.digests.gather(position, self.plan.ranges(self.group.size))
+        # The last message of the step: from here on no rank waits for another, and the state changes.
         self.buffers.end_step(agreed.flagged)
         return self._update(position, agreed, scale_down)
+
+    def abandon(self) -> None:
+        """Give up what is under way, for good: the state is that after the last update, and the parameters are free for another Stepper.
+
+        An update itself is not interrupted: no rank waits for another in it.
+        """
+        if self._abandoned:
+            return
+        self._abandoned = True
+        self.buffers.restore()
+        self._forget_gradients()
+        if isinstance(self.wrapped, DistributedDataParallel):
+            # Its hooks on the parameters go with the reducer, which frames of the error at hand still hold.
+            self.wrapped.reducer = self.wrapped.logger = None  # type: ignore[assignment]
 
     # --- forward and backward -----------------------------------------------------------------------------
 
@@ -327,7 +344,7 @@ class Stepper:
             stop=agreed.stop,
             save=agreed.save,
             pace=agreed.pace,
-            digests=self.digests.taken(position, self.plan.ranges(self.group.size)),
+            digests=self.digests.taken(position),
         )
 
     def _where(self, position: Position, m: int) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lockstep.attempts.mailbox import Mailbox, RecorderState
-from lockstep.errors import ClusterError, RecordError
-from lockstep.record.events import Broke, Event, Failed, Finished, StageEnded, Warned
+from lockstep.errors import ClusterError, DeviceError, RecordError
+from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, Warned
+from lockstep.training.roll_call import Arrival, Formation, Progress, Refused
 from tests.unit.record.rows import step_row
 
 STATE = RecorderState(run_id="abc", pid=1)
@@ -85,3 +88,41 @@ def test_a_worker_that_asks_for_the_run_learns_its_id_or_why_there_is_none() -> 
     mailbox.fetch(0, 0, STATE)
     assert mailbox.run_id() == "abc"
     assert mailbox.status().recorder.fetches == 2
+
+
+def joined(rank: int) -> Joined:
+    return Joined(rank, f"node-{rank}", 100 + rank, Path("stacks"), 0.0, "")
+
+
+def test_workers_that_outlive_another_are_seen_as_the_next_attempt() -> None:
+    """By their new ranks; an error that one tells by its number is told by its rank."""
+    mailbox = Mailbox()
+    mailbox.begin(1, workers=3)
+    for worker in range(3):
+        mailbox.tell(1, [joined(worker)])
+        mailbox.ready(1, worker)
+    mailbox.tell(1, [step_row(7)])
+    assert mailbox.lose(0)
+    for worker in (1, 2):
+        mailbox.arrive(1, worker, Arrival(Progress(7, 0), "host", worker))
+    status = mailbox.status()
+    assert isinstance(mailbox.ask(1, 1), Formation)
+    assert status.went_on is not None
+    assert (status.went_on.step, status.went_on.workers, status.view.attempt) == (7, 2, 2)
+    assert {rank: member.pid for rank, member in status.view.members.items()} == {0: 101, 1: 102}
+    assert status.view.signs_of_life > 0  # it may not be silent for as long as a new one
+    mailbox.tell(2, [Broke(DeviceError("ECC"), "", rank=2)])
+    assert mailbox.status().view.device_ranks == {1}
+    mailbox.begin(3, workers=2)
+    assert mailbox.status().went_on is None
+    assert not mailbox.lose(0)  # nobody trains yet
+
+
+def test_workers_do_not_outlive_another_once_the_run_has_ended() -> None:
+    mailbox = Mailbox()
+    mailbox.begin(1, workers=2)
+    for worker in range(2):
+        mailbox.ready(1, worker)
+    mailbox.tell(1, [Finished({"stopped": False})])
+    mailbox.arrive(1, 1, Arrival(Progress(7, 0), "host", 1))
+    assert isinstance(mailbox.ask(1, 1), Refused)

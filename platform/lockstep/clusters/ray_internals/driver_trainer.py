@@ -22,6 +22,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
+from lockstep.clusters.ray_internals.losses import Losses
 from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
 from lockstep.clusters.ray_internals.stage_times import StageTimes
 
@@ -61,6 +62,14 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
         workers = super()._create_workers(*args, **settings)
         self._note("processes")
         return workers
+
+    def poll_status(self, timeout: float | None = None) -> Any:
+        """How the workers are; those that the others outlive have ended, as it were."""
+        status = super().poll_status(timeout)
+        for callback in self._callbacks:
+            if isinstance(callback, Losses):
+                callback.leave_out(status)
+        return status
 
     def _note(self, stage: str) -> None:
         for callback in self._callbacks:

@@ -1,0 +1,117 @@
+"""How the workers that are left after a loss form a new group: they report at a roll call, and connect as it says.
+
+The roll call is kept by a process that is none of the workers. Each worker that comes serves a store; the group is
+formed at that of its new rank 0.
+
+A process that is killed closes its connections, and the others meet an error at once. A machine that falls silent does not:
+so each worker also asks now and then whether there is a roll call, and then breaks its own group off.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lockstep.training.group import Group
+from lockstep.training.recovery import Seat
+from lockstep.training.roll_call import Answer, Arrival, Progress, Refused
+
+ASK_S = 0.02
+"""How often a worker that waits asks whether all have come."""
+
+LISTEN_S = 1.0
+"""How often a worker that trains asks whether there is a roll call."""
+
+CONNECT_S = 30.0
+"""How long members of a new group may take to connect; one that is lost meanwhile never does."""
+
+
+class RollCallKeeper(Protocol):
+    """The way to whoever keeps the roll calls (`training.roll_call.RollCalls`), for one worker."""
+
+    def ready(self) -> None: ...
+
+    def arrive(self, attempt: int, arrival: Arrival) -> None: ...
+
+    def ask(self, attempt: int) -> Answer: ...
+
+    def called(self) -> int | None: ...
+
+
+class Meeting:
+    """A worker's side of the roll calls of a run: a `training.recovery.Recovery`. A context, which listens while it is open."""
+
+    def __init__(
+        self,
+        attempt: int,
+        worker: int,
+        host: str,
+        keeper: RollCallKeeper,
+        seated: Callable[[Group, int, Seat], Seat],
+    ) -> None:
+        """`worker` is this one's number, `host` its machine's address; `seated` is given the new group, its attempt and the place before."""
+        self._attempt, self._worker, self._host = attempt, worker, host
+        self._keeper, self._seated = keeper, seated
+        self._group: Group | None = None
+        """The group at hand, as long as this worker has not left it."""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ready(self, seat: Seat) -> None:
+        """Come to roll calls from now on."""
+        self._group = seat.group
+        self._keeper.ready()
+        self._thread = threading.Thread(target=self._listen, name="lockstep-roll-call", daemon=True)
+        self._thread.start()
+
+    def regroup(self, seat: Seat, progress: Progress) -> Seat | None:
+        """The place in the group of those that are left, once all have come; None where the attempt must end."""
+        with self._lock:
+            self._group = None
+        timeout = timedelta(seconds=CONNECT_S)
+        own = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._keeper.arrive(self._attempt, Arrival(progress, self._host, own.port))
+        while (answer := self._keeper.ask(self._attempt)) is None:
+            time.sleep(ASK_S)
+        if isinstance(answer, Refused):
+            return None
+        self._attempt = answer.attempt
+        rank, size = answer.workers.index(self._worker), len(answer.workers)
+        store = own
+        if rank > 0:
+            store = TCPStore(answer.host, answer.port, is_master=False, timeout=timeout)
+        store.set(f"here-{rank}", "")
+        store.wait([f"here-{each}" for each in range(size)], timeout)
+        group = Group.formed(rank, size, seat.group.device, store)
+        with self._lock:
+            self._group = group
+        return self._seated(group, self._attempt, seat)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _listen(self) -> None:
+        """Break the group off where a roll call is on, and this worker still waits for one that is lost."""
+        heard: int | None = None
+        while not self._over.wait(LISTEN_S):
+            called = self._keeper.called()
+            with self._lock:
+                # The second time: one that only has to finish what it computes finds out by itself.
+                if called is not None and called == heard == self._attempt and self._group is not None:
+                    self._group.break_off()
+            heard = called

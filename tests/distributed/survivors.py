@@ -1,0 +1,356 @@
+"""Runs that lose workers: processes of their own, a roll call in the test's, and a worker that kills itself at a chosen place.
+
+A place is a name and how often it was passed. The names are the calls in which a rank waits for others, or leaves something that
+others wait for; where they lie in a step is for the tests to say.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep
+import lockstep.checkpoint.saver
+import lockstep.checkpoint.snapshot
+import lockstep.training.loop
+import lockstep.training.recovery
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.job.loading import load_job
+from lockstep.record.events import EvaluationRow, Event, Restored, StepRow, tell_nobody
+from lockstep.record.history import History
+from lockstep.record.ledger import DETERMINISTIC
+from lockstep.spec.loading import load_spec
+from lockstep.training.buffers import StepBuffers
+from lockstep.training.group import Group
+from lockstep.training.loop import fit
+from lockstep.training.meeting import Meeting
+from lockstep.training.recovery import Seat, next_attempt
+from lockstep.training.requests import NoRequests
+from lockstep.training.roll_call import RollCalls
+from lockstep.training.state import TrainState
+from lockstep.training.step import Stepper
+from tests.distributed.small_jobs import Plain, points
+from tests.distributed.training import Document, bits, digested
+from tests.forked import forking
+
+ANSWER_S = 120
+TOLD_AT_ONCE = 3
+"""Rows that a worker keeps before it sends them: those that it has not sent are lost with it."""
+
+
+class Fall(NamedTuple):
+    """Worker number `worker` kills itself in step `step` (counted from 1), when it comes to `place` for the `count`-th time in it.
+
+    One that falls `silent` stops and keeps its connections, as a machine that is gone seems to do; its loss is told from outside.
+    """
+
+    worker: int
+    step: int
+    place: str
+    count: int = 1
+    silent: bool = False
+
+
+class Outlived(NamedTuple):
+    """What a run came to whose workers fell."""
+
+    summaries: dict[int, dict[str, Any]]
+    """Of each worker that was left, by its number."""
+    rows: tuple[Any, ...]
+    evaluations: tuple[Any, ...]
+    """What was told, in order of steps: a step that was told twice had the same bits."""
+    attempts: int
+    begun: dict[int, list[int]]
+    """By worker: the steps that it began."""
+    places: dict[int, list[tuple[int, str]]]
+    """By worker: the places that it passed, each with its step."""
+
+
+class Told:
+    """What a run's record would hold: each step once, and the same whenever it is told."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, Any] = {}
+        self.evaluations: dict[int, Any] = {}
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Restored():
+                for row in (*event.steps, *event.evaluations):
+                    self.take(row)
+            case StepRow():
+                self._put(
+                    self.steps, event.step, bits({name: getattr(event, name) for name in DETERMINISTIC})
+                )
+            case EvaluationRow():
+                self._put(self.evaluations, event.step, (event.step, event.epoch, bits(event.metrics)))
+
+    def _put(self, held: dict[int, Any], step: int, value: Any) -> None:
+        assert held.setdefault(step, value) == value, f"step {step} gave other bits when it was done again"
+
+
+def outlive(
+    document: Document, workers: int, falls: Sequence[Fall] = (), *, run_id: str = "", broken: str = ""
+) -> Outlived:
+    """Train on so many workers, of which some fall. `broken` names a mechanism that is taken away. Raises what ends a worker."""
+    context = forking()
+    calls, told = RollCalls(1, workers), Told()
+    with tempfile.TemporaryDirectory(prefix="lockstep-survivors-") as folder:
+        pipes, processes = [], []
+        for worker in range(workers):
+            here, there = context.Pipe()
+            own = [fall for fall in falls if fall.worker == worker]
+            arguments = (there, digested(document), worker, workers, folder, own, run_id, broken)
+            process = context.Process(target=_live, args=arguments, daemon=False)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            answers = _served(calls, told, processes, pipes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    errors = [value for value, *_ in answers.values() if isinstance(value, Exception)]
+    if errors:
+        raise errors[0]
+    return Outlived(
+        {worker: summary for worker, (summary, *_) in answers.items()},
+        tuple(told.steps[step] for step in sorted(told.steps)),
+        tuple(told.evaluations[step] for step in sorted(told.evaluations)),
+        1 if calls.newest is None else calls.newest.attempt,
+        {worker: begun for worker, (_, begun, _) in answers.items()},
+        {worker: places for worker, (*_, places) in answers.items()},
+    )
+
+
+def _served(
+    calls: RollCalls, told: Told, processes: Sequence[Any], pipes: Sequence[Any]
+) -> dict[int, tuple[Any, list[int], list[tuple[int, str]]]]:
+    """Keep the roll calls and the record until every worker has answered or fallen."""
+    answers: dict[int, Any] = {}
+    spoken, living = dict(enumerate(pipes)), dict(enumerate(processes))
+    while living:
+        ready = wait([*spoken.values(), *(process.sentinel for process in living.values())], timeout=ANSWER_S)
+        assert ready, f"workers {sorted(living)} did nothing for {ANSWER_S} s"
+        for worker, pipe in list(spoken.items()):
+            if pipe not in ready:
+                continue
+            try:
+                what, *rest = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                del spoken[worker]
+                continue
+            if what == "answer":
+                answers[worker] = tuple(rest)
+                calls.end(worker)
+                continue
+            if what == "silent":
+                del spoken[worker], living[worker]
+                calls.lose(worker)
+            try:
+                pipe.send(_answer(calls, told, worker, what, *rest))
+            except BrokenPipeError:
+                spoken.pop(worker)
+        for worker, process in list(living.items()):
+            if process.sentinel in ready and worker not in spoken:
+                del living[worker]
+                if worker not in answers:
+                    calls.lose(worker)
+    return answers
+
+
+def _answer(calls: RollCalls, told: Told, worker: int, what: str, *words: Any) -> Any:
+    match what:
+        case "ready":
+            calls.ready(worker)
+        case "arrive":
+            calls.arrive(words[0], worker, words[1])
+        case "ask":
+            return calls.ask(words[0], worker)
+        case "called":
+            return calls.called
+        case "told":
+            for event in words[0]:
+                told.take(event)
+    return None
+
+
+class _Worker(NoRequests):
+    """One worker: what it tells, and what it is asked."""
+
+    def __init__(self, pipe: Any, run_id: str) -> None:
+        self._pipe, self._run_id = pipe, run_id
+        self._lock = threading.Lock()
+        self._kept: list[Event] = []
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, StepRow | EvaluationRow | Restored):
+            self._kept.append(event)
+        if not isinstance(event, StepRow) or len(self._kept) >= TOLD_AT_ONCE:
+            self._asked("told", self._kept)
+            self._kept = []
+
+    def run_id(self) -> str:
+        return self._run_id
+
+    def _asked(self, *words: Any) -> Any:
+        with self._lock:
+            self._pipe.send(words)
+            return self._pipe.recv()
+
+    def ready(self) -> None:
+        self._asked("ready")
+
+    def ask(self, attempt: int) -> Any:
+        return self._asked("ask", attempt)
+
+    def arrive(self, attempt: int, arrival: Any) -> None:
+        self._asked("arrive", attempt, arrival)
+
+    def called(self) -> Any:
+        return self._asked("called")
+
+    def fall_silent(self) -> None:
+        self._asked("silent")
+
+    def seated(self, group: Group, attempt: int, seat: Seat) -> Seat:
+        origin = next_attempt(seat.origin, attempt)
+        if group.rank > 0:
+            return Seat(group, tell_nobody, NoRequests(), origin)
+        return Seat(group, self.tell, self, origin)
+
+
+def _live(
+    pipe: Any,
+    document: Document,
+    number: int,
+    workers: int,
+    folder: str,
+    falls: Sequence[Fall],
+    run_id: str,
+    broken: str,
+) -> None:
+    """A worker's life."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    places: list[tuple[int, str]] = []
+    begun: list[int] = []
+    worker = _Worker(pipe, run_id)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{folder}/store", workers), rank=number, world_size=workers
+        )
+        spec = load_spec(document)
+        seat = worker.seated(Group.join(torch.device("cpu")), 1, Seat(None, tell_nobody, worker, None))  # type: ignore[arg-type]
+        meeting = Meeting(1, number, "127.0.0.1", worker, worker.seated)
+        several = mock.patch.object(lockstep.checkpoint.snapshot, "SMALLEST_SHARE", 64)  # each writes a part
+        with several, _watched(falls, places, begun, worker.fall_silent), _without(broken), meeting:
+            job = load_job(spec.job.use, spec.job.params)
+            origin = AttemptOrigin() if run_id else None
+            answer: Any = fit(spec, job, seat.group, seat.tell, seat.requests, origin, meeting)
+    except Exception as error:  # noqa: BLE001 - carried to the test
+        answer = error
+    pipe.send(("answer", answer, begun, places))
+
+
+class Breaking(Plain):
+    """Raises for one sample, which one worker alone meets."""
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(self.params.samples), torch.arange(self.params.samples))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y, index = batch
+        if 40 in index:
+            raise ValueError("a sample that breaks")
+        return super().loss(model, (x, y))
+
+
+_PLACES: dict[str, tuple[Any, str]] = {
+    "forward": (Stepper, "_forward"),
+    "send whole": (dist, "all_to_all_single"),
+    "pass on": (dist, "batch_isend_irecv"),
+    "send buffers": (Group, "broadcast"),
+    "gather": (Group, "gather"),
+    "gather outputs": (Group, "gather_first"),
+    "update": (Stepper, "_update"),
+    "note": (lockstep.training.loop, "note_step"),
+    "write": (lockstep.checkpoint.saver, "write_part"),
+    "receipt": (lockstep.checkpoint.saver, "post_receipt"),
+    "commit": (lockstep.checkpoint.saver, "commit"),
+    "agree": (lockstep.training.recovery, "agree_on_state"),
+}
+"""Where a worker may fall: before this is called."""
+
+
+@contextmanager
+def _watched(
+    falls: Sequence[Fall], places: list[tuple[int, str]], begun: list[int], fall_silent: Callable[[], None]
+) -> Iterator[None]:
+    """Note which places are passed in which step, and fall where it is said."""
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            # What is saved is written by a thread, while the next steps are taken.
+            step = args[1] if name in ("write", "receipt", "commit") else begun[-1] if begun else 0
+            places.append((step, name))
+            for fall in falls:
+                if (fall.step, fall.place) == (step, name) and places.count((step, name)) == fall.count:
+                    if fall.silent:
+                        fall_silent()
+                    os.kill(os.getpid(), signal.SIGSTOP if fall.silent else signal.SIGKILL)
+            return function(*args, **more)
+
+        return call
+
+    step = Stepper.__call__
+
+    def begin(self: Stepper, position: Any, *args: Any, **more: Any) -> Any:
+        begun.append(position.number)
+        return step(self, position, *args, **more)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Stepper, "__call__", begin))
+        for name, (owner, attribute) in _PLACES.items():
+            function = getattr(owner, attribute)
+            stack.enter_context(mock.patch.object(owner, attribute, watched(name, function)))
+        yield
+
+
+@contextmanager
+def _without(mechanism: str) -> Iterator[None]:
+    """Take away one of the mechanisms that keep the bits."""
+
+    def keep_state(group: Group, state: TrainState) -> None:
+        group.gather(None)
+
+    def only_newest(self: History) -> Restored:
+        return self.newest()
+
+    def abandon(self: Stepper) -> None:
+        with mock.patch.object(StepBuffers, "restore", lambda self: None):
+            own(self)
+
+    own = Stepper.abandon
+    patches = {
+        "": (),
+        "agreement": (lockstep.training.recovery, "agree_on_state", keep_state),
+        "history": (History, "retold", only_newest),
+        "buffers": (Stepper, "abandon", abandon),
+        "listening": (Meeting, "_listen", lambda self: None),
+    }
+    with mock.patch.object(*patches[mechanism]) if mechanism else ExitStack():
+        yield
