@@ -57,7 +57,7 @@ def fit(
 
     `tell` takes the run's events, and `requests` is what others ask of it. None where `requests.go_on` says that nobody wants
     more of the run: nothing is told of such an end. `origin` tells which attempt of which run this is; without one nothing is
-    saved and nothing taken up. Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
+    saved and nothing taken up. `recovery` is where the workers meet that outlive another one; without it the loss of one ends them all. Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
     """
     with (
         determinism(spec.determinism, spec.threads),
