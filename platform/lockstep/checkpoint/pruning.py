@@ -45,9 +45,12 @@ class Catalogue:
         keep = replace(keep, pinned=keep.pinned | pinned(self.attempt.run))
         self.essential = essential(known.values(), keep)
         steps = surplus(known.values(), keep)
+        ended = False
         for step in steps:
-            apply(self.attempt, [step])
+            ended |= apply(self.attempt, [step])
             del known[step]
+        if ended:
+            _clear_shared(self.attempt)
         return steps
 
     def _looked_at(self, step: int) -> Known | None:
@@ -80,22 +83,26 @@ def prune(attempt: Attempt, keep: Keep, *, whole: int | None = None) -> list[int
     return Catalogue(attempt).prune(keep, whole=whole)
 
 
-def apply(attempt: Attempt, steps: Iterable[int]) -> None:
-    """Delete these checkpoints. StaleAttemptError where the attempt is over."""
+def apply(attempt: Attempt, steps: Iterable[int]) -> bool:
+    """Delete these checkpoints; whether one was that of an ended attempt. StaleAttemptError where the attempt is over."""
+    ended = False
     for step in steps:
         folder = layout.step_folder(step)
         named: list[str] = []
         for checkpoint in reversed(checkpoints_of(attempt.run, step)):
             with suppress(BadCheckpointError):  # its files are leftovers from here on
-                named += [entry.name for entry in checkpoint.manifest().files]
+                manifest = checkpoint.manifest()
+                named += [entry.name for entry in manifest.files]
+                ended |= manifest.attempt < attempt.number
             attempt.withdraw((folder, checkpoint.name))
         for name in named:
             attempt.discard((folder, name))
         attempt.run.storage.delete_folder(attempt.run.path(folder))
+    return ended
 
 
 def clear_leftovers(attempt: Attempt, only: Collection[int] | None = None) -> list[str]:
-    """Delete what crashed and failed saves have left; the files that were deleted, as `step-…/name`.
+    """Delete what crashed and failed saves have left, and abandoned attempts; the files that were deleted, as `step-…/name`.
 
     Call it when an attempt has begun, and after a save that failed, with `only` the steps that it may have left something of.
     """
@@ -109,7 +116,38 @@ def clear_leftovers(attempt: Attempt, only: Collection[int] | None = None) -> li
             attempt.discard((name, file))
         if folder.names == set(found.get(folder.step, ())):
             attempt.run.storage.delete_folder(attempt.run.path(name))
-    return [f"{layout.step_folder(step)}/{file}" for step, files in found.items() for file in files]
+    cleared = [f"{layout.step_folder(step)}/{file}" for step, files in found.items() for file in files]
+    return cleared + (_clear_shared(attempt) if only is None else [])
+
+
+def _clear_shared(attempt: Attempt) -> list[str]:
+    """Delete the shared files that no checkpoint names: those of an attempt whose checkpoints are all gone, or of a save that failed.
+
+    None is deleted before this attempt has published, nor where a manifest cannot be read, or one may still be on its way: the files of
+    its step are there already.
+    """
+    run = attempt.run
+    listings = listed(run)
+    found = [Checkpoint.of(run, step, name) for step, names in listings for name in layout.manifests(names)]
+    manifests = [_readable(checkpoint) for checkpoint in found]
+    readable = [manifest for manifest in manifests if manifest is not None]
+    published = max((one.step for one in readable if one.attempt == attempt.number), default=None)
+    if published is None or len(readable) < len(manifests):
+        return []
+    if not run.storage.fences and any(_may_come(step, names, published, attempt) for step, names in listings):
+        return []
+    named = {entry.name for manifest in readable for entry in manifest.shared}
+    items = run.storage.list(run.path(layout.SHARED))
+    left = [item.name for item in items if layout.is_shared(item.name) and item.name not in named]
+    for name in left:
+        attempt.discard((layout.SHARED, name))
+    return [f"{layout.SHARED}/{name}" for name in left]
+
+
+def _may_come(step: int, names: Iterable[str], published: int, attempt: Attempt) -> bool:
+    """Whether a manifest of an ended attempt may still arrive in a step's folder, and count."""
+    ended = (parts for name in names if (parts := layout.file_name(name)) and parts.attempt < attempt.number)
+    return step > published and any(ended) and not layout.manifests(names)
 
 
 def _folders(attempt: Attempt, only: Collection[int] | None) -> list[tuple[int, dict[str, int]]]:

@@ -180,7 +180,7 @@ def _held(folder: Path) -> Iterator[Path]:
             named = json.loads((held / "manifest.json").read_bytes())
             for entry in named["files"]:
                 os.link(folder / entry["name"], held / entry["name"])
-            for name in _shared(named):
+            for name in shared_names(named):
                 os.link(folder.parent / SHARED / name, held / name)
         except OSError as error:
             if error.errno not in NO_LINKS:
@@ -198,14 +198,14 @@ def _held(folder: Path) -> Iterator[Path]:
 def _copy_shared(folder: Path, held: Path) -> None:
     """Copy a checkpoint that shares files into `held`, which is left empty where it shares none."""
     named = json.loads((folder / "manifest.json").read_bytes())
-    if not _shared(named):
+    if not shared_names(named):
         return
-    for name in _shared(named):
+    for name in shared_names(named):
         shutil.copyfile(folder.parent / SHARED / name, held / name)
     for entry in [*named["files"], {"name": "manifest.json"}]:
         shutil.copyfile(folder / entry["name"], held / entry["name"])
 
 
-def _shared(manifest: Mapping[str, Any]) -> list[str]:
+def shared_names(manifest: Mapping[str, Any]) -> list[str]:
     """The names of the files that a checkpoint shares with others: an entry is name, size and hash."""
     return [entry.split(" ")[0] for entry in manifest.get("shared", ())]

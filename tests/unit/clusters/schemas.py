@@ -174,14 +174,80 @@ def check_compose(document: Mapping[str, Any]) -> None:
         for volume in service.get("volumes", []):
             if volume.partition(":")[0] not in document["volumes"]:
                 raise ValueError(f"{name}: mounts {volume!r}, which is not declared")
+        if "image" in service:
+            check_image(service["image"])
         words = str(service.get("command", ""))
         if "ray start" in words and service["environment"].get("RAY_AUTH_MODE") != "token":
             raise ValueError(f"{name}: starts Ray without RAY_AUTH_MODE=token")
         if "mlflow server" in words and not {"--app-name", "--allowed-hosts"} <= set(words.split()):
             raise ValueError(f"{name}: starts MLflow without --app-name basic-auth and --allowed-hosts")
+    _check_rights(services)
     clear = list(literal_secrets(document))
     if clear:
         raise ValueError(f"secrets in clear: {', '.join(clear)}")
+
+
+def _check_rights(services: Mapping[str, Any]) -> None:
+    """Neither an administrator of MLflow nor the root of the object store is given to whoever needs less."""
+    head, worker, mlflow = (services[name]["environment"] for name in ("head", "worker", "mlflow"))
+    if head["MLFLOW_TRACKING_USERNAME"] == "admin" or "ADMIN" in head["MLFLOW_TRACKING_PASSWORD"]:
+        raise ValueError("head: has MLflow's admin account")
+    if any(name.startswith(("MLFLOW", "AWS")) for name in worker):
+        raise ValueError("worker: has an account that it does not need")
+    root = services["s3"]["environment"]["MINIO_ROOT_USER"]
+    if mlflow["AWS_ACCESS_KEY_ID"] == root or "ROOT" in mlflow["AWS_SECRET_ACCESS_KEY"]:
+        raise ValueError("mlflow: has the root key of the object store")
+
+
+def check_confined(pod: Mapping[str, Any], *, token: bool = False) -> None:
+    """A pod that runs as nobody in particular, under the runtime's seccomp profile, without a token unless it needs one."""
+    owner = pod["securityContext"]
+    if not owner.get("runAsNonRoot") or owner.get("seccompProfile") != {"type": "RuntimeDefault"}:
+        raise ValueError("it may run as root, or make any call to the system")
+    if not token and pod.get("automountServiceAccountToken") is not False:
+        raise ValueError("it has a service account's token")
+    for container in pod["containers"]:
+        confined = container["securityContext"]
+        if confined != {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}:
+            raise ValueError(f"{container['name']} has rights that it does not need")
+
+
+def check_image(image: str) -> None:
+    """An image of one release, or of one content."""
+    name, _, digest = image.partition("@")
+    tag = name.rpartition("/")[2].partition(":")[2]
+    if not digest and not re.search(r"\d+\.\d+|\d{4}-\d{2}-\d{2}", tag):
+        raise ValueError(f"{image} is not of one release")
+
+
+POLICY_RULE = {
+    "from": {"podSelector", "namespaceSelector", "ipBlock"}, "to": {"podSelector", "namespaceSelector", "ipBlock"},
+    "ports": {"protocol", "port"},
+}  # fmt: skip
+
+
+def check_network_policy(document: Mapping[str, Any]) -> None:
+    """The fields of a NetworkPolicy, of which Kubernetes drops what it does not know; and a rule that lets in everyone is none."""
+    if document["apiVersion"] != "networking.k8s.io/v1" or document["kind"] != "NetworkPolicy":
+        raise ValueError("it is no NetworkPolicy")
+    spec = document["spec"]
+    if spec.keys() - {"podSelector", "policyTypes", "ingress", "egress"} or not spec["podSelector"]:
+        raise ValueError(f"unknown fields or all pods: {sorted(spec)}")
+    if {kind.lower() for kind in spec["policyTypes"]} != spec.keys() & {"ingress", "egress"}:
+        raise ValueError("its types are not those that it has rules for")
+    for side, other in (("ingress", "from"), ("egress", "to")):
+        for rule in spec.get(side, []):
+            if not rule.get(other) or rule.keys() - {other, "ports"}:
+                raise ValueError(f"{side}: a rule for everyone, or with unknown fields")
+            for name, parts in rule.items():
+                for part in parts:
+                    if not part or part.keys() - POLICY_RULE[name]:
+                        raise ValueError(f"{side}.{name}: {part}")
+
+
+def environment_of(container: Mapping[str, Any]) -> set[str]:
+    """The names of a container's variables."""
+    return {one["name"] for one in container.get("env", [])}
 
 
 INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "CMD"}

@@ -20,11 +20,15 @@ from tests.unit.clusters.schemas import (
     FIELDS,
     ROOT,
     check_compose,
+    check_confined,
     check_custom_resource,
     check_dockerfile,
+    check_image,
+    check_network_policy,
     check_pod_template,
     check_ray_up,
     documents,
+    environment_of,
     full_definition,
     kuberay_fields,
     literal_secrets,
@@ -97,7 +101,68 @@ def test_a_kuberay_cluster_is_guarded_elastic_and_has_its_head_off_spot_nodes(na
         assert resources["requests"]["memory"] == resources["limits"]["memory"]
         mounted = {mount["mountPath"] for mount in first_container(group)["volumeMounts"]}
         assert "/shared" in mounted
+        check_image(first_container(group)["image"])
+        check_confined(group["template"]["spec"], token=group is head)
+    assert "MLFLOW_TRACKING_PASSWORD" in environment_of(first_container(head))
+    assert not any("MLFLOW" in name or "AWS" in name for name in environment_of(first_container(workers)))
     assert not list(literal_secrets(manifest(name)))
+
+
+BROKEN_PODS: dict[str, Breaks] = {
+    "root": lambda p: p["securityContext"].pop("runAsNonRoot"),
+    "any call": lambda p: p["securityContext"].pop("seccompProfile"),
+    "token": lambda p: p.pop("automountServiceAccountToken"),
+    "rights": lambda p: p["containers"][0]["securityContext"].update(allowPrivilegeEscalation=True),
+}
+
+
+@pytest.mark.parametrize("breaks", BROKEN_PODS.values(), ids=BROKEN_PODS)
+def test_a_pod_with_more_rights_is_found_out(breaks: Breaks) -> None:
+    for pod in (
+        ray_spec(manifest("rayjob.yaml"))["workerGroupSpecs"][0]["template"]["spec"],
+        deployment()["spec"]["template"]["spec"],
+    ):
+        breaks(pod := copy.deepcopy(pod))
+        with pytest.raises(ValueError):
+            check_confined(pod)
+
+
+def policies() -> list[dict[str, Any]]:
+    files = [CLUSTER / "kuberay" / "network.yaml", CLUSTER / "mlflow" / "deployment.yaml"]
+    found = [document for file in files for document in documents(file)]
+    return [document for document in found if document["kind"] == "NetworkPolicy"]
+
+
+def test_pods_are_reached_by_those_who_need_them() -> None:
+    for policy in policies():
+        check_network_policy(policy)
+    selected = [policy["spec"]["podSelector"] for policy in policies()]
+    assert {"matchLabels": {"app": "mlflow"}} in selected and len(selected) == 3
+    outwards = [rule for policy in policies() for rule in policy["spec"].get("egress", [])]
+    assert all("169.254.169.254/32" in rule["to"][0]["ipBlock"]["except"] for rule in outwards)
+
+
+BROKEN_POLICIES: dict[str, Breaks] = {
+    "misspelt": lambda s: s.update(ingres=[]),
+    "from everyone": lambda s: s["ingress"].append({"ports": [{"port": 5000}]}),
+    "from anything": lambda s: s["ingress"][0]["from"].append({}),
+    "all pods": lambda s: s.update(podSelector={}),
+    "no type": lambda s: s.update(policyTypes=["Egress"]),
+}
+
+
+@pytest.mark.parametrize("breaks", BROKEN_POLICIES.values(), ids=BROKEN_POLICIES)
+def test_a_broken_network_policy_is_found_out(breaks: Breaks) -> None:
+    policy = copy.deepcopy(policies()[-1])
+    breaks(policy["spec"])
+    with pytest.raises(ValueError):
+        check_network_policy(policy)
+
+
+@pytest.mark.parametrize("image", ["minio/minio:latest", "postgres", "postgres:17", "registry:5000/lockstep"])
+def test_an_image_of_no_release_is_found_out(image: str) -> None:
+    with pytest.raises(ValueError):
+        check_image(image)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -160,6 +225,9 @@ def test_a_ray_up_file_passes_rays_own_checks(cloud: str) -> None:
         assert "RAY_AUTH_MODE=token" in line
         assert "0.0.0.0" not in line
     assert not list(literal_secrets(ray_up(cloud)))
+    for node in (workers, head):  # else Ray or the cloud lets ssh in from anywhere
+        own = node["SecurityGroupIds"] if cloud == "aws" else node["networkInterfaces"][0]["subnetwork"]
+        assert "REPLACE" in str(own) and "default" not in str(own)
 
 
 BROKEN_RAY_UP: dict[str, Breaks] = {
@@ -205,6 +273,14 @@ BROKEN_COMPOSE: dict[str, Breaks] = {
     ),
     "no such volume": lambda c: c["volumes"].pop("database"),
     "no such secret": lambda c: c["secrets"].pop("ray_token"),
+    "newest image": lambda c: c["services"]["s3"].update(image="minio/minio:latest"),
+    "admin": lambda c: c["services"]["head"]["environment"].update(MLFLOW_TRACKING_USERNAME="admin"),
+    "worker with an account": lambda c: c["services"]["worker"]["environment"].update(
+        MLFLOW_TRACKING_USERNAME="lockstep"
+    ),
+    "root key": lambda c: c["services"]["mlflow"]["environment"].update(
+        AWS_ACCESS_KEY_ID=c["services"]["s3"]["environment"]["MINIO_ROOT_USER"]
+    ),
 }
 
 
@@ -242,6 +318,7 @@ def deployment() -> dict[str, Any]:
 
 def check_deployment(document: dict[str, Any]) -> None:
     check_pod_template(document["spec"]["template"])
+    check_confined(document["spec"]["template"]["spec"])
     (container,) = document["spec"]["template"]["spec"]["containers"]
     if not any(re.match("--app-name=basic-auth$", word) for word in container["args"]):
         raise ValueError("no authentication")
@@ -253,7 +330,13 @@ def check_deployment(document: dict[str, Any]) -> None:
 
 def test_the_mlflow_deployment_has_valid_pods_and_is_guarded() -> None:
     check_deployment(deployment())
-    *_, service = documents(CLUSTER / "mlflow" / "deployment.yaml")
+    (service,) = (
+        one for one in documents(CLUSTER / "mlflow" / "deployment.yaml") if one["kind"] == "Service"
+    )
+    (container,) = deployment()["spec"]["template"]["spec"]["containers"]
+    (password,) = (one for one in container["env"] if one["name"] == "MLFLOW_AUTH_ADMIN_PASSWORD")
+    assert password["valueFrom"]["secretKeyRef"]["name"] == "mlflow-server"  # of which no pod of Ray's hears
+    check_image(container["image"])
     assert service["spec"]["selector"] == deployment()["spec"]["template"]["metadata"]["labels"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -25,6 +26,7 @@ from lockstep.record.copies import HELD, Copies
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.run_store import Sent
+from lockstep.record.stores import find_copies
 from tests.forked import script
 from tests.unit.checkpoint.states import state
 
@@ -253,6 +255,36 @@ def save(attempt: Attempt, step: int, sections: Any) -> None:
     saver.save(step, sections)
     saver.close()
     assert saver.failure is None
+
+
+def test_what_checkpoints_share_is_sent_once_and_is_there_again(
+    database: str, tmp_path: Path, elsewhere: Path
+) -> None:
+    """From another file system: each copy brings the segments that are new; where links are possible, each has all of them."""
+    names = [f"{1 + 3 * i:09d}-{3 + 3 * i:09d}.{'a' * 32}.{'b' * 16}.rows" for i in range(3)]
+    store = MlflowStore(database, "shared", "r")
+    run_id = store.open(None)
+    sent: list[int] = []
+    for step, count, storage in ((3, 1, elsewhere), (6, 2, elsewhere), (9, 3, tmp_path)):
+        folder = Path(checkpoint(storage, step))
+        for name in names[:count]:
+            (folder / name).write_bytes(name.encode() * 1000)
+        shared = [f"{name} {len(name) * 1000} 0" for name in names[:count]]
+        (folder / "manifest.json").write_text(
+            json.dumps({"files": [{"name": "model.bin"}], "shared": shared})
+        )
+        store.log_checkpoint(step, {}, folder, sent.append)
+    segment = len(names[0]) * 1000
+    assert sent.count(segment) == 2 and sum(sent) < 2 * segment + 4000
+    found = {name: {file.name for file in files(model)} for name, model in models(database, run_id).items()}
+    assert found["checkpoint-6"] == {"model.bin", "manifest.json"}
+    assert found["checkpoint-9"] == {"model.bin", "manifest.json", *names}
+    for copy, count in zip(find_copies(database, run_id), (3, 2, 1), strict=True):
+        place = tmp_path / f"copy-{copy.step}"
+        place.mkdir()
+        copy.download(place)
+        assert {file.name for file in place.iterdir()} == {"model.bin", "manifest.json", *names[:count]}
+        assert all((place / name).read_bytes() == name.encode() * 1000 for name in names[:count])
 
 
 def test_a_published_checkpoint_is_never_written_to(database: str, tmp_path: Path) -> None:

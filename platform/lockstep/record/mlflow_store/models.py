@@ -5,11 +5,13 @@ that is PENDING was cut short: it is sent again under the same name, and the tor
 deleted is FAILED first, then its files go, then the model.
 
 Where a model's artifacts are a folder of the file system that its files are on, they are linked rather than copied, and
-made read-only: a write to one would be a write to both.
+made read-only: a write to one would be a write to both. Elsewhere the files that checkpoints share are sent once, to the
+run's own artifacts.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import tempfile
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.files import NO_LINKS, flush, make_folder
+from lockstep.record.copies import SHARED, shared_names
 from lockstep.record.run_store import Sent
 from lockstep.spec.fields import Spec
 
@@ -118,8 +121,12 @@ class Models:
         here = Path(repository.artifact_dir) if isinstance(repository, LocalArtifactRepository) else None
         if here is not None:
             make_folder(here)
+        shared = shared_in(folder)
         for file in sorted(folder.iterdir(), key=lambda file: (file.name == "manifest.json", file.name)):
             if here is not None and _linked(file, here):
+                continue
+            if file.name in shared:
+                self._share(file, sent)
                 continue
             repository.log_artifact(str(file))
             if here is not None:
@@ -127,6 +134,30 @@ class Models:
             sent(file.stat().st_size)
         if here is not None:
             flush(here)
+
+    def _share(self, file: Path, sent: Sent) -> None:
+        """Send a file that checkpoints share to the run itself, once: its name bears the hash of its content."""
+        from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+
+        size, repository = file.stat().st_size, self.shared_files()
+        if any(
+            Path(one.path).name == file.name and one.file_size == size
+            for one in repository.list_artifacts(SHARED)
+        ):
+            return
+        repository.log_artifact(str(file), SHARED)
+        if isinstance(repository, LocalArtifactRepository):
+            folder = Path(repository.artifact_dir, SHARED)
+            flush(folder / file.name)
+            flush(folder)
+        sent(size)
+
+    def shared_files(self) -> Any:
+        """MLflow's repository of the run's own files, which has those that its checkpoints share in a folder of their own."""
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        uri = self._client.get_run(self._run_id).info.artifact_uri
+        return get_artifact_repository(uri, tracking_uri=self._client.tracking_uri)
 
     def _commit(self, model_id: str, step: int) -> None:
         from mlflow.entities import LoggedModelOutput
@@ -163,6 +194,15 @@ class Models:
 
 def is_checkpoint(model: Any) -> bool:
     return bool(model.name.startswith("checkpoint-"))
+
+
+def shared_in(folder: Path) -> set[str]:
+    """The names of the files that a checkpoint in a folder shares with others; none where the folder is another model's."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        return set()
+    return set(shared_names(manifest)) if isinstance(manifest, dict) else set()
 
 
 def files_of(uri: str, model: Any) -> Any:

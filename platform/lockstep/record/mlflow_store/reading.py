@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
 from lockstep.record.check import InStore, digest
+from lockstep.record.copies import SHARED
 from lockstep.record.documents import without_password
 from lockstep.record.heartbeat import same_beat, vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
-from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint
+from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint, shared_in
 from lockstep.record.points import Point
 from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
 
@@ -108,17 +109,24 @@ def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
         experiment = client.get_run(run_id).info.experiment_id
         models = Models(client, experiment, run_id)
         copies = [
-            CheckpointCopy(int(model.tags[STEP]), partial(_download, uri, model))
+            CheckpointCopy(int(model.tags[STEP]), partial(_download, uri, models, model))
             for model in models.ready_models()
             if is_checkpoint(model) and models.has_files(model)
         ]
     return sorted(copies, key=lambda copy: -copy.step)
 
 
-def _download(uri: str, model: Any, folder: Path) -> None:
-    """Put the files of a model into a folder that exists."""
+def _download(uri: str, models: Models, model: Any, folder: Path) -> None:
+    """Put the files of a checkpoint into a folder that exists, with those that it shares and that only the run has."""
     with translated(uri):
         files_of(uri, model).download_artifacts("", str(folder))
+        missing = sorted(name for name in shared_in(folder) if not (folder / name).exists())
+        if not missing:
+            return
+        shared = models.shared_files()
+        with tempfile.TemporaryDirectory(dir=folder.parent) as there:
+            for name in missing:
+                Path(shared.download_artifacts(f"{SHARED}/{name}", there)).replace(folder / name)
 
 
 _OURS = "tags.`lockstep.heartbeat` != ''"

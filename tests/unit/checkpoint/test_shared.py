@@ -1,0 +1,94 @@
+"""Files that checkpoints share go with the last checkpoint that names them, and not before."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
+from lockstep.checkpoint.reader import Checkpoint
+from lockstep.checkpoint.retention import Keep
+from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.writer import share, write_checkpoint
+from tests.unit.checkpoint.states import FACTS, everywhere, state
+
+
+def name(first: int, last: int, mark: str) -> str:
+    return f"{first:09d}-{last:09d}.{mark * 32}.{mark * 16}.rows"
+
+
+BOTH, OLD, NEW = name(1, 300, "a"), name(301, 600, "b"), name(301, 600, "c")
+
+
+def save(attempt: Attempt, step: int, *shared: str) -> None:
+    write_checkpoint(
+        attempt,
+        step,
+        {"model": state(step, 4)["model"]},
+        FACTS,
+        {one: one.encode() * 50 for one in shared},
+    )
+
+
+def shared(run: RunFolder) -> set[str]:
+    return {item.name for item in run.storage.list(run.path(layout.SHARED))}
+
+
+@everywhere
+def test_segments_of_an_abandoned_attempt_go_with_its_last_checkpoint(run: RunFolder) -> None:
+    first = run.claim()
+    save(first, 300, BOTH)
+    save(first, 600, BOTH, OLD)
+    second = run.claim()
+    catalogue = Catalogue(second)
+    save(second, 700, BOTH, NEW)
+    assert clear_leftovers(second) == []
+    assert shared(run) == {BOTH, OLD, NEW}
+    assert catalogue.prune(Keep(last=2), whole=700) == [300]
+    assert shared(run) == {BOTH, OLD, NEW}
+    save(second, 800, BOTH, NEW)
+    assert catalogue.prune(Keep(last=2), whole=800) == [600]
+    assert shared(run) == {BOTH, NEW}
+
+
+@everywhere
+def test_segments_that_no_checkpoint_names_are_cleared_by_the_next_attempt_that_has_published(
+    run: RunFolder,
+) -> None:
+    first = run.claim()
+    save(first, 300, BOTH)
+    share(first, OLD, b"a save that was never finished")
+    second = run.claim()
+    assert clear_leftovers(second) == [] and shared(run) == {BOTH, OLD}
+    save(second, 700, BOTH, NEW)
+    assert clear_leftovers(second) == [f"shared/{OLD}"]
+    assert shared(run) == {BOTH, NEW}
+
+
+@everywhere
+def test_nothing_is_cleared_beside_a_manifest_that_cannot_be_read(run: RunFolder) -> None:
+    first = run.claim()
+    save(first, 300, BOTH, OLD)
+    damaged = Checkpoint.of(run, 300, first.manifest)
+    run.storage.put(damaged.path(first.manifest), b"{")
+    second = run.claim()
+    save(second, 700, BOTH, NEW)
+    clear_leftovers(second)
+    assert shared(run) == {BOTH, OLD, NEW}
+
+
+@pytest.mark.parametrize("uri", ["s3"], indirect=True)
+def test_nothing_is_cleared_that_a_late_manifest_may_name(run: RunFolder) -> None:
+    """In an object store a manifest may arrive after its attempt has ended; the files of its step are there before it."""
+    first = run.claim()
+    save(first, 300, BOTH)
+    save(first, 800, BOTH, OLD)
+    path = Checkpoint.of(run, 800, first.manifest).path(first.manifest)
+    content = run.storage.read(path)
+    run.storage.delete(path)  # under way
+    second = run.claim()
+    save(second, 700, BOTH, NEW)
+    clear_leftovers(second)
+    assert shared(run) == {BOTH, OLD, NEW}
+    run.storage.put(path, content)
+    assert Checkpoint.of(run, 800, first.manifest).manifest().shared
