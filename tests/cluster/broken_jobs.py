@@ -181,3 +181,19 @@ class FullDisk(SlowDigits):
             with Path("/dev/full").open("wb", buffering=0) as full:
                 full.write(b"x")
         return super().loss(model, batch)
+
+
+class HungAtFirst(SlowDigits):
+    """The first process that opens the data never comes back from it."""
+
+    class Params(SlowDigits.Params):
+        file: lockstep.Placement[str]
+
+    params: Params
+
+    def train_data(self) -> Any:
+        file = Path(self.params.file)
+        if not file.exists():
+            file.touch()
+            time.sleep(3600)
+        return super().train_data()

@@ -9,7 +9,8 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.mailbox import Asked
+from lockstep.attempts.mailbox import ANSWER_S, Asked
+from lockstep.clusters.answers import answer_of
 from lockstep.record.events import Alive, Event, Restored, StepRow
 
 FLUSH_S = 0.25
@@ -61,13 +62,13 @@ class Sender:
         return asked
 
     def close(self) -> None:
-        """Send what waits, and wait until all that was sent has arrived."""
+        """Send what waits, and wait until all that was sent has arrived. SilentError after ANSWER_S."""
         with self._lock:
             if self._waiting:
                 self._flush(time.monotonic())
             newest = self._newest
         if newest is not None:
-            ray.get(newest)
+            answer_of(newest, "whoever takes the events of this worker", ANSWER_S)
 
     def _flush(self, now: float) -> None:
         events, self._waiting = self._waiting, []

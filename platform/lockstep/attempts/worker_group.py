@@ -19,6 +19,9 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.spec.fields import Spec
 
+END_S = 150.0
+"""How long Ray may take to end the workers of an attempt, and to tell; a placement that it waits for, it looks at once a minute."""
+
 
 class WorkerGroup:
     """One start of the worker group, in a thread: `fit` of Ray Train blocks, and owns signals in the main thread."""
@@ -54,12 +57,16 @@ class WorkerGroup:
         threading.Thread(target=self._fit, name="lockstep-attempt", daemon=True).start()
 
     def end(self) -> None:
-        """End its workers, and wait until that is known; nothing where it was not started."""
+        """End its workers, and wait until that is known; nothing where it was not started. ClusterError where it stays unknown."""
         if not self._started:
             return
         if self._trainer is not None:
             self._trainer.end_workers()
-        self.over.wait()
+        if not self.over.wait(END_S):
+            raise ClusterError(
+                f"Ray did not end the workers of attempt {self.origin.attempt} within {END_S:.0f} s; look at the nodes with "
+                "ray status, then resume the run"
+            )
 
     def give_up(self) -> None:
         """Let the attempt end with the workers that are lost, though others were to go on."""

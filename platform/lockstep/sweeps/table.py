@@ -9,10 +9,12 @@ from typing import Any
 import ray
 from ray import tune
 
+from lockstep.clusters.answers import answer_of
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import Decisions, WithoutState
+from lockstep.sweeps.recorders import NEWS_S
 from lockstep.sweeps.sweep_record import best_of, tally
 from lockstep.sweeps.watch import Watch
 
@@ -36,7 +38,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         """Why no other trial begins and those that run end after their next step."""
         self._sweep, self._decisions, self._recorders = sweep, decisions, recorders
         self._progress, self._stop = progress, stop
-        self._watch = Watch(recorders, sweep.base.faults.longest_silence_s)
+        self._watch = Watch(recorders, sweep.base.faults)
         self._began = time.monotonic()
         self._recorded_at = time.monotonic()
         self._update: Any = None
@@ -106,7 +108,8 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         if reason is not None:
             self.over = reason
             self._progress.say(f"the sweep ends: {reason}; its trials stop after their next step")
-            ray.get(self._recorders.stop_all.remote(self._stop.number))
+            stopping = self._recorders.stop_all.remote(self._stop.number)
+            answer_of(stopping, "the process of the sweep's recorders", NEWS_S)
         return self.over is not None and not any(row["status"] == "running" for row in self.rows.values())
 
     def _reason_to_end(self) -> str | None:
