@@ -14,12 +14,13 @@ from typing import Any
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.chaos import Chaos
-from lockstep.attempts.cluster_watch import ClusterWatch, find_place
+from lockstep.attempts.cluster_watch import ClusterWatch, can_grow, find_place, most_resources
 from lockstep.attempts.mailbox import LOST, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
-from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.placement import WorkerPlacement, each_of
 from lockstep.attempts.policy import FailedNodes, RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
+from lockstep.attempts.room import RoomRequest
 from lockstep.attempts.stages import breakdown, underway
 from lockstep.attempts.standby import Standbys
 from lockstep.attempts.watchdog import Patience, end
@@ -81,7 +82,7 @@ class Supervisor:
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
-        place = find_place(self.spec)
+        place = self._first_place()
         self._recording = Recording(self.spec, self.environment, self.origin.run_id, self.progress.say)
         try:
             summary, failure = self._attempts(place)
@@ -192,6 +193,12 @@ class Supervisor:
         self._moving = None
         cluster = self._cluster = ClusterWatch(self.spec, place, self._failed_nodes.left_out)
         self._outlived = set()
+        try:
+            self._watch_until_over(attempt, cluster)
+        finally:
+            cluster.close()
+
+    def _watch_until_over(self, attempt: WorkerGroup, cluster: ClusterWatch) -> None:
         attempt.start()
         lost_at, faults = time.monotonic(), self.spec.faults
         told, patience = False, Patience(faults.longest_silence_s, faults.longest_start_s)
@@ -337,19 +344,40 @@ class Supervisor:
     def _tell_summaries(self) -> None:
         self._recording.tell(AttemptsSummarised([account.as_dict() for account in self.summaries]))
 
+    def _first_place(self) -> WorkerPlacement:
+        """Where the run begins. SpecError for fewer than `workers.min`, unless the cluster can grow to them."""
+        try:
+            return find_place(self.spec)
+        except SpecError:
+            if not can_grow(self.spec):
+                raise
+            return self._placed()
+
     def _placed(self) -> WorkerPlacement:
         """As many workers as there is room for now. Waits for `workers.min` of them, for as long as the spec allows."""
+        request = RoomRequest()
+        try:
+            return self._place_when_there_is_room(request)
+        finally:
+            request.release()
+
+    def _place_when_there_is_room(self, request: RoomRequest) -> WorkerPlacement:
         until, told = time.monotonic() + self.spec.faults.wait_for_workers_s, False
+        each = each_of(self.spec, most_resources())
         while True:
             try:
                 return find_place(self.spec, self._failed_nodes.left_out)
             except SpecError as error:
+                request.want(1, each, together=self.spec.workers.min)
                 if time.monotonic() >= until or self.stop.asked:
                     raise ClusterError(
                         f"{error}; waited {self.spec.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s)"
                     ) from error
                 if not told:
-                    self.progress.say(f"waiting for workers: {error}")
+                    what = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
+                    self.progress.say(
+                        f"waiting for workers: {error}; the cluster is asked for {self.spec.workers.min} of {what} each"
+                    )
                     told = True
                 self.stop.wait(1.0)
 

@@ -27,8 +27,11 @@ from lockstep.record.documents import without_password
 POLL_S = 0.5
 """How often an ending job is asked whether it has ended."""
 
+CONNECT_S = 10.0
+"""How long the job API may take to say that it is there: Ray's client waits without a limit."""
+
 ANSWER_S = 60.0
-"""How long the job API may take to answer: Ray's client waits without a limit."""
+"""How long it may take to answer a question."""
 
 SEND_S = 600.0
 """How long a package may take to be sent: 100 MiB at the most."""
@@ -89,14 +92,14 @@ def find_address(given: str | None) -> str:
 
 
 def connect(address: str) -> Any:
-    """A client of the job API at `address`. ClusterError where it does not answer or does not let us in."""
+    """A client of the job API at `address`. ClusterError, within CONNECT_S, where it does not answer or does not let us in."""
     show_token(address)
     from ray.job_submission import JobSubmissionClient
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # a line for every .gitignore that it finds
 
     try:
-        return within(ANSWER_S, address, lambda: JobSubmissionClient(address))
+        return within(CONNECT_S, address, lambda: JobSubmissionClient(address))
     except SilentError:
         raise
     except Exception as error:  # the client raises RuntimeError, ConnectionError and what requests raises

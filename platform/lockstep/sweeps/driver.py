@@ -240,9 +240,12 @@ class _Driver:
         """How many trials run at a time, and what the workers of one are given."""
         import ray
 
+        from lockstep.attempts.cluster_watch import most_resources
         from lockstep.attempts.placement import place
 
         resources = ray.cluster_resources()
+        if self.spec.scheduler.name != "pbt":  # a trial more than there is room for is what asks for a node
+            resources = {**resources, **most_resources()}
         _, each = place(self.spec.base, resources)
         workers = self.spec.base.workers.min
         room = min(int(resources.get(kind, 0.0) / (amount * workers) + 1e-9) for kind, amount in each.items())

@@ -7,7 +7,7 @@ overrides. Where they are not, as with another version of Ray, the caller goes a
 |---|---|
 | driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, no node is preferred |
 | standbys | a lost worker is replaced by a process that has yet to start |
-| nodes | notices that a node is about to go are not heard |
+| nodes | notices that a node is about to go are not heard, and a run does not wait for an autoscaler to make room for its start |
 | key-values | `lockstep cluster status` lists no runs |
 | packages | `lockstep submit` does not say beforehand what is too large |
 | agents | `lockstep cluster up` does not wait for the agents that take jobs |
@@ -111,7 +111,10 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.core.generated.runtime_environment_pb2:RuntimeEnvInfo": None,
         "ray._private.state:available_resources_per_node": (),
     },
-    "nodes": {"ray._private.state:state.get_draining_nodes": ()},
+    "nodes": {
+        "ray._private.state:state.get_draining_nodes": (),
+        "ray._private.state:state.get_max_resources_from_cluster_config": (),
+    },
     "key-values": {
         "ray.experimental.internal_kv:_internal_kv_put": ("key", "value", "overwrite", "namespace"),
         "ray._raylet:GcsClient": None,  # its methods are made when it is

@@ -21,6 +21,12 @@ def draining_nodes() -> dict[str, int]:
     return dict(ray._private.state.state.get_draining_nodes() or {})
 
 
+def largest_cluster() -> dict[str, float] | None:
+    """The resources of the cluster when its autoscaler has added all the nodes that it may; None where there is no autoscaler."""
+    found: dict[str, float] | None = ray._private.state.state.get_max_resources_from_cluster_config()
+    return found
+
+
 def drain(node: str, why: str, deadline_ms: int) -> None:
     """Tell a node to go, at the latest at `deadline_ms` (Unix milliseconds; 0 where nobody said). ClusterError where the cluster refuses.
 
