@@ -184,7 +184,7 @@ class FullDisk(SlowDigits):
 
 
 class HungAtFirst(SlowDigits):
-    """The first process that opens the data never comes back from it."""
+    """The first worker that opens the data never comes back from it."""
 
     class Params(SlowDigits.Params):
         file: lockstep.Placement[str]
@@ -192,8 +192,11 @@ class HungAtFirst(SlowDigits):
     params: Params
 
     def train_data(self) -> Any:
+        import ray
+
         file = Path(self.params.file)
-        if not file.exists():
+        worker = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+        if worker and not file.exists():
             file.touch()
             time.sleep(3600)
         return super().train_data()

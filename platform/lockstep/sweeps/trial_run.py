@@ -44,7 +44,9 @@ class TrialRun:
 
     def begin(self, attempt: int) -> Sender:
         """An attempt begins; the way of its events to the recorder."""
-        self._sender = Sender(lambda events: self._recorders.tell.remote(self._key, attempt, events))
+        self._sender = Sender(
+            lambda events: self._recorders.tell.remote(self._key, attempt, events), ANSWER_S
+        )
         return self._sender
 
     def want(self) -> None:
