@@ -295,11 +295,11 @@ def test_an_attempt_that_hangs_before_its_first_step_is_ended_and_the_next_goes_
     whole = train(spec(tmp_path / "whole"), local=True)
     params = {"width": 4, "file": str(tmp_path / "hung")}
     job = {"use": "tests.cluster.broken_jobs:HungAtFirst", "params": params}
-    result = train(spec(tmp_path, job=job, faults={"longest_start_s": 45.0}))
+    result = train(spec(tmp_path, job=job, faults={"longest_start_s": 100.0}))
     assert result.weights_digest == whole.weights_digest
     assert columns(result) == columns(whole)
     first, second = accounts(result)
-    assert "no first step within 45 s (faults.longest_start_s)" in first["why"]
+    assert "no first step within 100 s (faults.longest_start_s)" in first["why"]
     assert "in its stage preparation" in first["why"]
     assert second["why"] == "finished"
 

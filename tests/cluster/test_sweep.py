@@ -248,7 +248,7 @@ def test_a_trial_that_hangs_before_its_first_step_starts_again(tmp_path: Path) -
         "use": "tests.cluster.broken_jobs:HungAtFirst",
         "params": {"width": 4, "file": str(tmp_path / "hung")},
     }
-    faults = {"longest_start_s": 30.0}
+    faults = {"longest_start_s": 90.0}
     given = document(tmp_path / "disturbed", trials=1, spec={"faults": faults, "job": job})
     result = sweep(given)
     assert outcome(result) == outcome(expected)

@@ -158,6 +158,10 @@ def resume(
         from lockstep.calls.resumption import resume_with
         from lockstep.sweeps.driver import resume_sweep
 
+        if retries and fork:
+            raise SpecError(
+                "retries: a fork that is started again would be another run; leave out --retries, then resume it"
+            )
         result: Result | SweepResult | None
         takeover = takeover or kept_job()
         with running(json_, began_at, local, address, verbose, chaos, retries) as options:
