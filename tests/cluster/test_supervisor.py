@@ -19,6 +19,7 @@ import pytest
 from lockstep import train
 from lockstep.attempts import recording
 from lockstep.attempts.stages import STAGES
+from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
 from lockstep.errors import ClusterError, JobError
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
@@ -301,6 +302,29 @@ def test_an_attempt_that_hangs_before_its_first_step_is_ended_and_the_next_goes_
     first, second = accounts(result)
     assert "no first step within 100 s (faults.longest_start_s)" in first["why"]
     assert "in its stage preparation" in first["why"]
+    assert second["why"] == "finished"
+    assert 100 < second["lost_s"] < 1000  # from the beginning on: no step had been done
+
+
+@pytest.mark.exact  # minutes
+def test_a_wait_for_room_that_others_hold_has_a_limit_and_says_so(tmp_path: Path) -> None:
+    """Everything that the cluster has is held until the first attempt has been given up; the second finds room."""
+    from ray.util import placement_group, remove_placement_group
+
+    held = placement_group([{"CPU": 4.0}])
+    assert held.wait(60)
+
+    class Heard(Silent):
+        def say(self, text: str) -> None:
+            if text.startswith("attempt 1 ended"):
+                remove_placement_group(held)
+
+    whole = train(spec(tmp_path / "whole"), local=True)
+    result = train(spec(tmp_path, faults={"longest_start_s": 100.0}), progress=Heard())
+    assert result.weights_digest == whole.weights_digest
+    first, second = accounts(result)
+    assert "no first step within 100 s" in first["why"]
+    assert "in its stage placement" in first["why"]
     assert second["why"] == "finished"
 
 

@@ -328,7 +328,8 @@ class Supervisor:
             moments = {"first_step": moments["first_step"]}
         else:
             account.standbys = self._standbys.took(self._recording.members(), moments["decision"])
-        account.seconds = breakdown(self._last_step_at, self._before, moments)
+        last_step_at = self._last_step_at or before.began  # none was done yet: all of it was lost
+        account.seconds = breakdown(last_step_at, self._before, moments)
         account.lost_s = sum(account.seconds.values())
         longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
         spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
