@@ -18,7 +18,7 @@ import pytest
 
 from lockstep import SweepResult, sweep, train
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SilentError, SpecError
+from lockstep.errors import ClusterError, SilentError, SpecError
 from lockstep.record.stores import find_run
 from lockstep.spec.loading import load_spec
 from lockstep.sweeps import watch
@@ -255,6 +255,27 @@ def test_a_trial_that_hangs_before_its_first_step_starts_again(tmp_path: Path) -
     assert [trial["restarts"] for trial in result.trials] == [1]
     (stacks,) = tmp_path.glob("disturbed/runs/*/stacks-attempt-1.txt")
     assert "train_data" in stacks.read_text()
+
+
+@pytest.mark.exact  # a minute
+def test_a_sweep_for_whose_trials_is_no_room_says_so_and_ends(tmp_path: Path) -> None:
+    from ray.util import placement_group, remove_placement_group
+
+    held = placement_group([{"CPU": 4.0}])
+    assert held.wait(60)
+    given = document(tmp_path, trials=2, spec={"faults": {"wait_for_workers_s": 15.0}})
+    try:
+        with pytest.raises(
+            ClusterError, match=r"no trial could be placed for 15 s \(faults.wait_for_workers_s\)"
+        ):
+            sweep(given)
+    finally:
+        remove_placement_group(held)
+    sweep_id = next(tmp_path.glob("runs/*/decisions.jsonl")).parent.name
+    result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/runs"], uri="off")
+    assert result is not None
+    assert [trial["status"] for trial in result.trials] == ["finished", "finished"]
+    all_is_given_back()
 
 
 @pytest.mark.exact  # a minute

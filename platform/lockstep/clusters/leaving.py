@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
 from lockstep.clusters.connection import connected
 from lockstep.clusters.ray_internals import nodes, unavailable
 from lockstep.errors import ClusterError
+
+WAIT_S = 3600.0
+"""How long is waited for empty nodes where nobody said how long the machine is there."""
 
 LOOK_S = 0.5
 """How often it is looked whether a node is empty."""
@@ -31,7 +33,7 @@ def leave(
     problem = unavailable("draining")
     if problem is not None:
         raise ClusterError(f"leave: this Ray cannot be told to drain a node ({problem})")
-    deadline = math.inf if seconds is None else time.time() + seconds
+    deadline = time.time() + (WAIT_S if seconds is None else seconds)
     with connected(address, verbose=False):
         found = _nodes_here(node)
         for each in found:

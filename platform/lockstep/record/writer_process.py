@@ -35,6 +35,8 @@ BEAT_S = 1.0
 """How often it says that it lives."""
 SILENT_S = 60.0
 """How long it may say nothing before it is ended: one that is stopped would keep the run waiting at its end."""
+CLOSING_S = 3600.0
+"""How long it may take to write what is left at the end, as long as it lives: figures, and uploads of any size."""
 STARTING_S = 300.0
 """How long it may take to start, and to import what its store needs."""
 
@@ -82,7 +84,8 @@ class WriterProcess:
         self._started = threading.Event()
         self._heard = 0
         """How often the process has said something."""
-        self._hung = False
+        self._hung = ""
+        """Why the process was ended, where it was."""
 
     @property
     def run_id(self) -> str | None:
@@ -138,7 +141,10 @@ class WriterProcess:
             return
         self._inbox.put(Close(timeout_s))
         self._wake.set()
-        self._closed.wait()
+        if not self._closed.wait(CLOSING_S):
+            self._hung = f"did not write what is left within {CLOSING_S:.0f} s"
+            self._process.kill()
+            self._closed.wait()
         self._process.wait()
 
     # --- threads ------------------------------------------------------------------------------------------
@@ -184,8 +190,7 @@ class WriterProcess:
                     self.opened.set()
         if not self._state.closed:
             why = f"has ended (exit code {self._process.wait()})"
-            if self._hung:
-                why = f"did nothing for {SILENT_S:.0f} s"
+            why = self._hung or why
             died = RecordError(
                 f"record: the process that writes it {why}; "
                 f"`lockstep record sync {self.run_id or 'RUN'}` sends what the run's folder has"
@@ -203,7 +208,7 @@ class WriterProcess:
             silent_s = 0.0 if self._heard > before else silent_s + BEAT_S
             before = self._heard
             if silent_s > (SILENT_S if before else STARTING_S):
-                self._hung = True
+                self._hung = f"did nothing for {silent_s - BEAT_S:.0f} s"
                 self._process.kill()
                 return
 
