@@ -246,18 +246,21 @@ class Keeper:
         self._mailbox.ready.remote(self._first, self._worker)
 
     def arrive(self, attempt: int, arrival: Arrival) -> None:
-        ray.get(self._mailbox.arrive.remote(attempt, self._worker, arrival))
+        self._answer(self._mailbox.arrive.remote(attempt, self._worker, arrival))
 
     def ask(self, attempt: int) -> Answer:
-        answer: Answer = ray.get(self._mailbox.ask.remote(attempt, self._worker))
+        answer: Answer = self._answer(self._mailbox.ask.remote(attempt, self._worker))
         return answer
 
     def called(self) -> int | None:
         try:
-            called: int | None = ray.get(self._mailbox.called.remote())
+            called: int | None = self._answer(self._mailbox.called.remote())
         except LOST:  # without the mailbox the attempt ends anyway
             return None
         return called
+
+    def _answer(self, asked: Any) -> Any:
+        return answer_of(asked, "the run's mailbox", ANSWER_S)
 
 
 def start_mailbox(environment: dict[str, str]) -> Any:

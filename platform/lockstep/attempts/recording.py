@@ -117,7 +117,7 @@ class Recording:
 
     def refuse(self, why: str) -> None:
         """Have no worker of the attempt at hand go on without the others, which are being ended."""
-        ray.get(self.mailbox.refuse.remote(why))
+        answer_of(self.mailbox.refuse.remote(why), "it", ANSWER_S)
 
     def reopen(self, error: Exception) -> ClusterError:
         """The mailbox itself is lost, and with it what the recorder had not fetched: the attempt cannot go on. How that is told."""

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-
+from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, only_on
 from lockstep.attempts.stages import Moments
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.clusters.answers import answer_of
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.spec.fields import Spec
 
@@ -77,8 +77,8 @@ class WorkerGroup:
         for rank in sorted(lost.keys() - self.lost.keys()):
             self.lost[rank] = f"rank {rank} of {self._place.workers} was lost: {why_lost(lost[rank])}"
             try:
-                goes_on: bool = ray.get(self._mailbox.lose.remote(rank))
-            except ray.exceptions.RayActorError:  # without the mailbox nobody can
+                goes_on: bool = answer_of(self._mailbox.lose.remote(rank), "the run's mailbox", ANSWER_S)
+            except LOST:  # without the mailbox nobody can
                 goes_on = False
             if not goes_on:
                 del self.lost[rank]

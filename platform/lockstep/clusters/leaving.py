@@ -28,13 +28,13 @@ def leave(
     """Drain the nodes of this machine, or the one whose id begins with `node`; their ids.
 
     `seconds` is how long the machine is there at the most. With `wait` this returns when the nodes have nothing to do, or the
-    time is over. ClusterError where there is no such node, or it cannot be drained.
+    time is over. SpecError where this machine is in no cluster; ClusterError where there is no such node, or it cannot be drained.
     """
     problem = unavailable("draining")
     if problem is not None:
         raise ClusterError(f"leave: this Ray cannot be told to drain a node ({problem})")
     deadline = time.time() + (WAIT_S if seconds is None else seconds)
-    with connected(address, verbose=False):
+    with connected(address or "auto", verbose=False):  # a node of a cluster that runs, never one of its own
         found = _nodes_here(node)
         for each in found:
             nodes.drain(each, why, 0 if seconds is None else int(deadline * 1000))

@@ -210,6 +210,18 @@ def test_the_address_is_configured_and_nothing_else() -> None:
         sources("aws", "169.254.169.254")
 
 
+def test_a_machine_that_is_in_no_cluster_leaves_none(tmp_path: Path) -> None:
+    """And starts none of its own for it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    places = {"XDG_STATE_HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "cluster", "leave"],
+        env={**kept, **places, "PYTHONPATH": str(ROOT / "platform")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "no cluster was started on this machine" in done.stderr
+
+
 AGENT = """
 import sys
 from lockstep.clusters.notices import Agent, sources
