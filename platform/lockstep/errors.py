@@ -13,7 +13,8 @@
     ├── RecordError          the tracking store cannot be reached or refuses
     │   └── NoSuchRunError   the store answers, and has no run of this id
     └── ClusterError         workers cannot be placed, or were lost
-        └── DeviceError      a GPU or its driver failed
+        ├── DeviceError      a GPU or its driver failed
+        └── SilentError      something was waited for that did not answer in time
 
 A message is one line: what, what was got, what is wanted, what to do; the spec's field comes first where
 there is one. Every error takes that one string, so all of them survive pickling between processes.
@@ -83,6 +84,10 @@ class ClusterError(LockstepError):
 
 class DeviceError(ClusterError):
     """A GPU or its driver failed. Example: an uncorrectable ECC error."""
+
+
+class SilentError(ClusterError):
+    """Something was waited for that did not answer in time. Example: a mailbox whose process is stopped."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+END_S = 60.0
+"""How long the last call may take once the block is left: one that asks a broken device may never return."""
+
 
 @contextmanager
 def periodically(begin: Callable[[], Callable[[], object]], every_s: float, name: str) -> Iterator[None]:
-    """Call what `begin` returns each `every_s` seconds while the block runs. Both run in a thread of that name; it has ended when the block has."""
+    """Call what `begin` returns each `every_s` seconds while the block runs. Both run in a thread of that name; it has ended when the block has, unless a call takes longer than END_S."""
     over = threading.Event()
 
     def work() -> None:
@@ -23,4 +26,4 @@ def periodically(begin: Callable[[], Callable[[], object]], every_s: float, name
         yield
     finally:
         over.set()
-        thread.join()
+        thread.join(END_S)

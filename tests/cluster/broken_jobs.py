@@ -181,3 +181,22 @@ class FullDisk(SlowDigits):
             with Path("/dev/full").open("wb", buffering=0) as full:
                 full.write(b"x")
         return super().loss(model, batch)
+
+
+class HungAtFirst(SlowDigits):
+    """The first worker that opens the data never comes back from it."""
+
+    class Params(SlowDigits.Params):
+        file: lockstep.Placement[str]
+
+    params: Params
+
+    def train_data(self) -> Any:
+        import ray
+
+        file = Path(self.params.file)
+        worker = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+        if worker and not file.exists():
+            file.touch()
+            time.sleep(3600)
+        return super().train_data()

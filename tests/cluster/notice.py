@@ -1,4 +1,6 @@
-"""A run whose only node is drained, with nowhere to go: it saves twice and trains on; told in `told.json`.
+"""A run whose only node is preempted, with nowhere to go: it saves twice and trains on; told in `told.json`.
+
+The notice comes from a metadata service that speaks AWS's protocol, through the agent of the node.
 
     python -m tests.cluster.notice FOLDER
 
@@ -12,11 +14,13 @@ import logging
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.chaos.cluster import started
 from tests.cluster.elastic import PATIENCE_S, Running
 from tests.cluster.test_supervisor import spec
+from tests.unit.clusters.test_notices import ACTION, Imds, Server
 
 DEADLINE_S = 40
 """From the notice on; the second save is due 20 s before."""
@@ -39,17 +43,24 @@ def main(folder: Path) -> None:
         heard.wait_for(1)
         (node,) = nodes.nodes
         noticed = time.monotonic()
-        subprocess.run(
-            [
-                sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", nodes.address, "--node-id", node.node_id,
-                "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", str(DEADLINE_S),
-            ],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        until = time.monotonic() + PATIENCE_S
-        while len(saves := [line for line in heard.lines if line.startswith("saving, and going on")]) < 2:
-            assert time.monotonic() < until, heard.lines
-            time.sleep(0.1)
+        with Server(Imds) as cloud:
+            agent = subprocess.Popen(
+                [
+                    sys.executable, "-m", "lockstep", "cluster", "notices", "--cloud", "aws", "--metadata", cloud.url,
+                    "--address", nodes.address, "--node", node.node_id,
+                ],
+            )  # fmt: skip
+            ends = datetime.fromtimestamp(time.time() + DEADLINE_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            cloud.set(ACTION, json.dumps({"action": "terminate", "time": ends}))
+            until = time.monotonic() + PATIENCE_S
+            while (
+                len(saves := [line for line in heard.lines if line.startswith("saving, and continuing")]) < 2
+            ):
+                assert time.monotonic() < until, heard.lines
+                time.sleep(0.1)
+            agent.kill()
+            agent.wait(60)
+            cloud.shutdown()
         time.sleep(3.0)  # the save is done after the next step
         seconds, steps = time.monotonic() - noticed, heard.step
         nodes.kill(node)

@@ -12,7 +12,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,9 @@ def test_a_job_that_fails_ends_the_command_with_its_own_code_and_cause(
     assert failed.returncode == code, failed.stderr
     assert cause in failed.stderr
     (line,) = failed.stdout.splitlines()
-    assert json.loads(line)["exit_code"] == code
+    told = json.loads(line)
+    assert told["exit_code"] == code
+    assert list(jobs_of(nodes, told["job"])) == [told["job"]]  # its own mistake: not started again
 
 
 @pytest.mark.exact  # minutes
@@ -261,6 +264,93 @@ def test_a_stopped_job_leaves_a_checkpoint_and_goes_on_when_it_is_submitted_agai
     first = int(re.findall(r"step (\d+)/", again.stderr)[0])
     assert 1 < first < 400, "it began anew"
     assert digest(again.stderr) == alone(tmp_path, held)
+
+
+def held_run(folder: Path, *more: str) -> tuple[list[str], Path, list[str]]:
+    """The words that submit a run which waits for a file, that file, and the overrides of the run alone."""
+    go_on = folder / "go on"
+    held = [
+        "length.steps=300",
+        "evaluate.every.steps=300",
+        "record.uri=off",
+        "workers.min=2",
+        "workers.max=2",
+    ]
+    held += [f"job={{use: 'tests.cluster.broken_jobs:Held', params: {{width: 8, until: '{go_on}'}}}}"]
+    words = ["submit", SPEC, *held, "checkpoint.every.steps=2", f"checkpoint.storage={folder}", *more]
+    return words, go_on, held
+
+
+def jobs_of(nodes: Nodes, first: str) -> dict[str, str]:
+    """The jobs of a run, by their ids, and how they stand."""
+    told = json.loads(nodes.call("cluster", "status", "--json").stdout)
+    return {job["id"]: job["status"] for job in told["jobs"] if job["id"].startswith(first)}
+
+
+def saved(folder: Path) -> int:
+    """The newest checkpoint of the run in `folder`, 0 without one."""
+    return max((int(path.parent.name[5:]) for path in folder.glob("*/step-*/manifest.json")), default=0)
+
+
+def wait_for(happened: Callable[[], object], what: str) -> None:
+    until = time.monotonic() + 360  # a busy machine
+    while not happened():
+        assert time.monotonic() < until, what
+        time.sleep(0.3)
+
+
+def processes_of(nodes: Nodes, *words: str) -> list[psutil.Process]:
+    """The cluster's processes in whose command line all `words` are."""
+    found = []
+    for process in marked(nodes.cluster.mark):
+        with suppress(psutil.NoSuchProcess):
+            if all(word in " ".join(process.cmdline()) for word in words):
+                found.append(process)
+    return found
+
+
+@pytest.mark.exact  # minutes
+def test_a_submitted_run_goes_on_by_itself_whatever_is_killed(nodes: Nodes, tmp_path: Path) -> None:
+    """SIGKILL to its driver, then to its job's own process on the head, then SIGSTOP to its recorder: no command is given."""
+    words, go_on, held = held_run(tmp_path, "--json")
+    submitted = nodes.start(*words)
+    try:
+        wait_for(lambda: saved(tmp_path), "the run did not start")
+        (run,) = tmp_path.glob("*/environment.json")
+        run_id = run.parent.name
+        for kill in (("lockstep train",), ("JobSupervisor",)):
+            at = saved(tmp_path)
+            for process in processes_of(nodes, *kill):
+                process.kill()
+            wait_for(lambda at=at: saved(tmp_path) > at, f"it did not go on after {kill} was killed")
+        (recorder,) = processes_of(nodes, "ray::RecorderActor")
+        recorder.suspend()
+        go_on.touch()
+        ended = finished(submitted)
+    finally:
+        submitted.kill()
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    told = json.loads(ended.stdout)
+    assert re.fullmatch(r".*-retry-2", told["job"])
+    (at_work,) = jobs_of(nodes, told["job"].partition("-retry-")[0] + "-retry-2").values()
+    assert at_work == "SUCCEEDED"
+    assert digest(ended.stderr) == alone(tmp_path, held)
+    assert told["run_id"] == run_id
+    wait_for(lambda: not processes_of(nodes, "ray::Keeper"), "the keeper did not end with the run")
+
+
+@pytest.mark.exact  # a minute
+def test_a_run_without_retries_stays_as_it_was_left(nodes: Nodes, tmp_path: Path) -> None:
+    """The control of the test above."""
+    words, _, _ = held_run(tmp_path, "--retries", "0", "--json")
+    submitted = nodes.start(*words)
+    wait_for(lambda: saved(tmp_path), "the run did not start")
+    for process in processes_of(nodes, "lockstep train"):
+        process.kill()
+    ended = finished(submitted)
+    assert ended.returncode != 0
+    time.sleep(10.0)
+    assert len(jobs_of(nodes, json.loads(ended.stdout)["job"])) == 1
 
 
 def test_down_ends_what_up_started_and_nothing_else(nodes: Nodes) -> None:

@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from lockstep import train
+from lockstep.attempts import recording
 from lockstep.attempts.stages import STAGES
+from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
 from lockstep.errors import ClusterError, JobError
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
@@ -251,6 +253,79 @@ def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
     assert "rank 1" in stacks
     assert "stopped" in stacks
     assert "training/loop.py" in stacks
+
+
+def actors(name: str) -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if f"ray::{name}" in " ".join(process.cmdline())]
+
+
+@pytest.mark.exact  # a minute
+def test_a_recorder_and_a_mailbox_that_hang_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP to each: no error, no end, only silence. The recorder costs no attempt, the mailbox one, and neither a bit or a row."""
+    monkeypatch.setattr(recording, "SILENT_S", 8.0)
+    monkeypatch.setattr(recording, "ANSWER_S", 8.0)
+    whole = train(spec(tmp_path / "whole"), local=True)
+    stopped: list[str] = []
+
+    def stop_both() -> None:
+        for name in ("RecorderActor", "Mailbox"):
+            saved = len(list(tmp_path.glob("runs/*/step-*/manifest.json")))
+            while len(list(tmp_path.glob("runs/*/step-*/manifest.json"))) < saved + 1:
+                time.sleep(0.05)
+            actors(name)[-1].suspend()
+            stopped.append(name)
+            time.sleep(12.0)
+
+    threading.Thread(target=stop_both, daemon=True).start()
+    changes = {"job": {"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.2}},
+               "checkpoint": {"storage": str(tmp_path / "runs"), "every": {"steps": 4}, "keep_last": 100}}  # fmt: skip
+    result = train(spec(tmp_path, **changes))
+    assert stopped == ["RecorderActor", "Mailbox"]
+    assert result.weights_digest == whole.weights_digest
+    assert columns(result) == columns(whole)
+    first, second = accounts(result)
+    assert "the run's mailbox was lost: it did not answer for 8 s" in first["why"]
+    assert second["why"] == "finished"
+
+
+@pytest.mark.exact  # a minute
+def test_an_attempt_that_hangs_before_its_first_step_is_ended_and_the_next_goes_on(tmp_path: Path) -> None:
+    whole = train(spec(tmp_path / "whole"), local=True)
+    params = {"width": 4, "file": str(tmp_path / "hung")}
+    job = {"use": "tests.cluster.broken_jobs:HungAtFirst", "params": params}
+    result = train(spec(tmp_path, job=job, faults={"longest_start_s": 100.0}))
+    assert result.weights_digest == whole.weights_digest
+    assert columns(result) == columns(whole)
+    first, second = accounts(result)
+    assert "no first step within 100 s (faults.longest_start_s)" in first["why"]
+    assert "in its stage preparation" in first["why"]
+    assert second["why"] == "finished"
+    assert 100 < second["lost_s"] < 1000  # from the beginning on: no step had been done
+
+
+@pytest.mark.exact  # minutes
+def test_a_wait_for_room_that_others_hold_has_a_limit_and_says_so(tmp_path: Path) -> None:
+    """Everything that the cluster has is held until the first attempt has been given up; the second finds room."""
+    from ray.util import placement_group, remove_placement_group
+
+    held = placement_group([{"CPU": 4.0}])
+    assert held.wait(60)
+
+    class Heard(Silent):
+        def say(self, text: str) -> None:
+            if text.startswith("attempt 1 ended"):
+                remove_placement_group(held)
+
+    whole = train(spec(tmp_path / "whole"), local=True)
+    result = train(spec(tmp_path, faults={"longest_start_s": 100.0}), progress=Heard())
+    assert result.weights_digest == whole.weights_digest
+    first, second = accounts(result)
+    assert "no first step within 100 s" in first["why"]
+    assert "in its stage placement" in first["why"]
+    assert second["why"] == "finished"
 
 
 def in_a_process(module: str, folder: Path) -> dict[str, Any]:

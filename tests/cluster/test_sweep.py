@@ -18,9 +18,10 @@ import pytest
 
 from lockstep import SweepResult, sweep, train
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError
+from lockstep.errors import ClusterError, SilentError, SpecError
 from lockstep.record.stores import find_run
 from lockstep.spec.loading import load_spec
+from lockstep.sweeps import watch
 from lockstep.sweeps.driver import resume_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -238,6 +239,68 @@ def test_a_trial_that_hangs_is_found_and_goes_on(tmp_path: Path) -> None:
     assert sum(trial["restarts"] for trial in result.trials) == 1
     (stacks,) = tmp_path.glob("disturbed/runs/*/stacks-attempt-1.txt")
     assert "stopped" in stacks.read_text()
+
+
+@pytest.mark.exact  # a minute
+def test_a_trial_that_hangs_before_its_first_step_starts_again(tmp_path: Path) -> None:
+    expected = sweep(document(tmp_path / "undisturbed", trials=1))
+    job = {
+        "use": "tests.cluster.broken_jobs:HungAtFirst",
+        "params": {"width": 4, "file": str(tmp_path / "hung")},
+    }
+    faults = {"longest_start_s": 90.0}
+    given = document(tmp_path / "disturbed", trials=1, spec={"faults": faults, "job": job})
+    result = sweep(given)
+    assert outcome(result) == outcome(expected)
+    assert [trial["restarts"] for trial in result.trials] == [1]
+    (stacks,) = tmp_path.glob("disturbed/runs/*/stacks-attempt-1.txt")
+    assert "train_data" in stacks.read_text()
+
+
+@pytest.mark.exact  # a minute
+def test_a_sweep_for_whose_trials_is_no_room_says_so_and_ends(tmp_path: Path) -> None:
+    from ray.util import placement_group, remove_placement_group
+
+    held = placement_group([{"CPU": 4.0}])
+    assert held.wait(60)
+    given = document(tmp_path, trials=2, spec={"faults": {"wait_for_workers_s": 15.0}})
+    try:
+        with pytest.raises(
+            ClusterError, match=r"no trial could be placed for 15 s \(faults.wait_for_workers_s\)"
+        ):
+            sweep(given)
+    finally:
+        remove_placement_group(held)
+    sweep_id = next(tmp_path.glob("runs/*/decisions.jsonl")).parent.name
+    result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/runs"], uri="off")
+    assert result is not None
+    assert [trial["status"] for trial in result.trials] == ["finished", "finished"]
+    all_is_given_back()
+
+
+@pytest.mark.exact  # a minute
+def test_a_sweep_whose_recorders_hang_ends_and_goes_on_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "NEWS_S", 8.0)
+    expected = sweep(document(tmp_path / "undisturbed", concurrency=1))
+    given = document(tmp_path / "disturbed", concurrency=1)
+    given["spec"]["job"]["params"]["pause_s"] = 0.05
+
+    def stop_recorders() -> None:
+        while not list(tmp_path.glob("disturbed/runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        for process in psutil.Process().children(recursive=True):
+            if "ray::RecordersActor" in " ".join(process.cmdline()):
+                process.suspend()
+
+    threading.Thread(target=stop_recorders, daemon=True).start()
+    with pytest.raises(SilentError, match="the process of the sweep's recorders did not answer for 8 s"):
+        sweep(given)
+    sweep_id = next((tmp_path / "disturbed").glob("runs/*/decisions.jsonl")).parent.name
+    result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
+    assert result is not None
+    assert outcome(result) == outcome(expected)
 
 
 def command(folder: Path, given: dict[str, Any]) -> subprocess.Popen[bytes]:

@@ -215,6 +215,16 @@ def test_every_error_is_described() -> None:
             assert kind is errors.LockstepError or f"## {name} · exit code {kind.exit_code}" in page, name
 
 
+def test_every_failure_and_its_limits_are_shown_by_a_test() -> None:
+    """The row of a failure names at least one test."""
+    page = (DOCS / "failures.md").read_text()
+    _, _, after = page.partition("## What fails, and what follows\n")
+    table = [line for line in after.partition("\n## ")[0].splitlines() if line.startswith("|")][2:]
+    assert len(table) > 30
+    for line in table:
+        assert re.search(r"\(\.\./tests/[\w/]+\.py\)", line), line
+
+
 def test_every_page_is_on_the_map() -> None:
     linked = {(DOCS / target).resolve() for target in LINK.findall((DOCS / "index.md").read_text())}
     assert linked >= {page.resolve() for page in DOCS.rglob("*.md") if page.name != "index.md"}

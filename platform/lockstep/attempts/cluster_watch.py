@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import ray
 
-from lockstep.attempts.placement import WorkerPlacement, place, room_for
+from lockstep.attempts.placement import WorkerPlacement, most_of, place, room_for
+from lockstep.attempts.room import RoomRequest
 from lockstep.clusters.ray_internals import unavailable
-from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources
+from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources, largest_cluster
 from lockstep.errors import SpecError
 from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
@@ -60,6 +61,24 @@ def _place_outside(spec: Spec, without: frozenset[str]) -> WorkerPlacement:
     return WorkerPlacement(*place(spec, total), frozenset(fit), frozenset(unfit))
 
 
+def can_grow(spec: Spec) -> bool:
+    """Whether the cluster's autoscaler may add nodes until there is room for `workers.min`."""
+    largest = None if unavailable("nodes") else largest_cluster()
+    if largest is None:
+        return False
+    try:
+        place(spec, largest)
+    except SpecError:
+        return False
+    return True
+
+
+def most_resources() -> dict[str, float]:
+    """What the cluster has when its autoscaler has added all the nodes that it may; without one what it has."""
+    largest = None if unavailable("nodes") else largest_cluster()
+    return dict(ray.cluster_resources()) if largest is None else largest
+
+
 def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
     """A node that could take the place of any one of the `used` (workers by node), and how many it would get; nothing where there is none."""
     drained, free = draining(), free_resources()
@@ -92,7 +111,7 @@ def draining() -> dict[str, float]:
 
 def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
     """How many workers a run could have that has so many now, where so much more is free."""
-    return max(workers, min(spec.workers.max, spec.batch.micro_batches, workers + room_for(each, free)))
+    return max(workers, min(most_of(spec), workers + room_for(each, free)))
 
 
 class Advice(NamedTuple):
@@ -113,6 +132,11 @@ class ClusterWatch:
         """For a notice that is waited out: 1 after the first save, 2 after that near the deadline."""
         self._roomy_since: float | None = None
         self._left, self._left_at = place.workers, 0.0
+        self._request = RoomRequest()
+
+    def close(self) -> None:
+        """The attempt is over: ask for nothing more."""
+        self._request.release()
 
     def outlived(self, workers: int) -> None:
         """So many workers go on without the others; they move in a while, to have as many again."""
@@ -135,6 +159,7 @@ class ClusterWatch:
         try:
             find_place(self.spec, self._without)
         except SpecError as error:
+            self._request.want(self.workers, self.each)
             near = min(leaving.values()) - time.time() < NEAR_S
             if self._noticed < 1 + near:
                 self._noticed = 1 + near
@@ -143,9 +168,11 @@ class ClusterWatch:
         return Advice(move=notice)
 
     def _room_to_grow(self, now: float) -> str | None:
+        most = most_of(self.spec)
+        self._request.want(most - self.workers, self.each)
         if self._left < self.workers:
             return self._room_to_refill(now)
-        if self.workers >= min(self.spec.workers.max, self.spec.batch.micro_batches):
+        if self.workers >= most:
             return None
         possible = room(self.spec, self.workers, self.each, ray.available_resources())
         if possible > self.workers:  # of what is free, a part may be about to go

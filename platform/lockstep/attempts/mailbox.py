@@ -7,6 +7,7 @@ hangs costs no event and ends no attempt. Nothing here waits or touches a disk.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,16 +16,23 @@ from typing import Any, NamedTuple
 
 import ray
 
+from lockstep.clusters.answers import answer_of
 from lockstep.driver.run_view import RunView
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, SilentError
 from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, TakenOver
 from lockstep.training.roll_call import Answer, Arrival, RollCalls
 
 EVENTS_PER_FETCH = 10_000
 """The most events that the recorder is given at once."""
 
-LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""What a call raises where an actor's process is gone."""
+LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, SilentError)
+"""What a call raises where an actor's process is gone, or does not answer any more."""
+
+ANSWER_S = 60.0
+"""How long the mailbox may take to answer: nothing that it does waits for anything."""
+
+NAMED_S = 900.0
+"""How long workers wait for the run: its recorder may take minutes to start, and the driver replaces one that hangs."""
 
 
 class Asked(NamedTuple):
@@ -65,6 +73,8 @@ class RunStatus(NamedTuple):
 
     view: RunView
     recorder: RecorderState
+    mailbox: int
+    """The process id of the mailbox, on the driver's node."""
     went_on: WentOn | None = None
     """Of the attempt at hand, where it began so."""
 
@@ -181,7 +191,7 @@ class Mailbox:
 
     def status(self) -> RunStatus:
         """How the attempt at hand stands. Never waits."""
-        return RunStatus(self._view, self._recorder, self._went_on)
+        return RunStatus(self._view, self._recorder, os.getpid(), self._went_on)
 
     def ask_stop(self) -> None:
         """Ask the workers to end the attempt after their next step."""
@@ -236,18 +246,21 @@ class Keeper:
         self._mailbox.ready.remote(self._first, self._worker)
 
     def arrive(self, attempt: int, arrival: Arrival) -> None:
-        ray.get(self._mailbox.arrive.remote(attempt, self._worker, arrival))
+        self._answer(self._mailbox.arrive.remote(attempt, self._worker, arrival))
 
     def ask(self, attempt: int) -> Answer:
-        answer: Answer = ray.get(self._mailbox.ask.remote(attempt, self._worker))
+        answer: Answer = self._answer(self._mailbox.ask.remote(attempt, self._worker))
         return answer
 
     def called(self) -> int | None:
         try:
-            called: int | None = ray.get(self._mailbox.called.remote())
+            called: int | None = self._answer(self._mailbox.called.remote())
         except LOST:  # without the mailbox the attempt ends anyway
             return None
         return called
+
+    def _answer(self, asked: Any) -> Any:
+        return answer_of(asked, "the run's mailbox", ANSWER_S)
 
 
 def start_mailbox(environment: dict[str, str]) -> Any:
@@ -266,18 +279,21 @@ def on_this_node(kind: type, environment: dict[str, str], **settings: Any) -> An
 
 
 def wait_until_named(mailbox: Any) -> None:
-    """Wait until the driver has told the run's id. RecordError where the store could not be opened."""
-    _answer(mailbox.named)
+    """Wait until the driver has told the run's id. RecordError where the store could not be opened; SilentError after NAMED_S."""
+    _answer(mailbox.named, "the driver, which was to tell the run's id,")
 
 
 def wait_for_run_id(mailbox: Any) -> str:
-    """Wait until the run exists; its id. RecordError where the store could not be opened."""
-    return str(_answer(mailbox.run_id))
+    """Wait until the run exists; its id. RecordError where the store could not be opened; SilentError after NAMED_S."""
+    return str(_answer(mailbox.run_id, "the recorder, which was to create the run,"))
 
 
-def _answer(ask: Any) -> Any:
+def _answer(ask: Any, whose: str) -> Any:
     """Ask until there is an answer."""
-    while not (found := ray.get(ask.remote())):
+    until = time.monotonic() + NAMED_S
+    while not (found := answer_of(ask.remote(), "the run's mailbox", ANSWER_S)):
+        if time.monotonic() > until:
+            raise SilentError(f"{whose} did not answer for {NAMED_S:.0f} s")
         time.sleep(0.05)
     if isinstance(found, RecordError):
         raise found

@@ -8,6 +8,7 @@ from lockstep.attempts.ahead import AHEAD
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.connection import connected
+from lockstep.clusters.keeper import kept
 from lockstep.clusters.ray_internals import warnings_of_ray
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
@@ -43,4 +44,5 @@ def train_on_ray(
         supervisor = Supervisor(spec, options, stop, origin, environment, [*warnings, *found], tell)
         if options.chaos is not None:
             supervisor.chaos = Chaos(parse(options.chaos), spec.seed, say)
-        return supervisor.run()
+        with kept(options.retries, say):
+            return supervisor.run()

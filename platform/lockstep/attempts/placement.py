@@ -39,13 +39,23 @@ def room_for(each: Mapping[str, float], resources: Mapping[str, float]) -> int:
     return min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
 
 
-def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-    """How many workers the cluster's resources give, and what each is given."""
+def each_of(spec: Spec, resources: Mapping[str, float]) -> dict[str, float]:
+    """What a worker is given in a cluster with these resources."""
     wanted = spec.workers
     gpus = float(resources.get("GPU", 0.0) >= 1) if wanted.gpus_each == "auto" else float(wanted.gpus_each)
-    each = {"CPU": float(wanted.cpus_each)} | ({"GPU": gpus} if gpus else {})
+    return {"CPU": float(wanted.cpus_each)} | ({"GPU": gpus} if gpus else {})
+
+
+def most_of(spec: Spec) -> int:
+    """The most workers that a run can use."""
+    return min(spec.workers.max, spec.batch.micro_batches)
+
+
+def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """How many workers the cluster's resources give, and what each is given."""
+    wanted, each = spec.workers, each_of(spec, resources)
     fit = room_for(each, resources)
-    workers = min(wanted.max, fit, spec.batch.micro_batches)
+    workers = min(most_of(spec), fit)
     if workers < wanted.min:
         have = ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in each)
         need = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from lockstep.attempts.mailbox import Fetched, RecorderState, on_this_node
+from lockstep.attempts.mailbox import ANSWER_S, Fetched, RecorderState, on_this_node
 from lockstep.checkpoint.runs import pin_aliased, read_shared
+from lockstep.clusters.answers import answer_of
 from lockstep.errors import RecordError
 from lockstep.record.events import Event, Failed, Finished, Started
 from lockstep.record.recorder import Recorder
@@ -67,7 +66,8 @@ class RecorderActor:
 
     def _fetch(self) -> Fetched:
         done = self._done + self._recorder.journaled
-        fetched: Fetched = ray.get(self._mailbox.fetch.remote(done, self._sent, self._state()))
+        asked = self._mailbox.fetch.remote(done, self._sent, self._state())
+        fetched: Fetched = answer_of(asked, "the run's mailbox", ANSWER_S)
         if not self._sent:
             self._done = fetched.last - len(fetched.events)  # what the recorder before this one has written
         self._sent = fetched.last

@@ -11,9 +11,10 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.mailbox import LOST, RecorderState, RunStatus, start_mailbox
+from lockstep.attempts.mailbox import ANSWER_S, LOST, RecorderState, RunStatus, start_mailbox
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.worker_group import why_lost
+from lockstep.clusters.answers import answer_of
 from lockstep.errors import ClusterError, RecordError
 from lockstep.record.events import Event, Joined
 from lockstep.spec.fields import Spec
@@ -22,7 +23,10 @@ SILENT_S = 60.0
 """How long a recorder may leave the mailbox alone before it is replaced; it looks five times a second."""
 
 STARTING_S = 300.0
-"""How long its process may take to start."""
+"""How long its process, and that of the mailbox, may take to start."""
+
+CLOSING_S = 3600.0
+"""How long a recorder may take to write what is left, as long as it looks into the mailbox: figures, and uploads of any size."""
 
 LOOK_S = 0.2
 """How often the end of the recording is looked for."""
@@ -44,6 +48,7 @@ class Recording:
 
     def _open(self) -> None:
         self._named = False
+        self._mailbox_pid: int | None = None
         self.mailbox: Any = start_mailbox(self._environment)
         self._start_recorder()
 
@@ -55,18 +60,26 @@ class Recording:
 
     # --- while the run goes on --------------------------------------------------------------------------------
 
-    def begin(self, attempt: int, workers: int) -> Any:
-        """Another attempt begins; the answer comes when the mailbox knows."""
-        return self.mailbox.begin.remote(attempt, workers, self._spec.workers.min)
+    def begin(self, attempt: int, workers: int, *, wait: bool) -> None:
+        """Another attempt begins; with `wait` the mailbox knows when this returns."""
+        begun = self.mailbox.begin.remote(attempt, workers, self._spec.workers.min)
+        if wait:
+            answer_of(begun, "the run's mailbox", STARTING_S)
 
     def status(self) -> RunStatus:
         """How the run stands. A recorder that is gone or hangs is replaced, which costs the attempt nothing."""
-        status: RunStatus = ray.get(self.mailbox.status.remote())
-        self._note(status.recorder)
+        status = self._look()
         if ray.wait([self._work], timeout=0)[0]:
             self._replace_lost()
         elif self._is_hung:
             self._replace_hung()
+        return status
+
+    def _look(self) -> RunStatus:
+        asked = self.mailbox.status.remote()
+        status: RunStatus = answer_of(asked, "it", ANSWER_S if self._mailbox_pid else STARTING_S)
+        self._mailbox_pid = status.mailbox
+        self._note(status.recorder)
         return status
 
     @property
@@ -104,14 +117,15 @@ class Recording:
 
     def refuse(self, why: str) -> None:
         """Have no worker of the attempt at hand go on without the others, which are being ended."""
-        ray.get(self.mailbox.refuse.remote(why))
+        answer_of(self.mailbox.refuse.remote(why), "it", ANSWER_S)
 
     def reopen(self, error: Exception) -> ClusterError:
         """The mailbox itself is lost, and with it what the recorder had not fetched: the attempt cannot go on. How that is told."""
         lost = ClusterError(f"the run's mailbox was lost: {why_lost(str(error))}")
         if self.run_id is None:
             raise lost from error
-        self._kill_recorder()
+        _kill(self._mailbox_pid, self.mailbox)
+        _kill(self._state.pid, self.recorder)
         self._open()
         return lost
 
@@ -120,10 +134,16 @@ class Recording:
     def close(self) -> RecordError | None:
         """Nothing more will be told: wait until all of it is written. What could not be."""
         self.mailbox.close.remote()
+        until = time.monotonic() + CLOSING_S
         while True:
             done, _ = ray.wait([self._work], timeout=LOOK_S)
-            status: RunStatus = ray.get(self.mailbox.status.remote())
-            self._note(status.recorder)
+            self._look()
+            if not done and time.monotonic() > until:
+                _kill(self._state.pid, self.recorder)
+                return RecordError(
+                    f"record: its recorder did not write what is left within {CLOSING_S:.0f} s; "
+                    f"`lockstep record sync {self.run_id}` sends what the run's folder has"
+                )
             if done:
                 try:
                     failure: RecordError | None = ray.get(self._work)
@@ -135,8 +155,8 @@ class Recording:
 
     def end(self) -> None:
         """The run is over: end both actors now, rather than when the last reference to them goes."""
-        for actor in (self.recorder, self.mailbox):
-            ray.kill(actor)
+        _kill(self._state.pid, self.recorder)
+        _kill(self._mailbox_pid, self.mailbox)
 
     @property
     def state(self) -> RecorderState:
@@ -154,7 +174,7 @@ class Recording:
         self._replace(f"the recorder was lost ({why})")
 
     def _replace_hung(self) -> None:
-        self._kill_recorder()
+        _kill(self._state.pid, self.recorder)
         self._replace(f"the recorder did nothing for {SILENT_S:.0f} s")
 
     def _replace(self, reason: str) -> None:
@@ -169,9 +189,10 @@ class Recording:
         self._say(f"{reason}: another one goes on with the run's journal")
         self._start_recorder()
 
-    def _kill_recorder(self) -> None:
-        """By its process: one that is stopped would not hear Ray. Its lock on the journal ends with it."""
-        if self._state.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._state.pid, signal.SIGKILL)
-        ray.kill(self.recorder)
+
+def _kill(pid: int | None, actor: Any) -> None:
+    """End an actor on this node by its process: one that is stopped would not hear Ray. A recorder's lock on the journal ends with it."""
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    ray.kill(actor)

@@ -9,7 +9,8 @@ from typing import Any
 
 import ray
 
-from lockstep.attempts.mailbox import Asked
+from lockstep.attempts.mailbox import ANSWER_S, Asked
+from lockstep.clusters.answers import answer_of
 from lockstep.record.events import Alive, Event, Restored, StepRow
 
 FLUSH_S = 0.25
@@ -23,13 +24,13 @@ ROWS_PER_CALL = 10_000
 
 
 class Sender:
-    """Carries events to an actor. `post` calls it with a list of them, and its answer is what is asked of the workers.
+    """Carries events to an actor. `post` calls it with a list of them, and its answer, which takes `answer_s` at the most, is what is asked of the workers.
 
     Used by several threads: the one that trains, the one that saves, those that sample and read what is printed.
     """
 
-    def __init__(self, post: Callable[[list[Event]], Any]) -> None:
-        self._post = post
+    def __init__(self, post: Callable[[list[Event]], Any], answer_s: float = ANSWER_S) -> None:
+        self._post, self._answer_s = post, answer_s
         self._lock = threading.Lock()
         self._waiting: list[Event] = []
         self._sent_at = self._alive_at = 0.0
@@ -61,13 +62,13 @@ class Sender:
         return asked
 
     def close(self) -> None:
-        """Send what waits, and wait until all that was sent has arrived."""
+        """Send what waits, and wait until all that was sent has arrived. SilentError where it has not in time."""
         with self._lock:
             if self._waiting:
                 self._flush(time.monotonic())
             newest = self._newest
         if newest is not None:
-            ray.get(newest)
+            answer_of(newest, "whoever takes the events of this worker", self._answer_s)
 
     def _flush(self, now: float) -> None:
         events, self._waiting = self._waiting, []

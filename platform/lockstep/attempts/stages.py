@@ -31,6 +31,12 @@ class Moments:
         self.at.setdefault(stage, time.time() if at is None else at)
 
 
+def underway(ends: Mapping[str, float]) -> str:
+    """The stage that an attempt is in: the one after the last whose end is known. Of the attempt before, none counts."""
+    known = [number for number, stage in enumerate(STAGES) if stage in ends and number > 1]
+    return STAGES[min(max(known, default=1) + 1, len(STAGES) - 1)]
+
+
 def breakdown(last_step_at: float, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
     """Seconds by stage, from the last step of an attempt that ended (`before`) to the first one of the next (`now`).
 

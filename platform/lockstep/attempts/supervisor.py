@@ -12,17 +12,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import ray
-
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.chaos import Chaos
-from lockstep.attempts.cluster_watch import ClusterWatch, find_place
+from lockstep.attempts.cluster_watch import ClusterWatch, can_grow, find_place, most_resources
 from lockstep.attempts.mailbox import LOST, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
-from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.placement import WorkerPlacement, each_of
 from lockstep.attempts.policy import FailedNodes, RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
-from lockstep.attempts.stages import breakdown
+from lockstep.attempts.room import RoomRequest
+from lockstep.attempts.stages import breakdown, underway
 from lockstep.attempts.standby import Standbys
 from lockstep.attempts.watchdog import Patience, end
 from lockstep.attempts.worker_group import WorkerGroup
@@ -35,7 +34,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, LockstepError, RecordError, SpecError
+from lockstep.errors import ClusterError, LockstepError, RecordError, SilentError, SpecError
 from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver
 from lockstep.spec.fields import Spec
 
@@ -83,7 +82,7 @@ class Supervisor:
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
-        place = find_place(self.spec)
+        place = self._first_place()
         self._recording = Recording(self.spec, self.environment, self.origin.run_id, self.progress.say)
         try:
             summary, failure = self._attempts(place)
@@ -164,9 +163,8 @@ class Supervisor:
         self.summaries.append(account)
         view = RunView(self.origin.attempt)
         try:
-            begun = self._recording.begin(self.origin.attempt, place.workers)
-            if again:  # else the mailbox itself still starts: the workers need not wait for it
-                ray.get(begun)
+            # The first time the mailbox itself still starts: the workers need not wait for it.
+            self._recording.begin(self.origin.attempt, place.workers, wait=again)
             account.from_step = self._saved_step() if again or self.origin.run_id else 0
             self._watch(attempt, place)
             status = self._recording.status()
@@ -195,9 +193,15 @@ class Supervisor:
         self._moving = None
         cluster = self._cluster = ClusterWatch(self.spec, place, self._failed_nodes.left_out)
         self._outlived = set()
+        try:
+            self._watch_until_over(attempt, cluster)
+        finally:
+            cluster.close()
+
+    def _watch_until_over(self, attempt: WorkerGroup, cluster: ClusterWatch) -> None:
         attempt.start()
-        lost_at = time.monotonic()
-        told, patience = False, Patience(self.spec.faults.longest_silence_s)
+        lost_at, faults = time.monotonic(), self.spec.faults
+        told, patience = False, Patience(faults.longest_silence_s, faults.longest_start_s)
         while not attempt.over.wait(POLL_S):
             if self.stop.asked and not told:
                 told = True
@@ -205,11 +209,12 @@ class Supervisor:
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
             status = self._recording.status()
             if patience.is_over(status.view.signs_of_life, time.monotonic()):
-                self._end_hung(attempt, patience.bound_s, status.view)
+                self._end_hung(attempt, patience, status.view)
                 return
             if status.recorder.failure is not None and status.recorder.run_id is None:
                 self._recording.ask_stop()
-                attempt.over.wait()
+                if not attempt.over.wait(faults.longest_silence_s):
+                    attempt.end()
                 raise status.recorder.failure
             self._look(status, attempt)
             self._name()
@@ -245,17 +250,27 @@ class Supervisor:
             self._on_run_id(run_id)
         self._recording.named()
 
-    def _end_hung(self, attempt: WorkerGroup, bound_s: float, view: RunView) -> None:
+    def _end_hung(self, attempt: WorkerGroup, patience: Patience, view: RunView) -> None:
         """End an attempt that makes no progress; its ranks' stacks go into the record."""
+        bound_s = patience.bound_s
         self.progress.say(f"no progress for {bound_s:.0f} s: the attempt is ended")
         self._recording.refuse("it made no progress")
         name = f"stacks-attempt-{self.origin.attempt}.txt"
-        self._recording.tell(Document(name, end([view.members[rank] for rank in sorted(view.members)])))
-        attempt.over.wait()
-        attempt.error = ClusterError(
-            f"no rank made progress for {bound_s:.0f} s, so the attempt was ended; what each was doing is in {name} "
-            "(faults.longest_silence_s is the shortest time for that)"
-        )
+        stacks = end([view.members[rank] for rank in sorted(view.members)])
+        if stacks:
+            self._recording.tell(Document(name, stacks))
+        where = f"; what each was doing is in {name}" if stacks else ""
+        attempt.end()
+        if patience.begun:
+            attempt.error = SilentError(
+                f"no rank made progress for {bound_s:.0f} s, so the attempt was ended{where} "
+                "(faults.longest_silence_s is the shortest time for that)"
+            )
+        else:
+            stage = underway({**attempt.moments.at, **view.stage_ends})
+            attempt.error = SilentError(
+                f"no first step within {bound_s:.0f} s (faults.longest_start_s), so the attempt was ended in its stage {stage}{where}"
+            )
 
     def _look(self, status: RunStatus, attempt: WorkerGroup | None = None) -> None:
         """Take in what is new of the attempt at hand."""
@@ -313,7 +328,8 @@ class Supervisor:
             moments = {"first_step": moments["first_step"]}
         else:
             account.standbys = self._standbys.took(self._recording.members(), moments["decision"])
-        account.seconds = breakdown(self._last_step_at, self._before, moments)
+        last_step_at = self._last_step_at or before.began  # none was done yet: all of it was lost
+        account.seconds = breakdown(last_step_at, self._before, moments)
         account.lost_s = sum(account.seconds.values())
         longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
         spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
@@ -329,19 +345,40 @@ class Supervisor:
     def _tell_summaries(self) -> None:
         self._recording.tell(AttemptsSummarised([account.as_dict() for account in self.summaries]))
 
+    def _first_place(self) -> WorkerPlacement:
+        """Where the run begins. SpecError for fewer than `workers.min`, unless the cluster can grow to them."""
+        try:
+            return find_place(self.spec)
+        except SpecError:
+            if not can_grow(self.spec):
+                raise
+            return self._placed()
+
     def _placed(self) -> WorkerPlacement:
         """As many workers as there is room for now. Waits for `workers.min` of them, for as long as the spec allows."""
+        request = RoomRequest()
+        try:
+            return self._place_when_there_is_room(request)
+        finally:
+            request.release()
+
+    def _place_when_there_is_room(self, request: RoomRequest) -> WorkerPlacement:
         until, told = time.monotonic() + self.spec.faults.wait_for_workers_s, False
+        each = each_of(self.spec, most_resources())
         while True:
             try:
                 return find_place(self.spec, self._failed_nodes.left_out)
             except SpecError as error:
+                request.want(1, each, together=self.spec.workers.min)
                 if time.monotonic() >= until or self.stop.asked:
                     raise ClusterError(
                         f"{error}; waited {self.spec.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s)"
                     ) from error
                 if not told:
-                    self.progress.say(f"waiting for workers: {error}")
+                    what = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
+                    self.progress.say(
+                        f"waiting for workers: {error}; the cluster is asked for {self.spec.workers.min} of {what} each"
+                    )
                     told = True
                 self.stop.wait(1.0)
 

@@ -1,8 +1,8 @@
 """The watchdog: an attempt that makes no progress is ended, once the stacks of its ranks are recorded.
 
 A rank that hangs keeps all others waiting in their next collective, for which the process group itself would wait a
-quarter of an hour. What counts as progress is a step, a micro-batch of an evaluation, or a second of waiting for a save;
-before the first step of an attempt there is no limit.
+quarter of an hour. What counts as progress is a step, a micro-batch of an evaluation, or a second of waiting for a save.
+The first step of an attempt has a limit of its own: data may take an hour to be prepared.
 """
 
 from __future__ import annotations
@@ -33,22 +33,29 @@ STACKS_S = 3.0
 
 
 class Patience:
-    """How long an attempt may be silent: so many times its longest silence so far, and never less than `floor_s`."""
+    """How long an attempt may be silent: so many times its longest silence so far, and never less than `floor_s`; `start_s` until its first step."""
 
-    def __init__(self, floor_s: float) -> None:
-        self.floor_s = floor_s
+    def __init__(self, floor_s: float, start_s: float) -> None:
+        self.floor_s, self.start_s = floor_s, start_s
         self._longest_s = 0.0
         self._seen = 0
-        self._since = 0.0
+        self._since: float | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the attempt has done its first step."""
+        return self._seen > 0
 
     @property
     def bound_s(self) -> float:
         """The silence that is too long, in seconds."""
-        return max(self.floor_s, TIMES_THE_LONGEST * self._longest_s)
+        return max(self.floor_s, TIMES_THE_LONGEST * self._longest_s) if self.begun else self.start_s
 
     def silent_s(self, alive: int, now: float) -> float:
         """For how long nothing has been heard: `alive` grows with everything that is, and is 0 before the first step."""
-        if alive != self._seen or not alive:
+        if self._since is None:
+            self._since = now
+        if alive != self._seen:
             if self._seen and alive > self._seen:
                 self._longest_s = max(self._longest_s, now - self._since)
             self._seen, self._since = alive, now

@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-
+from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, only_on
 from lockstep.attempts.stages import Moments
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.clusters.answers import answer_of
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.spec.fields import Spec
+
+END_S = 150.0
+"""How long Ray may take to end the workers of an attempt, and to tell; a placement that it waits for, it looks at once a minute."""
 
 
 class WorkerGroup:
@@ -54,12 +57,16 @@ class WorkerGroup:
         threading.Thread(target=self._fit, name="lockstep-attempt", daemon=True).start()
 
     def end(self) -> None:
-        """End its workers, and wait until that is known; nothing where it was not started."""
+        """End its workers, and wait until that is known; nothing where it was not started. ClusterError where it stays unknown."""
         if not self._started:
             return
         if self._trainer is not None:
             self._trainer.end_workers()
-        self.over.wait()
+        if not self.over.wait(END_S):
+            raise ClusterError(
+                f"Ray did not end the workers of attempt {self.origin.attempt} within {END_S:.0f} s; look at the nodes with "
+                "ray status, then resume the run"
+            )
 
     def give_up(self) -> None:
         """Let the attempt end with the workers that are lost, though others were to go on."""
@@ -70,8 +77,8 @@ class WorkerGroup:
         for rank in sorted(lost.keys() - self.lost.keys()):
             self.lost[rank] = f"rank {rank} of {self._place.workers} was lost: {why_lost(lost[rank])}"
             try:
-                goes_on: bool = ray.get(self._mailbox.lose.remote(rank))
-            except ray.exceptions.RayActorError:  # without the mailbox nobody can
+                goes_on: bool = answer_of(self._mailbox.lose.remote(rank), "the run's mailbox", ANSWER_S)
+            except LOST:  # without the mailbox nobody can
                 goes_on = False
             if not goes_on:
                 del self.lost[rank]

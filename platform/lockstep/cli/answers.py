@@ -29,6 +29,13 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides, such as optimizer.lr=1e-3"),
 ]
 Address = Annotated[str | None, typer.Option(help="Ray cluster: an address, auto or local")]
+Retries = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="for a job: how often the run is started again where its driver, or the driver's node, is lost",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
 
 
@@ -75,9 +82,19 @@ def began() -> float:
 
 @contextmanager
 def running(
-    as_json: bool, began_at: float, local: bool, address: str | None, verbose: bool, chaos: str | None
+    as_json: bool,
+    began_at: float,
+    local: bool,
+    address: str | None,
+    verbose: bool,
+    chaos: str | None,
+    retries: int = 0,
 ) -> Iterator[RunOptions]:
     """What a command was given, as one value. The live line is shown meanwhile; nothing with `--json`."""
+    if retries:
+        from lockstep.clusters.keeper import first_job
+
+        first_job()  # before anything is begun
     from lockstep.driver.options import RunOptions
     from lockstep.driver.progress import Line, Silent
 
@@ -89,6 +106,7 @@ def running(
             address=address,
             verbose=verbose,
             chaos=chaos,
+            retries=retries,
             began_at=began_at,
         )
 

@@ -7,10 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import Json, Overrides, Verbose, answered
+from lockstep.cli.answers import Address, Json, Overrides, Retries, Verbose, answered
 from lockstep.errors import SpecError
 
-cluster = typer.Typer(no_args_is_help=True, help="Several real Ray nodes on this machine, for testing.")
+cluster = typer.Typer(
+    no_args_is_help=True, help="Several real Ray nodes on this machine, for testing; and leaving a cluster."
+)
+
+NodeId = Annotated[
+    str | None,
+    typer.Option("--node", help="the Ray node with this id, or its beginning; default: all of this machine"),
+]
 
 
 @cluster.command()
@@ -50,6 +57,58 @@ def status(json_: Json = False, verbose: Verbose = False) -> None:
 
 
 @cluster.command()
+def leave(
+    address: Address = None,
+    node: NodeId = None,
+    why: Annotated[str, typer.Option(help="the reason, for those who ask")] = "told to leave",
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="how long this machine is still there; by default nobody knows"),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="return when nothing runs on the nodes any more")
+    ] = False,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Drain the Ray nodes of this machine: runs save, and move to others."""
+    with answered(json_, verbose) as answer:
+        from lockstep.clusters.leaving import leave as drained
+
+        found = drained(address, node, why, seconds, _say, wait=wait)
+        answer({"nodes": found}, lambda: f"{len(found)} node{'s' if len(found) > 1 else ''} drained")
+
+
+@cluster.command()
+def notices(
+    cloud: Annotated[str | None, typer.Option(help="whose metadata service is asked: aws or gcp")] = None,
+    metadata: Annotated[
+        str | None, typer.Option(help="its address, such as http://169.254.169.254; asked only if given")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, help="how long this machine is still there after SIGTERM, in seconds")
+    ] = 55.0,
+    address: Address = None,
+    node: NodeId = None,
+    verbose: Verbose = False,
+) -> None:
+    """The agent of a node: hear that this machine is about to go, and have it drained. Runs until SIGTERM."""
+    with answered(as_json=False, verbose=verbose):
+        from lockstep.clusters.notices import Agent, Notice, leave_by_command, sources
+
+        if (cloud is None) != (metadata is None):
+            raise SpecError(
+                "notices: --cloud and --metadata belong together; give both, or none to hear SIGTERM alone"
+            )
+        asked = [] if cloud is None or metadata is None else sources(cloud, metadata)
+
+        def leave_here(notice: Notice, wait: bool) -> None:
+            leave_by_command(notice, wait, address=address, node=node)
+
+        Agent(asked, leave_here, grace, _say).run()
+
+
+@cluster.command()
 def down(json_: Json = False, verbose: Verbose = False) -> None:
     """End the cluster that was started here, and nothing else."""
     with answered(json_, verbose) as answer:
@@ -78,6 +137,7 @@ def submit(
     installed: Annotated[
         bool, typer.Option("--installed", help="use the cluster's Lockstep instead of sending this one")
     ] = False,
+    retries: Retries = 3,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="submit, and return at once")] = False,
     attach: Annotated[
         str | None, typer.Option(metavar="JOB", help="follow this job instead of submitting one")
@@ -93,7 +153,13 @@ def submit(
             raise SpecError("submit: wanted either a SPEC or --attach JOB")
         where = submission.find_address(address)
         job = attach or submission.submit(
-            spec or "", overrides or [], address=where, name=run_name, installed=installed, say=_say
+            spec or "",
+            overrides or [],
+            address=where,
+            name=run_name,
+            installed=installed,
+            retries=retries,
+            say=_say,
         )
         _say(f"job {job}")
         if no_wait:

@@ -20,6 +20,7 @@ from lockstep.cli.answers import (
     Address,
     Json,
     Overrides,
+    Retries,
     SpecFile,
     Uri,
     Verbose,
@@ -29,7 +30,7 @@ from lockstep.cli.answers import (
     uri_option,
 )
 from lockstep.driver.signals import end_on_second_signal
-from lockstep.errors import NoSuchRunError, RecordError
+from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.spec.locations import RECORD_OFF
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def train(
     uri: Uri = None,
     chaos: ChaosRates = None,
     takeover: Takeover = False,
+    retries: Retries = 0,
     dry_run: DryRun = False,
     verbose: Verbose = False,
 ) -> None:
@@ -119,8 +121,12 @@ def train(
             return
         from lockstep.calls.named_runs import train_named
 
-        with running(json_, began_at, local, address, verbose, chaos) as options:
-            result = train_named(options, loaded, run_name, takeover=takeover)
+        if retries and run_name is None:
+            raise SpecError(
+                "retries: a run that is started again is found by its name; give it one with --run"
+            )
+        with running(json_, began_at, local, address, verbose, chaos, retries) as options:
+            result = train_named(options, loaded, run_name, takeover=takeover or kept_job())
         answer(result.as_dict(), lambda: _result_text(result))
     _exit(result)
 
@@ -142,6 +148,7 @@ def resume(
     uri: Uri = None,
     chaos: ChaosRates = None,
     takeover: Takeover = False,
+    retries: Retries = 0,
     verbose: Verbose = False,
 ) -> None:
     """Resume a run from its newest good checkpoint, bit for bit."""
@@ -151,8 +158,13 @@ def resume(
         from lockstep.calls.resumption import resume_with
         from lockstep.sweeps.driver import resume_sweep
 
+        if retries and fork:
+            raise SpecError(
+                "retries: a fork that is started again would be another run; leave out --retries, then resume it"
+            )
         result: Result | SweepResult | None
-        with running(json_, began_at, local, address, verbose, chaos) as options:
+        takeover = takeover or kept_job()
+        with running(json_, began_at, local, address, verbose, chaos, retries) as options:
             try:
                 result = resume_with(
                     options, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
@@ -166,6 +178,13 @@ def resume(
                     raise
         answer(result.as_dict(), lambda: _as_text(result))
     _exit(result)
+
+
+def kept_job() -> bool:
+    """Whether this is a job that a run's keeper has started: of the one before it, parts may still live."""
+    from lockstep.clusters.keeper import KEPT
+
+    return KEPT in os.environ
 
 
 def _exit(result: Result | SweepResult) -> None:

@@ -39,6 +39,9 @@ _READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK")
 _RAYLET_S, _ASK_S = 0.5, 10.0
 """How often the server looks whether its raylet lives, and how long whoever asks may take to say what for."""
 
+_FORK_S, _IMPORT_S = 8.0, 45.0
+"""How long a worker waits to be forked, and for a server that still imports: then it starts by itself. Ray gives up a process that has not come after 60 s."""
+
 
 def py_executable() -> str:
     """What starts this machine's workers, for a runtime environment; nothing where the system cannot hand processes over."""
@@ -50,7 +53,8 @@ def py_executable() -> str:
 def start_worker(words: list[str]) -> NoReturn:
     """Become the worker `words`, or have the server fork it."""
     name, plain = _address(os.environ), [sys.executable, *words]
-    while True:
+    until = time.monotonic() + _IMPORT_S
+    while time.monotonic() < until:
         place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with suppress(OSError):  # there is none, or it still imports, or has just ended
             place.connect(name)
@@ -58,8 +62,13 @@ def start_worker(words: list[str]) -> NoReturn:
                 os.execv(sys.executable, plain)
             given = json.dumps([words, dict(os.environ), str(Path.cwd())]).encode()
             socket.send_fds(place, [struct.pack("!Q", len(given)) + given], [0, 1, 2])
-            if place.recv(1):
-                os._exit(0)
+            place.settimeout(_FORK_S)
+            try:
+                if place.recv(1):
+                    os._exit(0)
+            except TimeoutError:  # it hangs
+                os.execv(sys.executable, plain)
+            place.settimeout(None)
         if not os.environ.get(PRELOAD):
             os.execv(sys.executable, plain)
         with suppress(OSError):  # there is one
@@ -69,6 +78,7 @@ def start_worker(words: list[str]) -> NoReturn:
             os.execv(sys.executable, [sys.executable, "-c", serving, str(place.fileno()), *words])
         place.close()
         time.sleep(0.02)
+    os.execv(sys.executable, plain)
 
 
 def _address(environment: Mapping[str, str]) -> str:
@@ -124,6 +134,8 @@ def _asked(server: socket.socket, asked: socket.socket) -> list[str]:
         while len(given) < size and (more := asked.recv(1 << 16)):
             given += more
         words, environment, folder = json.loads(given)
+        if _has_left(asked):
+            return []
         if not _in_child(server):
             asked.send(b"1")
             return []
@@ -136,6 +148,11 @@ def _asked(server: socket.socket, asked: socket.socket) -> list[str]:
     finally:
         for file in files:
             os.close(file)
+
+
+def _has_left(asked: socket.socket) -> bool:
+    """Whether whoever asked waits no more: it has started by itself."""
+    return bool(select.select([asked], [], [], 0.0)[0]) and not asked.recv(1)
 
 
 def _in_child(server: socket.socket) -> bool:

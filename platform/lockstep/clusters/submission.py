@@ -15,15 +15,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.clusters.answers import within
 from lockstep.clusters.connection import show_token
+from lockstep.clusters.keeper import first_of, pause_s, retry_of, was_lost
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.noticeboard import notices
 from lockstep.clusters.packaging import NOTED, pack
-from lockstep.errors import ClusterError, SpecError
+from lockstep.errors import ClusterError, SilentError, SpecError
 from lockstep.record.documents import without_password
 
 POLL_S = 0.5
 """How often an ending job is asked whether it has ended."""
+
+CONNECT_S = 10.0
+"""How long the job API may take to say that it is there: Ray's client waits without a limit."""
+
+ANSWER_S = 60.0
+"""How long it may take to answer a question."""
+
+SEND_S = 600.0
+"""How long a package may take to be sent: 100 MiB at the most."""
+
+QUIET_S = 60.0
+"""How long a job may print nothing before its output is asked for anew: a connection that is cut looks the same."""
 
 PATIENCE_S = 60.0
 """How long a cluster that does not answer is waited for, while a job is followed."""
@@ -33,6 +47,9 @@ NO_AGENT = "No available agent"
 
 RUN_ID = re.compile(r"^run\s+([0-9a-f]{32})\s*$", re.MULTILINE)
 """The line by which a run says which one it is."""
+
+RETRIES = re.compile(r"\s--retries[ =](\d+)")
+"""In the command of a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +63,10 @@ class Submitted:
     """The job's own; None while it runs."""
     run_id: str | None
     message: str
+    lost: bool = False
+    """Whether it has ended, and not by its run's own decision."""
+    retries: int = 0
+    """How often its keeper starts the run again."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -71,14 +92,16 @@ def find_address(given: str | None) -> str:
 
 
 def connect(address: str) -> Any:
-    """A client of the job API at `address`. ClusterError where it does not answer or does not let us in."""
+    """A client of the job API at `address`. ClusterError, within CONNECT_S, where it does not answer or does not let us in."""
     show_token(address)
     from ray.job_submission import JobSubmissionClient
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # a line for every .gitignore that it finds
 
     try:
-        return JobSubmissionClient(address)
+        return within(CONNECT_S, address, lambda: JobSubmissionClient(address))
+    except SilentError:
+        raise
     except Exception as error:  # the client raises RuntimeError, ConnectionError and what requests raises
         raise job_api_error(error, address) from error
 
@@ -99,7 +122,9 @@ def job_api_error(error: Exception, address: str) -> ClusterError:
     return ClusterError(f"address: {address} does not answer like Ray's job API ({text})")
 
 
-def entrypoint(what: str, overrides: Sequence[str], name: str | None, folder: Path) -> list[str]:
+def entrypoint(
+    what: str, overrides: Sequence[str], name: str | None, folder: Path, retries: int = 0
+) -> list[str]:
     """The command that runs on the cluster: a run id is resumed, a spec trained. SpecError where that cannot work there."""
     for override in overrides:
         if without_password(override) != override:
@@ -107,8 +132,9 @@ def entrypoint(what: str, overrides: Sequence[str], name: str | None, folder: Pa
                 f"{override.partition('=')[0]}: contains a password, which every process list on the cluster would show; "
                 "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the cluster's nodes are started"
             )
+    kept = ["--retries", str(retries)] if retries else []
     if re.fullmatch("[0-9a-f]{32}", what) and not Path(folder, what).exists():
-        return ["python", "-m", "lockstep", "resume", what, *overrides]
+        return ["python", "-m", "lockstep", "resume", what, *kept, *overrides]
     spec = Path(folder, what).resolve()
     if not spec.is_file():
         raise SpecError(f"spec: cannot read {what!r}: there is no such file, and it is not a run id")
@@ -118,7 +144,7 @@ def entrypoint(what: str, overrides: Sequence[str], name: str | None, folder: Pa
         )
     named = [] if name is None else ["--run", name]
     return [
-        "python", "-m", "lockstep", "train", str(spec.relative_to(folder.resolve())), *named, *overrides
+        "python", "-m", "lockstep", "train", str(spec.relative_to(folder.resolve())), *named, *kept, *overrides
     ]  # fmt: skip
 
 
@@ -129,15 +155,18 @@ def submit(
     address: str,
     name: str | None,
     installed: bool,
+    retries: int,
     say: Callable[[str], None],
 ) -> str:
-    """Send a run to the cluster; the id of its job.
+    """Send a run to the cluster; the id of its job. With `retries` it is started again, so often, where its driver is lost.
 
     `what` is a spec's file or the id of a run to resume. Lockstep goes along, so that the cluster runs this version of it,
     unless `installed` says to take the cluster's.
     """
     folder = Path.cwd()
-    words = entrypoint(what, overrides, name, folder)
+    job = f"{name or Path(what).parent.name or 'run'}-{uuid.uuid4().hex[:8]}".lstrip("-._")
+    job = re.sub(r"[^\w.-]", "-", job)
+    words = entrypoint(what, overrides, name or (job if retries else None), folder, retries)
     client = connect(address)
     package = pack(folder)
     if package is not None and package.size > NOTED:
@@ -145,16 +174,21 @@ def submit(
     environment: dict[str, Any] = {"working_dir": str(folder)}
     if not installed:
         environment["py_modules"] = [str(Path(__file__).parents[1])]
-    job = f"{name or Path(what).parent.name or 'run'}-{uuid.uuid4().hex[:8]}".lstrip("-.")
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
-            sent: str = client.submit_job(
-                entrypoint=shlex.join(words),
-                submission_id=re.sub(r"[^\w.-]", "-", job),
-                runtime_env=environment,
-                metadata={"lockstep": what, **({"run": name} if name else {})},
+            sent: str = within(
+                SEND_S,
+                address,
+                lambda: client.submit_job(
+                    entrypoint=shlex.join(words),
+                    submission_id=job,
+                    runtime_env=environment,
+                    metadata={"lockstep": what, **({"run": name} if name else {})},
+                ),
             )
+        except SilentError:
+            raise
         except Exception as error:  # as in connect
             if NO_AGENT not in str(error) or time.monotonic() > until:
                 raise job_api_error(error, address) from error
@@ -164,16 +198,43 @@ def submit(
 
 
 def follow(job: str, *, address: str, write: Callable[[str], None]) -> Submitted:
-    """Show a job's output as it comes, until the job has ended.
+    """Show a job's output as it comes, until the job has ended, and that of the jobs that its keeper starts.
 
     A connection that breaks is taken up again; ClusterError where the cluster stays away for PATIENCE_S.
     """
+    client = connect(address)
+    while True:
+        ended = _follow(client, job, address, write)
+        following = _retry_after(client, ended)
+        if following is None:
+            return ended
+        write(f"job {job} was lost; job {following} goes on with its run\n")
+        job = following
+
+
+def _retry_after(client: Any, ended: Submitted) -> str | None:
+    """The job that goes on with the run of one that was lost. None where there is none, or none comes."""
+    first = first_of(ended.job)
+    number = 1 if ended.job == first else int(ended.job.rpartition("-")[2]) + 1
+    if not ended.lost or number > ended.retries:
+        return None
+    until = time.monotonic() + pause_s(number) + PATIENCE_S
+    while time.monotonic() < until:
+        listed = within(ANSWER_S, ended.address, client.list_jobs)
+        if retry_of(first, number) in {job.submission_id for job in listed}:
+            return retry_of(first, number)
+        time.sleep(POLL_S)
+    return None
+
+
+def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -> Submitted:
     from aiohttp import ClientError
 
-    client, output = connect(address), _Output(write)
+    output = _Output(write)
     answered_at = time.monotonic()
     while True:
-        with suppress(RuntimeError, OSError, ClientError):  # a broken stream; the job is what counts
+        # A broken stream, or one that is silent; the job is what counts.
+        with suppress(RuntimeError, OSError, ClientError):
             asyncio.run(output.take(client, job))
         try:
             now = look(client, job, address, output.run_id)
@@ -197,9 +258,14 @@ class _Output:
         self.run_id: str | None = None
 
     async def take(self, client: Any, job: str) -> None:
-        """Show what comes, until the stream ends."""
+        """Show what comes, until the stream ends. TimeoutError where nothing has come for QUIET_S."""
         at = 0
-        async for text in client.tail_job_logs(job):
+        stream = client.tail_job_logs(job)
+        while True:
+            try:
+                text = await asyncio.wait_for(anext(stream), QUIET_S)
+            except StopAsyncIteration:
+                return
             new = text[max(0, self._shown - at) :]
             at += len(text)
             if new:
@@ -213,7 +279,9 @@ class _Output:
 def look(client: Any, job: str, address: str, run_id: str | None = None) -> Submitted:
     """How a job stands. ClusterError where the cluster does not know it."""
     try:
-        found = client.get_job_info(job)
+        found = within(ANSWER_S, address, lambda: client.get_job_info(job))
+    except SilentError:
+        raise
     except Exception as error:  # as in connect
         raise job_api_error(error, address) from error
     status = str(getattr(found.status, "value", found.status))
@@ -226,7 +294,17 @@ def look(client: Any, job: str, address: str, run_id: str | None = None) -> Subm
         code = code or 1
     else:
         code = None
-    return Submitted(job, address, status, code, run_id, found.message or "")
+    asked = RETRIES.search(found.entrypoint or "")
+    return Submitted(
+        job,
+        address,
+        status,
+        code,
+        run_id,
+        found.message or "",
+        was_lost(status, found.driver_exit_code),
+        int(asked[1]) if asked else 0,
+    )
 
 
 def status_of(address: str, gcs: str) -> dict[str, Any]:
@@ -235,10 +313,13 @@ def status_of(address: str, gcs: str) -> dict[str, Any]:
     from ray.util.state import list_nodes
 
     try:
-        nodes = list_nodes(address=address)
-        jobs = client.list_jobs()
+        nodes = within(ANSWER_S, address, lambda: list_nodes(address=address))
+        jobs = within(ANSWER_S, address, client.list_jobs)
         running = {job.job_id for job in jobs if str(getattr(job.status, "value", job.status)) == "RUNNING"}
-        runs = notices(gcs, {job for job in running if job is not None})
+        drivers = {job for job in running if job is not None}
+        runs = within(ANSWER_S, gcs, lambda: notices(gcs, drivers))
+    except SilentError:
+        raise
     except Exception as error:  # as in connect
         raise job_api_error(error, address) from error
     return {

@@ -21,5 +21,7 @@ class RunOptions:
     """Show what Ray itself logs."""
     chaos: str | None = None
     """Parts of the run that are killed on purpose, such as `worker:0.02`."""
+    retries: int = 0
+    """How often the run is started again where its driver is lost."""
     began_at: float = field(default_factory=time.time)
     """When the command was given, Unix time in seconds."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import yaml
 
@@ -49,14 +49,10 @@ def shown_document(value: Any) -> Any:
 def _without_secrets(uri: str) -> str:
     scheme, mark, rest = uri.partition("://")
     rest = _without_user(scheme.lower(), rest)
-    parts = urlsplit(f"{scheme}{mark}{rest}")
-    query, fragment = (_without_values(part) for part in (parts.query, parts.fragment))
-    if (query, fragment) == (parts.query, parts.fragment):
-        return f"{scheme}{mark}{rest}"
-    before = rest.partition("?" if parts.query else "#")[0]
-    return (
-        f"{scheme}{mark}{before}{'?' if parts.query else ''}{query}{'#' if parts.fragment else ''}{fragment}"
-    )
+    # Not by urlsplit, which raises ValueError for what is no URI after all, such as `http://[{host}]` in a program's text.
+    before, hash_, fragment = rest.partition("#")
+    before, question, query = before.partition("?")
+    return f"{scheme}{mark}{before}{question}{_without_values(query)}{hash_}{_without_values(fragment)}"
 
 
 def _without_user(scheme: str, rest: str) -> str:

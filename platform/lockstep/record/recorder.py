@@ -20,6 +20,9 @@ from lockstep.record.writer import Aliases, Writer
 from lockstep.record.writer_process import WriterProcess
 from lockstep.spec.fields import Spec
 
+OPEN_S = 900.0
+"""How long a store may take to be opened: one that does not answer is given up after seconds, one that answers slowly is not."""
+
 
 def no_aliases(run_id: str, steps: frozenset[int]) -> None:
     """For whoever does not care for aliases."""
@@ -70,8 +73,11 @@ class Recorder:
         self._writer.tell(events)
 
     def run_id(self) -> str:
-        """Wait until the run exists; its id. RecordError where the store could not be opened."""
-        self._writer.opened.wait()
+        """Wait until the run exists; its id. RecordError where the store could not be opened, or was not within OPEN_S."""
+        if not self._writer.opened.wait(OPEN_S):
+            raise RecordError(
+                f"record: the store has kept the creation of the run waiting for {OPEN_S:.0f} s"
+            )
         if self._writer.run_id is None:
             raise self._writer.failure() or RecordError("record: the run was not created")
         return self._writer.run_id

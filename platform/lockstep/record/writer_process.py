@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,14 @@ GATHER_S = 0.2
 """How long what is told is gathered: each call through the pipe costs the thread that trains a part of a millisecond."""
 LOOK_S = 0.1
 """How often the process looks for what it has to say, and whether its parent lives."""
+BEAT_S = 1.0
+"""How often it says that it lives."""
+SILENT_S = 60.0
+"""How long it may say nothing before it is ended: one that is stopped would keep the run waiting at its end."""
+CLOSING_S = 3600.0
+"""How long it may take to write what is left at the end, as long as it lives: figures, and uploads of any size."""
+STARTING_S = 300.0
+"""How long it may take to start, and to import what its store needs."""
 
 
 class State(NamedTuple):
@@ -73,6 +82,10 @@ class WriterProcess:
         self._inbox: queue.SimpleQueue[Sequence[Event] | Close] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._started = threading.Event()
+        self._heard = 0
+        """How often the process has said something."""
+        self._hung = ""
+        """Why the process was ended, where it was."""
 
     @property
     def run_id(self) -> str | None:
@@ -108,7 +121,7 @@ class WriterProcess:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        for work in (self._send, self._hear):
+        for work in (self._send, self._hear, self._watch):
             threading.Thread(target=work, name="lockstep-record", daemon=True).start()
 
     def tell(self, events: Sequence[Event]) -> None:
@@ -128,7 +141,10 @@ class WriterProcess:
             return
         self._inbox.put(Close(timeout_s))
         self._wake.set()
-        self._closed.wait()
+        if not self._closed.wait(CLOSING_S):
+            self._hung = f"did not write what is left within {CLOSING_S:.0f} s"
+            self._process.kill()
+            self._closed.wait()
         self._process.wait()
 
     # --- threads ------------------------------------------------------------------------------------------
@@ -169,16 +185,32 @@ class WriterProcess:
         with self._process.stdout as pipe, suppress(EOFError, pickle.UnpicklingError):
             while True:
                 self._state = pickle.load(pipe)
+                self._heard += 1
                 if self._state.opened:
                     self.opened.set()
         if not self._state.closed:
+            why = f"has ended (exit code {self._process.wait()})"
+            why = self._hung or why
             died = RecordError(
-                f"record: the process that writes it has ended (exit code {self._process.wait()}); "
+                f"record: the process that writes it {why}; "
                 f"`lockstep record sync {self.run_id or 'RUN'}` sends what the run's folder has"
             )
             self._state = self._state._replace(failure=died)
         self.opened.set()
         self._closed.set()
+
+    def _watch(self) -> None:
+        """End a process that says nothing any more: what it had not written is lost like the step that told it."""
+        assert self._process is not None
+        before, silent_s = 0, 0.0
+        while not self._closed.wait(BEAT_S):
+            # Counted, not timed: a run that is stopped and continued as a whole has not waited.
+            silent_s = 0.0 if self._heard > before else silent_s + BEAT_S
+            before = self._heard
+            if silent_s > (SILENT_S if before else STARTING_S):
+                self._hung = f"did nothing for {silent_s - BEAT_S:.0f} s"
+                self._process.kill()
+                return
 
 
 # --- the process ------------------------------------------------------------------------------------------
@@ -218,14 +250,15 @@ def main() -> None:
 
 
 def _watch(writer: Writer, said: BinaryIO, parent: int, over: threading.Event) -> None:
-    """Say what is new, and end with the parent: a process that it forked may hold the pipe open."""
-    before = State()
+    """Say what is new and that this process lives, and end with the parent: a process that it forked may hold the pipe open."""
+    before, said_at = State(), 0.0
     while not over.wait(LOOK_S):
         if os.getppid() != parent:
             os._exit(1)
         now = _state(writer)
-        if now != before:
+        if now != before or time.monotonic() - said_at > BEAT_S:
             _say(said, now)
+            said_at = time.monotonic()
         before = now
 
 

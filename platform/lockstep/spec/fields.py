@@ -339,6 +339,7 @@ class Faults(Section):
     max_worker_failures: NonNegativeInt = 3
     max_job_errors: NonNegativeInt = 0
     wait_for_workers_s: NonNegativeFloat = 600.0
+    longest_start_s: PositiveFloat = 3600.0
     longest_silence_s: PositiveFloat = 300.0
     standby_after_s: NonNegativeFloat | None = 15.0
 

@@ -23,7 +23,7 @@ from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.job.source import check_job_source
 from lockstep.record.stores import find_sweep
 from lockstep.spec.fields import KeepBest
@@ -101,11 +101,13 @@ def run_sweep(
     check_sweep(spec, elsewhere=cluster_address(options.address) != LOCAL)
     check_storage(base)
     from lockstep.clusters.connection import connected
+    from lockstep.clusters.keeper import kept
 
     verbose, say = options.verbose, options.progress.say
     with (
         StopSignal() as stop,
         connected(options.address, verbose=verbose, for_workers=True, preload=PRELOADED, stop=stop, say=say),
+        kept(options.retries, say),
     ):
         return _Driver(spec, sweep_id, options, stop, warnings, hold).run()
 
@@ -174,9 +176,10 @@ class _Driver:
     def _search(
         self, recorders: Any, concurrency: int, bundles: list[dict[str, float]], stack: ExitStack
     ) -> SweepResult:
-        import ray
-
+        from lockstep.attempts.recording import CLOSING_S
+        from lockstep.clusters.answers import answer_of
         from lockstep.sweeps.decisions import Decisions
+        from lockstep.sweeps.recorders import ANSWER_S
         from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
         from lockstep.sweeps.search import Search
         from lockstep.sweeps.table import SweepTable
@@ -184,7 +187,8 @@ class _Driver:
         recorders.prepare.remote(self.spec.base.record.uri or "")
         # Before the sweep's run is created, which a mistake would leave behind.
         facts = preflight(self.spec, gpu="GPU" in bundles[0])
-        sweep_id, url, folder = ray.get(recorders.open_sweep.remote(self.spec, self._sweep_id))
+        opened = recorders.open_sweep.remote(self.spec, self._sweep_id)
+        sweep_id, url, folder = answer_of(opened, "the recorder of the sweep", ANSWER_S)
         hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
         hold.when_taken(self.stop.ask)
         self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
@@ -205,9 +209,13 @@ class _Driver:
             error = ClusterError(f"Ray Tune ended: {raised!r}")
         shutil.rmtree(Path(folder, "tune"), ignore_errors=True)
         status = "KILLED" if self.stop.asked else "FAILED" if error else "FINISHED"
-        failures = ray.get(recorders.close.remote(board.over or "the sweep is over"))
+        if isinstance(error, SilentError):  # nothing can be written any more; the sweep can be resumed
+            raise error
+        closed = recorders.close.remote(board.over or "the sweep is over")
+        failures = answer_of(closed, "the recorder of the sweep", CLOSING_S + ANSWER_S)
         verdict = str(error or board.over or f"{len(board.rows)} trials")
-        unsaid = ray.get(recorders.end_sweep.remote(board.table, status, verdict))
+        ended = recorders.end_sweep.remote(board.table, status, verdict)
+        unsaid = answer_of(ended, "the recorder of the sweep", ANSWER_S)
         for failure in filter(None, [error, *failures, unsaid]):
             raise failure
         if status == "KILLED":
@@ -232,9 +240,12 @@ class _Driver:
         """How many trials run at a time, and what the workers of one are given."""
         import ray
 
+        from lockstep.attempts.cluster_watch import most_resources
         from lockstep.attempts.placement import place
 
         resources = ray.cluster_resources()
+        if self.spec.scheduler.name != "pbt":  # a trial more than there is room for is what asks for a node
+            resources = {**resources, **most_resources()}
         _, each = place(self.spec.base, resources)
         workers = self.spec.base.workers.min
         room = min(int(resources.get(kind, 0.0) / (amount * workers) + 1e-9) for kind, amount in each.items())
@@ -302,8 +313,12 @@ def preflight(spec: SweepSpec, *, gpu: bool) -> dict[str, int]:
     if gpu:
         import ray
 
-        found: dict[str, int] = ray.get(
-            ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()))
+        from lockstep.clusters.answers import answer_of
+
+        asked = ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()))
+        limit_s = spec.base.faults.longest_start_s
+        found: dict[str, int] = answer_of(
+            asked, "a worker with a GPU, which was to prepare a trial,", limit_s
         )
         return found
     return _prepared(spec, str(Path.cwd()))

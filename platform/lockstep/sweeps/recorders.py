@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ from typing import Any
 import ray
 
 from lockstep.attempts.mailbox import Asked
+from lockstep.attempts.recording import CLOSING_S
 from lockstep.checkpoint.runs import pin_aliased, read_shared
+from lockstep.clusters.answers import answer_of
 from lockstep.driver.finished_run import find_proven
 from lockstep.driver.run_view import RunView
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, SilentError
 from lockstep.record.events import (
     Document,
     EndStatus,
@@ -33,6 +38,12 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.sweep_record import SweepRecord
+
+ANSWER_S = 900.0
+"""How long the recorders may take to answer: it may take minutes to import MLflow and to wait for the store."""
+
+NEWS_S = 60.0
+"""How long they may take to say how the trials stand, for which nothing is waited."""
 
 
 class TrialRecorder:
@@ -79,7 +90,10 @@ class TrialRecorder:
 
     def known_or_reused(self) -> str | None:
         """Wait until the run exists; its id, or None where a finished one stands for it."""
-        self._looked.wait()
+        if not self._looked.wait(ANSWER_S):
+            raise SilentError(
+                f"rank 0, which was to tell what the trial is, did not answer for {ANSWER_S:.0f} s"
+            )
         return self.run_id() if self.found is None else None
 
     def begin(self, attempt: int) -> None:
@@ -173,6 +187,11 @@ class RecordersActor:
         self._failures: list[RecordError] = []
         self._stopping: list[int | None] = []
         """The signal for which every trial is asked to stop, if it is."""
+
+    @ray.method(concurrency_group="news")
+    def process(self) -> int:
+        """The process id of the recorders, on the driver's node."""
+        return os.getpid()
 
     # --- the sweep's own run --------------------------------------------------------------------------------
 
@@ -282,8 +301,14 @@ class RecordersActor:
         for recorder in self._recorders.values():
             if not recorder.closed:
                 self._end(recorder, message, "KILLED")
+        until = time.monotonic() + CLOSING_S
         for thread in self._closing:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._closing):
+            unwritten = (
+                f"record: the recorders of some trials did not write what is left within {CLOSING_S:.0f} s"
+            )
+            return [*self._failures, RecordError(unwritten)]
         return self._failures
 
     def _end(self, recorder: TrialRecorder, message: str, status: EndStatus, details: str = "") -> None:
@@ -316,7 +341,10 @@ def recorders_here(concurrency: int) -> Iterator[Any]:
         .options(scheduling_strategy=here)
         .remote(str(Path.cwd()))
     )
+    pid = answer_of(actor.process.remote(), "the process of the sweep's recorders", ANSWER_S)
     try:
         yield actor
     finally:  # Tune keeps what it was given, and would keep this with it
+        with suppress(ProcessLookupError):  # one that is stopped would not hear Ray
+            os.kill(pid, signal.SIGKILL)
         ray.kill(actor)

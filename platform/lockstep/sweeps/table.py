@@ -9,10 +9,13 @@ from typing import Any
 import ray
 from ray import tune
 
+from lockstep.clusters.answers import answer_of
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import Decisions, WithoutState
+from lockstep.sweeps.recorders import NEWS_S
 from lockstep.sweeps.sweep_record import best_of, tally
 from lockstep.sweeps.watch import Watch
 
@@ -36,8 +39,8 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         """Why no other trial begins and those that run end after their next step."""
         self._sweep, self._decisions, self._recorders = sweep, decisions, recorders
         self._progress, self._stop = progress, stop
-        self._watch = Watch(recorders, sweep.base.faults.longest_silence_s)
-        self._began = time.monotonic()
+        self._watch = Watch(recorders, sweep.base.faults)
+        self._began = self._placed_at = time.monotonic()
         self._recorded_at = time.monotonic()
         self._update: Any = None
         self._changed: set[int] = set()
@@ -50,6 +53,12 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         return [self.rows[number] for number in sorted(self.rows)]
 
     # --- what Tune tells ---------------------------------------------------------------------------------------
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if not any(trial.status == "PENDING" for trial in trials) or any(
+            trial.status == "RUNNING" for trial in trials
+        ):
+            self._placed_at = time.monotonic()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._row(trial)["status"] = "running"
@@ -98,6 +107,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
 
     def stop_all(self) -> bool:
         self._record_now_and_then()
+        self._ensure_room()
         for number, why in self._watch.end_hung().items():
             self.rows[number]["reason"] = why
             self._changed.add(number)
@@ -106,8 +116,18 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         if reason is not None:
             self.over = reason
             self._progress.say(f"the sweep ends: {reason}; its trials stop after their next step")
-            ray.get(self._recorders.stop_all.remote(self._stop.number))
+            stopping = self._recorders.stop_all.remote(self._stop.number)
+            answer_of(stopping, "the process of the sweep's recorders", NEWS_S)
         return self.over is not None and not any(row["status"] == "running" for row in self.rows.values())
+
+    def _ensure_room(self) -> None:
+        """ClusterError where trials wait and none runs, for longer than the spec allows."""
+        base = self._sweep.base
+        if time.monotonic() - self._placed_at > base.faults.wait_for_workers_s:
+            raise ClusterError(
+                f"no trial could be placed for {base.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s): each has "
+                f"{base.workers.min} workers of {base.workers.cpus_each:g} CPU; add nodes, then lockstep resume goes on with the sweep"
+            )
 
     def _reason_to_end(self) -> str | None:
         if self._stop.asked:

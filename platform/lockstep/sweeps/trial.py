@@ -28,8 +28,9 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
+from lockstep.clusters.answers import answer_of
 from lockstep.driver.finished_run import doubt
-from lockstep.errors import ClusterError, StorageError
+from lockstep.errors import ClusterError, SilentError, StorageError
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow
 from lockstep.record.ledger import Rows
@@ -38,7 +39,8 @@ from lockstep.record.stores import find_history, find_run
 from lockstep.spec.fields import PLACEMENT, Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.peers import device, first_cause, joined, start_peers
-from lockstep.sweeps.trial_run import TrialRun
+from lockstep.sweeps.recorders import ANSWER_S
+from lockstep.sweeps.trial_run import RECORDER, TrialRun
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
@@ -199,7 +201,7 @@ class Training:
         name = run_name(self._sweep_id, self.number, spec)
         run_id = run_of_name(storage, name)
         if run_id is None:
-            begun: str | None = ray.get(self._recorders.begun.remote(key, name))
+            begun: str | None = answer_of(self._recorders.begun.remote(key, name), RECORDER, ANSWER_S)
             if begun is not None:
                 give_name(storage, name, begun)
             run_id = begun
@@ -210,7 +212,8 @@ class Training:
                 self._replay(found, history)
                 return
         origin = AttemptOrigin() if run_id is None else claim(spec.checkpoint.storage, run_id, None)
-        ray.get(self._recorders.open.remote(key, name, spec, run_id, origin.attempt, self._may_reuse))
+        opened = self._recorders.open.remote(key, name, spec, run_id, origin.attempt, self._may_reuse)
+        answer_of(opened, RECORDER, ANSWER_S)
         sender = self._rank_zero.begin(origin.attempt)
         sender.tell(listening(0))
         if run_id is not None:
@@ -236,11 +239,12 @@ class Training:
 
     def _reuse(self) -> None:
         """A finished run has this trial's identity, and so its every bit."""
-        found, rows, digest = ray.get(self._recorders.adopt.remote(str(self.number)))
-        self.run_id = ray.get(self._recorders.run_id.remote(str(self.number)))
+        key = str(self.number)
+        found, rows, digest = answer_of(self._recorders.adopt.remote(key), RECORDER, ANSWER_S)
+        self.run_id = answer_of(self._recorders.run_id.remote(key), RECORDER, ANSWER_S)
         for row in rows:
             self.give(row)
-        self._recorders.close_trial.remote(str(self.number))
+        self._recorders.close_trial.remote(key)
         self._over("reused", f"run {found} has the same identity and is finished", digest)
 
     def _history(self, found: Recorded) -> Rows | None:
@@ -286,7 +290,9 @@ class Training:
             raise first_cause(others, error) from error
         finally:
             over.set()
-        ray.get(others)
+        answer_of(
+            others, "another rank of the trial, which has trained to the end,", spec.faults.longest_silence_s
+        )
         return summary
 
     def _watch(self, others: list[Any], over: threading.Event) -> None:
@@ -310,8 +316,11 @@ class Training:
             self.results.put({"lost": str(known)})
             return
         self._recorders.end_trial.remote(str(self.number), str(known), traceback.format_exc(), "FAILED")
-        with suppress(ray.exceptions.RayError):  # where the store could not be opened there is no run
-            self.run_id = self.run_id or ray.get(self._recorders.run_id.remote(str(self.number)))
+        with suppress(
+            ray.exceptions.RayError, SilentError
+        ):  # where the store could not be opened there is no run
+            asked = self._recorders.run_id.remote(str(self.number))
+            self.run_id = self.run_id or answer_of(asked, RECORDER, ANSWER_S)
         self._over("failed", str(known))
 
     def give(self, row: EvaluationRow) -> None:

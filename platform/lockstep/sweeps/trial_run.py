@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
-
 from lockstep.attempts.sender import ALIVE_S, Sender
+from lockstep.clusters.answers import answer_of
 from lockstep.errors import StorageError
 from lockstep.record.events import Alive, CheckpointRow, EvaluationRow, Event, Restored, Started
+from lockstep.sweeps.recorders import ANSWER_S
+
+RECORDER = "the recorder of the trial"
 
 SAVE_S = 600.0
 """How long a save may take that a population waits for."""
@@ -42,7 +44,9 @@ class TrialRun:
 
     def begin(self, attempt: int) -> Sender:
         """An attempt begins; the way of its events to the recorder."""
-        self._sender = Sender(lambda events: self._recorders.tell.remote(self._key, attempt, events))
+        self._sender = Sender(
+            lambda events: self._recorders.tell.remote(self._key, attempt, events), ANSWER_S
+        )
         return self._sender
 
     def want(self) -> None:
@@ -91,7 +95,7 @@ class TrialRun:
         return self._sender.save()
 
     def run_id(self) -> str:
-        run_id: str = ray.get(self._recorders.run_id.remote(self._key))
+        run_id: str = answer_of(self._recorders.run_id.remote(self._key), RECORDER, ANSWER_S)
         return run_id
 
     def go_on(self) -> bool:
@@ -109,7 +113,8 @@ class TrialRun:
     def _learn(self) -> bool:
         """Take in the id of a new run. False where a finished one stands for it."""
         name, self.on_run_id = self.on_run_id, None
-        run_id: str | None = ray.get(self._recorders.known_or_reused.remote(self._key))
+        asked = self._recorders.known_or_reused.remote(self._key)
+        run_id: str | None = answer_of(asked, RECORDER, ANSWER_S)
         self.reused = run_id is None
         if run_id is not None and name is not None:
             name(run_id)

@@ -9,35 +9,42 @@ import ray
 
 from lockstep.attempts.watchdog import Patience, end
 from lockstep.driver.run_view import RunView
+from lockstep.errors import SilentError
+from lockstep.spec.fields import Faults
+from lockstep.sweeps.recorders import NEWS_S
 
 ASK_S = 1.0
 """How often the trials are listened to."""
 
 
 class Watch:
-    """Listens to the trials of a sweep through their recorders; `floor_s` is the shortest silence that is too long."""
+    """Listens to the trials of a sweep through their recorders."""
 
-    def __init__(self, recorders: Any, floor_s: float) -> None:
-        self._recorders, self._floor_s = recorders, floor_s
+    def __init__(self, recorders: Any, faults: Faults) -> None:
+        self._recorders, self._faults = recorders, faults
         self._patience: dict[tuple[int, int], Patience] = {}
         self._ended: set[tuple[int, int]] = set()
         self._asked: Any = None
         self._asked_at = 0.0
 
     def end_hung(self) -> dict[int, str]:
-        """End the trials that hang; why, by their number. What their ranks were doing goes into their records."""
+        """End the trials that hang; why, by their number. What their ranks were doing goes into their records.
+
+        SilentError where the recorders themselves do not answer for NEWS_S.
+        """
         found = {}
         for number, view in self._views().items():
             attempt = (number, view.attempt)
-            patience = self._patience.setdefault(attempt, Patience(self._floor_s))
+            patience = self._patience.setdefault(
+                attempt, Patience(self._faults.longest_silence_s, self._faults.longest_start_s)
+            )
             if attempt not in self._ended and patience.is_over(view.signs_of_life, time.monotonic()):
                 self._ended.add(attempt)
                 name = f"stacks-attempt-{view.attempt}.txt"
                 members = [view.members[rank] for rank in sorted(view.members)]
                 self._recorders.document.remote(str(number), name, end(members))
-                found[number] = (
-                    f"no rank made progress for {patience.bound_s:.0f} s; what each was doing is in {name}"
-                )
+                what = "no rank made progress for" if patience.begun else "no first step within"
+                found[number] = f"{what} {patience.bound_s:.0f} s; what each was doing is in {name}"
         return found
 
     def _views(self) -> dict[int, RunView]:
@@ -45,6 +52,10 @@ class Watch:
         answer: dict[int, RunView] = {}
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             answer, self._asked = ray.get(self._asked), None
+        elif self._asked is not None and time.monotonic() - self._asked_at > NEWS_S:
+            raise SilentError(
+                f"the process of the sweep's recorders did not answer for {NEWS_S:.0f} s; lockstep resume goes on with the sweep"
+            )
         if self._asked is None and time.monotonic() - self._asked_at >= ASK_S:
             self._asked, self._asked_at = self._recorders.views.remote(), time.monotonic()
         return answer

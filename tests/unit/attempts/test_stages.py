@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.attempts.stages import STAGES, breakdown
+from lockstep.attempts.stages import STAGES, breakdown, underway
 
 times = st.floats(0.0, 100.0)
 
@@ -37,3 +37,11 @@ def test_stages_add_up_to_the_whole_whatever_is_known(
     assert math.isclose(
         sum(found.values()), max([10.0, *before.values(), *now.values()]) - 10.0, abs_tol=1e-9
     )
+
+
+def test_the_stage_that_an_attempt_is_in_comes_after_the_last_that_ended() -> None:
+    assert underway({}) == "decision"
+    assert underway({"decision": 1.0}) == "placement"
+    assert underway({"decision": 1.0, "group": 2.0}) == "arrival"
+    assert underway({"detection": 1.0, "teardown": 2.0}) == "decision"  # of the attempt before
+    assert underway(dict.fromkeys(STAGES, 1.0)) == "first_step"

@@ -190,6 +190,44 @@ def test_the_entrypoint_of_a_rayjob_can_be_run_and_repeated(
     assert document["spec"]["shutdownAfterJobFinishes"]
 
 
+def options(words: list[str]) -> dict[str, Any]:
+    """What a command of Lockstep is given, as the command line takes it."""
+    from typer.main import get_command
+
+    from lockstep.cli.main import app
+
+    program, group, name, *rest = words
+    assert (program, group) == ("lockstep", "cluster")
+    command = get_command(app).commands[group].commands[name]  # type: ignore[attr-defined]
+    with command.make_context(name, rest) as context:
+        found: dict[str, Any] = context.params
+        return found
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_pod_that_ends_leaves_the_runs_time_to_move(name: str) -> None:
+    """Its node is drained before Ray is told to end, and that takes no longer than the pod has."""
+    (group,) = ray_spec(manifest(name))["workerGroupSpecs"]
+    hook = first_container(group)["lifecycle"]["preStop"]["exec"]["command"]
+    told = options(hook)
+    assert told["wait"]
+    assert told["seconds"] < group["template"]["spec"]["terminationGracePeriodSeconds"]
+    with pytest.raises(Exception, match="No such option"):
+        options([*hook, "--waits"])
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_the_agent_of_a_node_asks_its_clouds_metadata_service(cloud: str) -> None:
+    from lockstep.clusters.notices import sources
+
+    (line,) = [line for line in ray_up(cloud)["worker_start_ray_commands"] if "ray start" in line]
+    found = re.search(r"lockstep cluster notices [^>]*", line)
+    assert found is not None
+    told = options(shlex.split(found[0]))
+    assert sources(told["cloud"], told["metadata"])
+    assert told["cloud"] == cloud
+
+
 def test_the_gpu_variant_asks_for_gpus() -> None:
     (group,) = ray_spec(manifest("rayjob-gpu.yaml"))["workerGroupSpecs"]
     assert first_container(group)["resources"]["limits"]["nvidia.com/gpu"] == 1

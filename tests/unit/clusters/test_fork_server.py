@@ -114,6 +114,27 @@ def test_a_lost_server_is_replaced(start: Start) -> None:
     assert second["there"]
 
 
+def test_a_worker_whose_server_hangs_starts_by_itself(tmp_path: Path) -> None:
+    """And is not forked once more when the server runs on."""
+    first = Started(tmp_path / "first", **{PRELOAD: "colorsys"})
+    server = psutil.Process(first.told()["parent"])
+    server.suspend()
+    began = time.monotonic()
+    second = Started(tmp_path / "second", "alone", **{PRELOAD: "colorsys"})
+    told = second.told()
+    try:
+        assert time.monotonic() - began < fork_server._FORK_S + 30
+        assert (told["parent"], told["there"], told["words"]) == (os.getpid(), False, ["alone"])
+        server.resume()
+        third = Started(tmp_path / "third", **{PRELOAD: "colorsys"})
+        assert third.told()["parent"] == server.pid
+        assert len((tmp_path / "second" / "out").read_text().splitlines()) == 1
+    finally:
+        for one in (first, second, third):
+            one.process.kill()
+            one.process.wait()
+
+
 def test_several_at_once_have_one_server(tmp_path: Path) -> None:
     started = [Started(tmp_path / str(n), str(n), **{PRELOAD: "colorsys,no_such_module"}) for n in range(6)]
     told = [one.told() for one in started]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from lockstep.clusters import submission
 from lockstep.clusters.packaging import MIB, Package
 from lockstep.clusters.packaging import pack as pack_if_known
 from lockstep.clusters.ray_internals.packages import upload_limit
 from lockstep.clusters.submission import connect, entrypoint, find_address
-from lockstep.errors import ClusterError, SpecError
+from lockstep.errors import ClusterError, SilentError, SpecError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -119,3 +123,36 @@ def test_nobody_at_the_address_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ClusterError, match="does not answer like Ray's job API") as caught:
         connect("http://127.0.0.1:9")
     assert "\n" not in str(caught.value)
+
+
+def test_a_job_api_that_accepts_and_never_answers_is_told_in_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(submission, "CONNECT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(SilentError, match=f"^{address} did not answer for 1 s$"):
+            connect(address)
+
+
+def test_a_job_that_is_silent_has_its_output_asked_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that was cut looks like a job that prints nothing: nothing is lost, and nothing shown twice."""
+    monkeypatch.setattr(submission, "QUIET_S", 0.2)
+    written: list[str] = []
+    output = submission._Output(written.append)
+
+    class Client:
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            yield "one\n"
+            await asyncio.sleep(3600)
+
+    class Whole:
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            yield "one\ntwo\n"
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(output.take(Client(), "job"))
+    asyncio.run(output.take(Whole(), "job"))
+    assert "".join(written) == "one\ntwo\n"

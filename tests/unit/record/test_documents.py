@@ -56,3 +56,10 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 def test_a_text_that_is_a_uri_may_have_any_character_in_its_password() -> None:
     assert shown_document("postgresql://me:a b'c\"d@db/mlflow") == "postgresql://me:***@db/mlflow"
+
+
+@pytest.mark.parametrize("text", ['f"http://[{host}]:{port}"', "see http://[1]/x", "a://[::1/"])
+def test_what_only_looks_like_a_uri_is_left_as_it_is(text: str) -> None:
+    """A git diff or a stack holds such texts; a record must not end over one."""
+    assert without_password(text) == text
+    assert shown_document({"diff": text}) == {"diff": text}

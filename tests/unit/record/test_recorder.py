@@ -19,6 +19,7 @@ import yaml
 
 from lockstep.errors import RecordError, StorageError
 from lockstep.files import append_bounded
+from lockstep.record import writer_process
 from lockstep.record.events import Document, Failed, Finished, Printed, Started, StepRow, TakenOver
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.ledger import read_evaluations, read_parquet
@@ -451,6 +452,29 @@ def test_the_death_of_the_process_that_writes_is_told(spec: Specs) -> None:
     recorder.tell(step_row(2))
     with pytest.raises(RecordError, match=rf"has ended \(exit code -9\); `lockstep record sync {run_id}`"):
         recorder.close()
+
+
+def test_a_process_that_writes_and_is_stopped_does_not_keep_the_run_waiting(
+    spec: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP: no error, no end, only silence. The run's folder has what was written."""
+    monkeypatch.setattr(writer_process, "SILENT_S", 3.0)
+    recorder = Recorder(spec(), apart=True)
+    recorder.start()
+    run_id = recorder.run_id()
+    recorder.tell(step_row(1))
+    until = time.monotonic() + 60
+    while recorder.journaled < 1:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    (child,) = [one for one in psutil.Process().children() if "writer_process" in " ".join(one.cmdline())]
+    child.suspend()
+    recorder.tell(step_row(2))
+    with pytest.raises(RecordError, match=rf"did nothing for 3 s; `lockstep record sync {run_id}`"):
+        recorder.close()
+    assert not child.is_running()
+    sync(recorder.run_folder())
+    assert [row.step for row in read_parquet(recorder.run_folder() / "ledger.parquet")] == [1]
 
 
 def test_the_process_that_writes_ends_with_the_one_that_trains(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ overrides. Where they are not, as with another version of Ray, the caller goes a
 |---|---|
 | driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, no node is preferred |
 | standbys | a lost worker is replaced by a process that has yet to start |
-| nodes | notices that a node is about to go are not heard |
+| nodes | notices that a node is about to go are not heard, and a run does not wait for an autoscaler to make room for its start |
 | key-values | `lockstep cluster status` lists no runs |
 | packages | `lockstep submit` does not say beforehand what is too large |
 | agents | `lockstep cluster up` does not wait for the agents that take jobs |
+| jobs | `--retries` is refused |
+| draining | `lockstep cluster leave`, and so the agent that hears notices, is refused |
 
 This module itself imports nothing of Ray: workers get copies of what lies beside it.
 """
@@ -27,7 +29,7 @@ from typing import Any, Literal
 PUBLIC_ONLY = "LOCKSTEP_PUBLIC_RAY"
 """Environment variable: with 1 no private part is used, as if Ray had none of them."""
 
-Part = Literal["driver trainer", "standbys", "nodes", "key-values", "packages", "agents"]
+Part = Literal["driver trainer", "standbys", "nodes", "key-values", "packages", "agents", "jobs", "draining"]
 
 _TRAIN = "ray.train.v2._internal"
 _CONTROLLER = f"{_TRAIN}.execution.controller:TrainController"
@@ -109,7 +111,10 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.core.generated.runtime_environment_pb2:RuntimeEnvInfo": None,
         "ray._private.state:available_resources_per_node": (),
     },
-    "nodes": {"ray._private.state:state.get_draining_nodes": ()},
+    "nodes": {
+        "ray._private.state:state.get_draining_nodes": (),
+        "ray._private.state:state.get_max_resources_from_cluster_config": (),
+    },
     "key-values": {
         "ray.experimental.internal_kv:_internal_kv_put": ("key", "value", "overwrite", "namespace"),
         "ray._raylet:GcsClient": None,  # its methods are made when it is
@@ -125,6 +130,15 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.ray_constants:KV_NAMESPACE_DASHBOARD": None,
         "ray.dashboard.consts:DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX": None,
         "ray.cluster_utils:Cluster.add_node": None,
+    },
+    "draining": {
+        "ray._raylet:GcsClient": None,  # its methods are made when it is
+        "ray.core.generated.autoscaler_pb2:DrainNodeReason": None,
+        "ray._private.state:available_resources_per_node": (),
+    },
+    "jobs": {
+        "ray._private.runtime_env.constants:RAY_JOB_CONFIG_JSON_ENV_VAR": None,
+        "ray.dashboard.modules.job.common:JOB_ID_METADATA_KEY": None,
     },
 }
 """What each part needs, as `module:name`, with the parameters that it must have where Lockstep calls it by them or overrides it."""

@@ -8,6 +8,7 @@ placement group and the workers end anyway. See docs/decisions/0010.
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,9 @@ from lockstep.clusters.ray_internals.stage_times import StageTimes
 FIRST_S = 3.0
 """How long the nodes that are tried first may take to have room: what the attempt before held is free only when Ray has noticed."""
 
+CONTEXT_S = 300.0
+"""How long the workers may take to be told what they are."""
+
 
 class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """A group of workers without a controller actor, which ends at once."""
@@ -47,6 +51,13 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     def _create_placement_group(self, scaling_config: PreferredNodes, worker_group_context: Any) -> Any:
         """On the nodes that are to be tried first, if there is room at once; else wherever there is."""
+        handle = self._handle_of(scaling_config, worker_group_context)
+        for callback in self._callbacks:
+            if isinstance(callback, StageTimes):
+                callback.placement = handle
+        return handle
+
+    def _handle_of(self, scaling_config: PreferredNodes, worker_group_context: Any) -> Any:
         if scaling_config.preferred:
             narrowed = scaling_config.narrowed(worker_group_context.label_selector)
             handle = super()._create_placement_group(
@@ -90,7 +101,8 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
                     **{name: values[i] for name, values in arguments.items()},
                 )
                 for i, worker in enumerate(workers)
-            ]
+            ],
+            timeout=CONTEXT_S,
         )
         self._decorate_worker_log_file_paths(workers)
 
@@ -119,17 +131,25 @@ class UnreservedScaling(FixedScalingPolicy):  # type: ignore[misc]
 class SupervisorDecides(FailurePolicy):  # type: ignore[misc]
     """Whatever ends an attempt is told, and the supervisor decides: Ray would start the workers of a preempted node again by itself, from where the attempt began.
 
-    Only resources that others hold are waited for, as long as it takes.
+    Only resources that others hold are waited for, until the supervisor sets `ending`.
     """
+
+    def __init__(self, failure_config: Any, ending: threading.Event) -> None:
+        super().__init__(failure_config)
+        self._ending = ending
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         cause = getattr(training_failed_error, "controller_failure", None)
-        held = isinstance(cause, WorkerGroupStartupTimeoutError)
+        held = isinstance(cause, WorkerGroupStartupTimeoutError) and not self._ending.is_set()
         return FailureDecision.RETRY if held else FailureDecision.RAISE
 
 
 class DriverTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer whose controller runs in the thread that calls `fit`."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._ending = threading.Event()
 
     def _create_default_callbacks(self) -> list[Any]:
         """Without two actors, each a process: one removes the placement group of a controller that died, which Ray does
@@ -143,16 +163,21 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
             **{
                 **settings,
                 "scaling_policy": UnreservedScaling(self.scaling_config),
-                "failure_policy": SupervisorDecides(self.run_config.failure_config),
+                "failure_policy": SupervisorDecides(self.run_config.failure_config, self._ending),
             }
         )
         asyncio.run(self._controller.run())
         return self._controller.get_result()
 
     def end_workers(self) -> None:
-        """Kill the workers that there are; the controller takes it for their loss."""
+        """Kill the workers that there are; the controller takes it for their loss. A group that still starts loses its place."""
+        self._ending.set()
         controller = getattr(self, "_controller", None)
         group = controller.get_worker_group() if controller is not None else None
         if group is not None and group.has_started():
             for worker in group.get_workers():
                 ray.kill(worker.actor)
+            return
+        for callback in self.run_config.callbacks or ():
+            if isinstance(callback, StageTimes) and callback.placement is not None:
+                callback.placement.shutdown()

@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 
+from lockstep.errors import ClusterError
+
 KEEP_S = 30 * 24 * 3600
 """How long Ray keeps an idle process."""
 
@@ -17,6 +19,27 @@ CALL_S = 5.0
 def draining_nodes() -> dict[str, int]:
     """The nodes that have been told to go, with the latest time in Unix milliseconds, 0 where nobody said."""
     return dict(ray._private.state.state.get_draining_nodes() or {})
+
+
+def largest_cluster() -> dict[str, float] | None:
+    """The resources of the cluster when its autoscaler has added all the nodes that it may; None where there is no autoscaler."""
+    found: dict[str, float] | None = ray._private.state.state.get_max_resources_from_cluster_config()
+    return found
+
+
+def drain(node: str, why: str, deadline_ms: int) -> None:
+    """Tell a node to go, at the latest at `deadline_ms` (Unix milliseconds; 0 where nobody said). ClusterError where the cluster refuses.
+
+    What `ray drain-node` does, for a node that is preempted.
+    """
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated import autoscaler_pb2
+
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, problem = client.drain_node(node, reason, why, deadline_ms)
+    if not accepted:
+        raise ClusterError(f"leave: the cluster does not drain node {node[:12]}: {problem}")
 
 
 def free_resources() -> dict[str, Mapping[str, float]]:

@@ -13,6 +13,8 @@ class StageTimes(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.note = note
+        self.placement: Any = None
+        """Ray's handle of the place that the newest group of workers was given."""
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self.note("group")

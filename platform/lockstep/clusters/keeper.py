@@ -1,0 +1,205 @@
+"""The keeper of a submitted run: a small actor that outlives the run's driver, and starts the run again where that was lost.
+
+It is detached: it ends when the run does, not with the job that made it. Lost with its node, it is started on another one. It
+watches the job by Ray's job API. A job whose driver was killed, or ended for a reason that may pass, is submitted once more
+with the same command, which finds its run by its name. What a run decided itself, its exit code tells, and is left as it is.
+The keeper remembers nothing: how often a run was started again is read from the cluster's list of jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.clusters.answers import answer_of, within
+from lockstep.clusters.ray_internals import jobs, unavailable
+from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
+
+KEPT = "LOCKSTEP_KEPT"
+"""Environment variable of a driver that a keeper has started: the first job of the run."""
+
+EX_TEMPFAIL = 75
+"""The exit code of a run with a keeper that ended for a reason that may pass (sysexits.h)."""
+
+OWN_ENDS = {0, 1, 2, 130, 143}
+"""Exit codes by which a run says that it has ended by its own decision: finished, failed, refused, stopped by a signal."""
+
+LOOK_S = 2.0
+"""How often a job is looked at."""
+
+LONGEST_PAUSE_S = 60.0
+
+AWAY_S = 600.0
+"""How long the job API may be away before the keeper gives up."""
+
+ANSWER_S = 60.0
+"""How long one call of it may take."""
+
+READY_S = 180.0
+"""How long the keeper may take to start."""
+
+NAMESPACE = "lockstep"
+
+_log = logging.getLogger(__name__)
+
+
+def was_lost(status: str, exit_code: int | None) -> bool:
+    """Whether a job has ended, and not by its run's own decision."""
+    return status == "FAILED" and exit_code not in OWN_ENDS
+
+
+def pause_s(retry: int) -> float:
+    """How long is waited before the retry of this number, counted from 1."""
+    return min(LONGEST_PAUSE_S, 2.0 ** (retry - 1))
+
+
+def first_of(job: str) -> str:
+    """The first job of the run that a job belongs to."""
+    return re.sub(r"-retry-\d+$", "", job)
+
+
+def retry_of(first: str, number: int) -> str:
+    """The job that starts a run again for the `number`-th time; 0 is the first job itself."""
+    return f"{first}-retry-{number}" if number else first
+
+
+def retries_so_far(first: str, jobs: Collection[str | None]) -> int:
+    """How often a run was started again, by the ids of the cluster's jobs."""
+    number = 0
+    while retry_of(first, number + 1) in jobs:
+        number += 1
+    return number
+
+
+class Keeper:
+    """Keeps the run whose first job is `first`, for up to `retries` more starts. Begins at once, and again where Ray starts it anew."""
+
+    def __init__(self, first: str, retries: int) -> None:
+        import ray
+
+        self._first, self._retries = first, retries
+        context = ray.get_runtime_context()
+        self._address, self._self = context.gcs_address, context.current_actor
+        self._client = self._connected()
+        threading.Thread(target=self._keep, name="lockstep-keeper", daemon=True).start()
+
+    def ready(self) -> bool:
+        """Whether it keeps the run: once it has been started, and the job API has answered."""
+        return True
+
+    def _connected(self) -> Any:
+        from ray.job_submission import JobSubmissionClient
+
+        return within(ANSWER_S, "the cluster's job API", lambda: JobSubmissionClient(self._address))
+
+    def _keep(self) -> None:
+        import ray
+
+        heard = time.monotonic()
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                if self._is_over():
+                    break
+                heard = time.monotonic()
+            except Exception as error:  # noqa: BLE001 - the client raises what requests does; the API may come back
+                _log.warning("job API: %r", error)
+                if time.monotonic() - heard > AWAY_S:
+                    break
+        ray.kill(self._self, no_restart=True)
+
+    def _is_over(self) -> bool:
+        """Look at the newest job of the run, and start the next where it was lost."""
+        listed = within(ANSWER_S, "the cluster's job API", self._client.list_jobs)
+        found = {job.submission_id: job for job in listed}
+        number = retries_so_far(self._first, found)
+        newest = found.get(retry_of(self._first, number))
+        if newest is None:
+            return True  # someone has deleted it
+        status = str(getattr(newest.status, "value", newest.status))
+        if status in ("PENDING", "RUNNING"):
+            return False
+        if not was_lost(status, newest.driver_exit_code) or number >= self._retries:
+            return True
+        time.sleep(pause_s(number + 1))
+        within(ANSWER_S, "the cluster's job API", lambda: self._submit(newest, number + 1))
+        return False
+
+    def _submit(self, lost: Any, number: int) -> None:
+        environment = dict(lost.runtime_env or {})
+        environment["env_vars"] = {**environment.get("env_vars", {}), KEPT: self._first}
+        self._client.submit_job(
+            entrypoint=lost.entrypoint,
+            submission_id=retry_of(self._first, number),
+            runtime_env=environment,
+            metadata=lost.metadata,
+        )
+
+
+def first_job() -> str:
+    """The first job of the run whose driver this is. SpecError where it is no job of a cluster."""
+    first = os.environ.get(KEPT) or (None if unavailable("jobs") else jobs.submission_id())
+    if first is None:
+        raise SpecError(
+            "retries: this command is no job of a cluster, so nothing could start it again; send the run with lockstep submit, "
+            "or leave out --retries"
+        )
+    return first
+
+
+def _start_keeper(first: str, retries: int) -> Any:
+    """The keeper of the run: the one that has started this job, or a new one."""
+    import ray
+
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True
+    )
+    return (
+        ray.remote(num_cpus=0, max_restarts=-1)(Keeper)
+        .options(
+            name=f"keeper-{first}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            scheduling_strategy=here,
+        )
+        .remote(first, retries)
+    )
+
+
+@contextmanager
+def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
+    """With `retries`, have a keeper look after the run while the block trains it on a connected cluster.
+
+    What ends the block for a reason that may pass gets the exit code EX_TEMPFAIL.
+    """
+    if not retries:
+        yield
+        return
+    ready = _start_keeper(first_job(), retries).ready.remote()
+    threading.Thread(target=_told, args=(ready, say), name="lockstep-keeper", daemon=True).start()
+    try:
+        yield
+    except LockstepError as error:
+        if isinstance(error, ClusterError | TransientStorageError):
+            error.exit_code = EX_TEMPFAIL
+        raise
+
+
+def _told(ready: Any, say: Callable[[str], None]) -> None:
+    """Say it where the keeper does not come: the run goes on without one."""
+    from ray.exceptions import RayError
+
+    try:
+        answer_of(ready, "it", READY_S)
+    except (SilentError, RayError) as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        say(
+            f"warning: retries: the run has no keeper ({line}); if its driver is lost, nothing starts it again"
+        )

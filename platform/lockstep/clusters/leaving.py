@@ -1,0 +1,71 @@
+"""Taking the Ray nodes of this machine out of their cluster: no new work comes to them, and the runs that have workers there hear of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lockstep.clusters.connection import connected
+from lockstep.clusters.ray_internals import nodes, unavailable
+from lockstep.errors import ClusterError
+
+WAIT_S = 3600.0
+"""How long is waited for empty nodes where nobody said how long the machine is there."""
+
+LOOK_S = 0.5
+"""How often it is looked whether a node is empty."""
+
+
+def leave(
+    address: str | None,
+    node: str | None,
+    why: str,
+    seconds: float | None,
+    say: Callable[[str], None],
+    *,
+    wait: bool,
+) -> list[str]:
+    """Drain the nodes of this machine, or the one whose id begins with `node`; their ids.
+
+    `seconds` is how long the machine is there at the most. With `wait` this returns when the nodes have nothing to do, or the
+    time is over. SpecError where this machine is in no cluster; ClusterError where there is no such node, or it cannot be drained.
+    """
+    problem = unavailable("draining")
+    if problem is not None:
+        raise ClusterError(f"leave: this Ray cannot be told to drain a node ({problem})")
+    deadline = time.time() + (WAIT_S if seconds is None else seconds)
+    with connected(address or "auto", verbose=False):  # a node of a cluster that runs, never one of its own
+        found = _nodes_here(node)
+        for each in found:
+            nodes.drain(each, why, 0 if seconds is None else int(deadline * 1000))
+            say(f"node {each[:12]} is drained: {why}")
+        while wait and time.time() < deadline and any(_busy(each) for each in found):
+            time.sleep(LOOK_S)
+    return found
+
+
+def _nodes_here(node: str | None) -> list[str]:
+    import ray
+
+    here = ray.util.get_node_ip_address()
+    alive = [each for each in ray.nodes() if each["Alive"]]
+    if node is None:
+        found = [each["NodeID"] for each in alive if each["NodeManagerAddress"] == here]
+        missing = f"on this machine ({here})"
+    else:
+        found = [each["NodeID"] for each in alive if each["NodeID"].startswith(node)]
+        missing = f"with an id that begins with {node!r}"
+    if not found:
+        raise ClusterError(f"leave: the cluster has no live node {missing}; look at ray list nodes")
+    return found
+
+
+def _busy(node: str) -> bool:
+    """Whether something on a live node has resources of it."""
+    import ray
+
+    total: dict[str, float] = next(
+        (each["Resources"] for each in ray.nodes() if each["NodeID"] == node and each["Alive"]), {}
+    )
+    free = nodes.free_resources().get(node, {})
+    return any(free.get(kind, 0.0) < total.get(kind, 0.0) for kind in ("CPU", "GPU"))

@@ -1,0 +1,277 @@
+"""The agent of a node: it hears that the machine is about to go, and has its Ray nodes drained, which runs answer with a save and a move.
+
+It asks the cloud's metadata service, whose address it is given (AWS: IMDSv2; GCP), and hears SIGTERM, with which a pod or a
+service ends. Where it is given no address, or nothing answers there, it only waits for SIGTERM. It imports neither Ray nor torch:
+what drains is a command of its own, started when there is a notice.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from types import FrameType
+from typing import Literal, NoReturn
+
+from lockstep.errors import SpecError
+
+EVERY_S = 5.0
+"""How often AWS is asked, as AWS advises; two minutes lie between its notice and the end."""
+
+CHANGE_S = 60
+"""How long GCP may keep a question waiting until the answer changes."""
+
+ANSWER_S = 3.0
+"""How long the service may take to answer beyond that: it is on the machine's own host."""
+
+TRIES = 3
+"""How often it is asked at the start before it counts as not there."""
+
+PREEMPTED_S = 30.0
+"""How long GCP leaves a spot machine that is preempted."""
+
+MAINTENANCE_S = 60.0
+"""How long GCP leaves, at the least, before a machine is stopped for maintenance."""
+
+TOKEN_S = 21600
+"""How long a token of IMDSv2 is valid."""
+
+DRAIN_S = 90.0
+"""How long the command that drains may take, its imports included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The machine is about to go: why, and when at the latest (Unix seconds; None where nobody said)."""
+
+    why: str
+    deadline: float | None
+
+
+class NoServiceError(Exception):
+    """No metadata service answers at the address."""
+
+
+def _none_at(url: str, error: Exception) -> NoServiceError:
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+    return NoServiceError(f"{url}: {error}")
+
+
+# Machines ask their own host: a proxy would answer for another one.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+class Aws:
+    """The instance metadata service of EC2, version 2: each question shows a token, which is renewed when it has run out."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._token = ""
+
+    def begin(self) -> None:
+        """NoServiceError where it does not answer."""
+        try:
+            self._renew()
+        except (OSError, ValueError) as error:
+            raise _none_at(self._url, error) from error
+
+    def notices(self) -> Iterator[Notice | None]:
+        """What each look finds, EVERY_S apart; None where there is no news."""
+        before: set[str] = set()
+        while True:
+            for path, read in (
+                ("spot/instance-action", _instance_action),
+                ("events/recommendations/rebalance", _rebalance),
+            ):
+                text = self._get(f"/latest/meta-data/{path}")
+                notice = read(text) if text is not None and text not in before else None
+                if text is not None:
+                    before.add(text)
+                yield notice
+            time.sleep(EVERY_S)
+
+    def _renew(self) -> None:
+        asked = urllib.request.Request(
+            f"{self._url}/latest/api/token",
+            method="PUT",
+            headers={"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)},
+        )
+        with _open(asked, timeout=ANSWER_S) as answer:
+            self._token = answer.read().decode()
+
+    def _get(self, path: str) -> str | None:
+        """What is there; None for 404, by which the service says that there is no notice."""
+        for attempt in range(2):
+            asked = urllib.request.Request(
+                self._url + path, headers={"X-aws-ec2-metadata-token": self._token}
+            )
+            try:
+                with _open(asked, timeout=ANSWER_S) as answer:
+                    found: str = answer.read().decode()
+                    return found
+            except urllib.error.HTTPError as error:
+                error.close()
+                if error.code == 404:
+                    return None
+                if error.code != 401 or attempt:
+                    raise
+                self._renew()
+        return None
+
+
+def _instance_action(text: str) -> Notice:
+    told = json.loads(text)
+    return Notice(f"AWS will {told['action']} this spot instance", _unix(told["time"]))
+
+
+def _rebalance(text: str) -> Notice:
+    return Notice("AWS recommends to leave this spot instance", None)
+
+
+def _unix(text: str) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
+class Gcp:
+    """One of the two values of Compute Engine's metadata service that tell of an end; a question waits for its change."""
+
+    def __init__(self, url: str, value: Literal["preempted", "maintenance-event"]) -> None:
+        self._url = f"{url.rstrip('/')}/computeMetadata/v1/instance/{value}"
+        self._read = _preempted if value == "preempted" else _maintenance
+        self._tag = "0"
+
+    def begin(self) -> None:
+        """NoServiceError where it does not answer."""
+        try:
+            self._ask("")
+        except (OSError, ValueError) as error:
+            raise _none_at(self._url, error) from error
+
+    def notices(self) -> Iterator[Notice | None]:
+        """What each answer tells, the first at once, the others when it changes or after CHANGE_S; None where it is no news."""
+        before: Notice | None = None
+        # A tag of 0 is no answer's: the value as it is now is answered at once.
+        self._tag = "0"
+        while True:
+            found = self._read(
+                self._ask(f"?wait_for_change=true&timeout_sec={CHANGE_S}&last_etag={self._tag}")
+            )
+            yield found if found is not None and before is None else None
+            before = found
+
+    def _ask(self, query: str) -> str:
+        asked = urllib.request.Request(self._url + query, headers={"Metadata-Flavor": "Google"})
+        with _open(asked, timeout=ANSWER_S + (CHANGE_S if query else 0)) as answer:
+            if answer.headers.get("Metadata-Flavor") != "Google":
+                raise ValueError("the answer is not the metadata service's")
+            self._tag = answer.headers.get("ETag", "0")
+            found: str = answer.read().decode().strip()
+            return found
+
+
+def _preempted(text: str) -> Notice | None:
+    return Notice("GCP preempts this machine", time.time() + PREEMPTED_S) if text == "TRUE" else None
+
+
+def _maintenance(text: str) -> Notice | None:
+    """A machine that is moved (MIGRATE_ON_HOST_MAINTENANCE) runs on; one that is stopped does not."""
+    if text != "TERMINATE_ON_HOST_MAINTENANCE":
+        return None
+    return Notice("GCP stops this machine for maintenance", time.time() + MAINTENANCE_S)
+
+
+Source = Aws | Gcp
+
+
+def sources(cloud: str, url: str) -> list[Source]:
+    """What is to be asked of a cloud's metadata service at `url`. SpecError for another cloud than aws and gcp."""
+    if not url.startswith("http://"):
+        raise SpecError(
+            f"metadata: got {url!r}, wanted the address of a metadata service such as http://169.254.169.254"
+        )
+    if cloud == "aws":
+        return [Aws(url)]
+    if cloud == "gcp":
+        return [Gcp(url, "preempted"), Gcp(url, "maintenance-event")]
+    raise SpecError(f"cloud: got {cloud!r}, wanted aws or gcp")
+
+
+class Agent:
+    """Hands each notice of the `sources` to `leave`, from the main thread, until SIGTERM, which is the last one: `grace_s` are left then.
+
+    `leave(notice, wait)` drains the machine's nodes; with `wait` it returns when nothing runs on them any more.
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        leave: Callable[[Notice, bool], None],
+        grace_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._sources, self._leave, self._grace_s, self._say = sources, leave, grace_s, say
+        self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Until SIGTERM, then until the machine's nodes are empty. In the main thread."""
+        signal.signal(signal.SIGTERM, self._end)
+        for source in self._sources:
+            if self._answers(source):
+                threading.Thread(
+                    target=self._ask, args=(source,), name="lockstep-notices", daemon=True
+                ).start()
+        while (notice := self._heard.get()) is not None:
+            self._say(notice.why)
+            self._leave(notice, False)
+        self._leave(Notice("this node is told to end", time.time() + self._grace_s), True)
+
+    def _end(self, _number: int, _frame: FrameType | None) -> None:
+        self._heard.put(None)
+
+    def _answers(self, source: Source) -> bool:
+        for _ in range(TRIES):
+            try:
+                source.begin()
+            except NoServiceError as error:
+                problem = error
+            else:
+                return True
+        self._say(f"no metadata service answers, so nothing is asked of it ({problem})")
+        return False
+
+    def _ask(self, source: Source) -> NoReturn:
+        while True:
+            try:
+                for notice in source.notices():
+                    if notice is not None:
+                        self._heard.put(notice)
+            except (OSError, ValueError, KeyError) as error:
+                self._say(f"the metadata service: {error}; it is asked again in {EVERY_S:.0f} s")
+                time.sleep(EVERY_S)
+
+
+def leave_by_command(notice: Notice, wait: bool, *, address: str | None, node: str | None) -> None:
+    """Have this machine's nodes drained by `lockstep cluster leave`, in a process of its own; tried again for as long as there is time."""
+    words = [sys.executable, "-m", "lockstep", "cluster", "leave", "--why", notice.why]
+    words += [] if address is None else ["--address", address]
+    words += [] if node is None else ["--node", node]
+    words += ["--wait"] if wait else []
+    for _ in range(TRIES):
+        left_s = None if notice.deadline is None else max(0.0, notice.deadline - time.time())
+        given = [] if left_s is None else ["--seconds", f"{left_s:.0f}"]
+        limit_s = DRAIN_S + (left_s or 0.0 if wait else 0.0)
+        try:
+            if subprocess.run([*words, *given], timeout=limit_s, check=False).returncode == 0:
+                return
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,98 @@
+"""What a run asks its cluster for, as the autoscaler reads it in the GCS.
+
+Ray's own fake autoscaling cluster does not start from the wheel (2.60), so no node is added here: what is shown is that the
+requests arrive, that they end, and that a run grows when room comes (test_supervisor.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from lockstep.attempts.cluster_watch import ClusterWatch, can_grow
+from lockstep.attempts.placement import WorkerPlacement
+from lockstep.attempts.room import RoomRequest
+from lockstep.spec.loading import load_spec
+
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+]
+
+
+def demand() -> Counter[float]:
+    """The CPUs of each bundle that the GCS tells an autoscaler is waited for."""
+    import ray
+    from ray._raylet import GcsClient
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+
+    state = get_cluster_resource_state(GcsClient(address=ray.get_runtime_context().gcs_address))
+    return Counter(
+        request.resources_bundle["CPU"]
+        for gang in state.pending_gang_resource_requests
+        for request in gang.requests
+        or [one for bundle in gang.bundle_selectors for one in bundle.resource_requests]
+    )
+
+
+def settles(look: Callable[[], object], wanted: object) -> None:
+    until = time.monotonic() + 30
+    while (found := look()) != wanted:
+        assert time.monotonic() < until, found
+        time.sleep(0.1)
+
+
+def test_what_is_asked_for_reaches_the_autoscaler_and_is_taken_back() -> None:
+    before = demand()
+    request = RoomRequest()
+    try:
+        request.want(3, {"CPU": 64.0})
+        settles(lambda: demand() - before, Counter({64.0: 3}))
+        request.want(1, {"CPU": 64.0})
+        settles(lambda: demand() - before, Counter({64.0: 1}))
+        other = RoomRequest()
+        other.want(1, {"CPU": 96.0}, together=2)  # another run's: both count
+        settles(lambda: demand() - before, Counter({64.0: 1, 96.0: 2}))
+        other.release()
+    finally:
+        request.release()
+    settles(lambda: demand() - before, Counter())
+
+
+def test_room_that_comes_is_left_free_for_the_run_to_grow_into() -> None:
+    import ray
+
+    request = RoomRequest()
+    request.want(1, {"CPU": 1.0})  # there is room for it
+    settles(lambda: ray.available_resources().get("CPU"), 3.0)
+    request.want(1, {"CPU": 1.0})
+    settles(lambda: ray.available_resources().get("CPU"), 4.0)
+    request.want(1, {"CPU": 1.0})  # not at once again
+    assert ray.available_resources().get("CPU") == 4.0
+    request.release()
+
+
+def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> None:
+    """Two of six, of more CPUs each than a node has; nothing once it has as many as it can use."""
+    document = {
+        "job": {"use": "jobs.digits.job:Digits"},
+        "batch": {"global": 192, "micro": 32},
+        "workers": {"min": 2, "max": 8, "cpus_each": 64},
+        "record": {"uri": "off"},
+    }
+    spec, before = load_spec(document), demand()
+    place = WorkerPlacement(2, {"CPU": 64.0}, frozenset(), frozenset())
+    watch = ClusterWatch(spec, place)
+    watch.advice([])
+    settles(lambda: demand() - before, Counter({64.0: 4}))
+    watch.close()
+    settles(lambda: demand() - before, Counter())
+    whole = ClusterWatch(spec, place._replace(workers=6))
+    whole.advice([])
+    assert demand() - before == Counter()
+    assert not can_grow(spec)  # this cluster has no autoscaler: too few workers are refused at once
