@@ -29,7 +29,7 @@ from lockstep.cli.answers import (
     uri_option,
 )
 from lockstep.driver.signals import end_on_second_signal
-from lockstep.errors import NoSuchRunError, RecordError
+from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.spec.locations import RECORD_OFF
 
 if TYPE_CHECKING:
@@ -136,6 +136,13 @@ def resume(
         bool,
         typer.Option("--fork", help="start a new run from this state; overrides may change anything"),
     ] = False,
+    without: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="train it again without the samples whose ids the file has, from before their first use: a new run",
+        ),
+    ] = None,
     json_: Json = False,
     local: Local = False,
     address: Address = None,
@@ -152,6 +159,18 @@ def resume(
         from lockstep.sweeps.driver import resume_sweep
 
         result: Result | SweepResult | None
+        if without is not None:
+            if from_step is not None or takeover:
+                raise SpecError(
+                    "without: chooses the checkpoint itself and starts a new run; leave out --from-step and --takeover"
+                )
+            from lockstep.calls.without import resume_without
+
+            with running(json_, began_at, local, address, verbose, chaos) as options:
+                forked = resume_without(options, run_id, without, overrides or [], uri=uri)
+            answer(forked.as_dict(), lambda: _result_text(forked))
+            _exit(forked)
+            return
         with running(json_, began_at, local, address, verbose, chaos) as options:
             try:
                 result = resume_with(
