@@ -103,7 +103,7 @@ def _bisect(
         raise SpecError(
             f"guard: commit {good[:12]} does not train as {answer.base[:12]} does; give one that does"
         )
-    found = first_changed([*line, NOT_COMMITTED] if repository.changed() or not line else line, same)
+    found = first_changed([*line, NOT_COMMITTED], same)
     passed_over = f"of {len(found.untold)} before it nothing can be told: they cannot be trained"
     if found.commit == NOT_COMMITTED:
         answer.note = "no commit has the change: it is in the working tree alone"

@@ -63,10 +63,6 @@ class Repository:
         """The first line of what a commit says of itself."""
         return self._told("show", "--no-patch", "--format=%s", commit)
 
-    def changed(self) -> bool:
-        """Whether the working tree has changes that no commit has."""
-        return bool(self._told("status", "--porcelain"))
-
     @contextmanager
     def checked_out(self, commit: str) -> Iterator[Path]:
         """A commit's files in a temporary folder, which is removed on the way out."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +17,7 @@ from lockstep.cli.proofs import guarded_as_text
 from lockstep.errors import SpecError
 from lockstep.proof import side
 from lockstep.proof.guard import Guarded, Process
-from tests.forked import ROOT, Forked
+from tests.forked import Forked
 from tests.in_process import here
 
 JOB = """
@@ -147,6 +149,21 @@ def test_a_change_that_no_commit_has_is_told_as_such(repository: Path) -> None:
     assert (found.commit, found.note) == (None, "no commit has the change: it is in the working tree alone")
 
 
+def test_a_signal_leaves_nothing(repository: Path) -> None:
+    """SIGTERM as the base is about to be trained."""
+    before, handler = left(repository), signal.getsignal(signal.SIGTERM)
+
+    def killed(request: str, folder: Path, environment: Mapping[str, str]) -> Process:
+        if folder != repository:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forked(request, folder, environment)
+
+    with pytest.raises(KeyboardInterrupt):
+        guard("spec.yaml", "HEAD", steps=1, start=killed)
+    assert left(repository) == before
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("changed", [0, 7, 29])
 def test_the_command_finds_the_commit_with_new_interpreters(
@@ -158,22 +175,6 @@ def test_the_command_finds_the_commit_with_new_interpreters(
     code, out, _ = here(monkeypatch, capfd, repository, *words)
     answer = json.loads(out)
     assert (code, answer["same"], answer["commit"]) == (1, False, commits[changed])
-
-
-@pytest.mark.exact
-def test_the_newest_commit_of_this_project_trains_as_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Each side has its own Lockstep. Commits that change bits on purpose say so in their message."""
-    if subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD~1"], capture_output=True
-    ).returncode:
-        pytest.skip("a shallow clone has no commit before this one")
-    if "changes bits" in git(ROOT, "log", "-1", "--format=%B"):
-        pytest.skip("the newest commit says that it changes bits")
-    words = ("guard", "jobs/digits/train.yaml", "--base", "HEAD~1", "--steps", "3")
-    code, out, err = here(monkeypatch, capfd, ROOT, *words)
-    assert code == 0, out + err
 
 
 def test_what_cannot_be_compared_is_told_in_one_line(repository: Path, tmp_path: Path) -> None:
