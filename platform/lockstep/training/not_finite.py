@@ -11,7 +11,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -63,7 +63,8 @@ class Found:
         if self.micro_batch is None:
             return f"step {self.step}: {self.evidence}"
         where = f"module {self.module}" if self.module else "the loss"
-        made = f"{self.operator} in the {self.phase} of {where}" if self.operator else "its gradient"
+        where = "backward" if self.phase == "backward" else f"the forward of {where}"
+        made = f"{self.operator} in {where}" if self.operator else "its gradient"
         return f"step {self.step}, micro-batch {self.micro_batch}: the first value that is not finite comes from {made}; {self.evidence}"
 
 
@@ -87,9 +88,10 @@ def _look(run: Run, error: NumericsError, tell: Tell) -> None:
             found = find(run, error)
             tell(Document(NAME, json.dumps(asdict(found), indent=1) + "\n"))
             tell(Warned(f"{found} ({NAME} has the details)"))
-        run.group.gather(None)
     except Exception as failure:  # noqa: BLE001 - the run's own error is the one to be told, whatever comes of looking
         tell(Warned(f"what was not finite could not be looked into: {' '.join(str(failure).split())}"))
+    with suppress(RuntimeError):  # a rank was lost meanwhile; it had nothing more to do
+        run.group.gather(None)
 
 
 def find(run: Run, error: NumericsError) -> Found:
