@@ -51,6 +51,7 @@ def guard(
     commit, good = repository.commit(base), None if bisect is None else repository.commit(bisect)
     line = [] if good is None else repository.since(good)
     train = Trainer(
+        repository.root,
         _spec_path(Path(spec), here, repository.root),
         overrides,
         steps,

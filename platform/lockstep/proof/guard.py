@@ -69,6 +69,8 @@ class UnfitError(SpecError):
 class Trainer:
     """Trains a spec in a state of the code. `folder` and `paths` are relative to the tree: where commands are given, and what Python searches."""
 
+    root: Path
+    """The working tree around the working directory, of which no other state may see anything."""
     spec: str
     """The spec file: relative to `folder`, or an absolute path outside the repository."""
     overrides: Sequence[str]
@@ -97,11 +99,12 @@ class Trainer:
 
     def _environment(self, tree: Path) -> dict[str, str]:
         paths = [str(tree / path) for path in self.paths if (tree / path).is_dir()]
-        inherited = os.environ.get("PYTHONPATH", "")
+        given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        paths += [path for path in given if not Path(path).resolve().is_relative_to(self.root)]
         return {
             **os.environ,
             **WORKER_ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join([*paths, *([inherited] if inherited else [])]),
+            "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
