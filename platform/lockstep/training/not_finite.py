@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
-from lockstep.errors import NumericsError
+from lockstep.errors import LockstepError, NumericsError
 from lockstep.randomness import seed_all
 from lockstep.record.events import Document, Tell, Warned
 from lockstep.training.memory import tensors_in
@@ -90,7 +90,7 @@ def _look(run: Run, error: NumericsError, tell: Tell) -> None:
             tell(Warned(f"{found} ({NAME} has the details)"))
     except Exception as failure:  # noqa: BLE001 - the run's own error is the one to be told, whatever comes of looking
         tell(Warned(f"what was not finite could not be looked into: {' '.join(str(failure).split())}"))
-    with suppress(RuntimeError):  # a rank was lost meanwhile; it had nothing more to do
+    with suppress(RuntimeError, LockstepError):  # a rank was lost meanwhile; it had nothing more to do
         run.group.gather(None)
 
 
