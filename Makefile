@@ -12,12 +12,12 @@ TEST_PROCESSES ?= 2
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit exact chaos bench gpu newest-ray clean
+.PHONY: train test lint types imports unit guard exact chaos bench gpu newest-ray clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
 
-test: lint types imports unit  ## everything that has to hold
+test: lint types imports unit guard  ## everything that has to hold
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff format --check .
@@ -31,6 +31,12 @@ imports: $(INSTALLED_TEST)
 
 unit: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+
+# A commit that changes bits on purpose says "changes bits" in its message.
+guard: $(INSTALLED_TEST)  ## the working tree trains the bits of the commit before the newest
+	@if ! git rev-parse --quiet --verify HEAD~1 > /dev/null 2>&1; then echo "guard: skipped, this clone has no commit before the newest"; \
+	elif git log -1 --format=%B | grep -qi "changes bits"; then echo "guard: skipped, the newest commit says that it changes bits"; \
+	else $(BIN)/lockstep guard jobs/digits/train.yaml --base HEAD~1 --steps 2 rehearsal=off; fi
 
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact

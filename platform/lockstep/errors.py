@@ -57,6 +57,11 @@ class DeterminismError(LockstepError):
 class NumericsError(LockstepError):
     """A loss or gradient is not finite. Example: the loss of step 412, micro-batch 3 is nan."""
 
+    step: int | None = None
+    """The step, from 0, that all ranks left with this error, before its update; None where it is not one of training."""
+    micro_batch: int | None = None
+    """That of the first loss that was not finite, where it is known."""
+
 
 class DriftError(LockstepError):
     """Ranks that must hold the same bits do not. Example: a cluster of mixed processors under strict."""

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.errors import StorageError
 from lockstep.training.average import Average
 from lockstep.training.digest import weights_digest
 from tests.distributed.kinds import RUN, Kind, document, taken_up
@@ -75,16 +77,20 @@ def loss_by_hand(weights: dict[str, Tensor]) -> str:
 
 
 def test_an_average_that_no_checkpoint_keeps_is_another_one(tmp_path: Path) -> None:
-    """The negative control of what a resumed run does with it."""
+    """The negative control of what a resumed run does with it. In a run with digests it is refused where it is taken up."""
     whole = train_attempt(kept(tmp_path / "whole"), RUN, AttemptOrigin())
     found = []
     for kept_by in ("checkpoint", "nothing"):
-        run = kept(tmp_path / kept_by)
+        run = kept(tmp_path / kept_by, record={"digest_every": None})
         train_attempt(run, RUN, AttemptOrigin(), 2)
         forgets = mock.patch.object(Average, "load_state_dict", lambda self, state: None)
         if kept_by == "nothing":
             with forgets:
                 found.append(train_attempt(run, RUN, taken_up(run)))
+            digested = kept(tmp_path / "digested")
+            train_attempt(digested, RUN, AttemptOrigin(), 2)
+            with forgets, pytest.raises(StorageError, match="ema_digest was '"):
+                train_attempt(digested, RUN, taken_up(digested))
         else:
             found.append(train_attempt(run, RUN, taken_up(run)))
     assert found[0].summary["ema_digest"] == whole.summary["ema_digest"]

@@ -278,7 +278,10 @@ def test_a_file_that_is_missing_or_no_text_is_told_with_its_path(tmp_path: Path)
         ("length: {epoch: 3}", "length.epoch: unknown key; did you mean 'epochs'?"),
         ("evaluate: {every: {step: 3}}", "evaluate.every.step: unknown key; did you mean 'steps'?"),
         ("evaluate: {steps: 3}", "evaluate.steps: unknown key; did you mean 'every.steps'?"),
-        ("data: {zzz: 3}", "data.zzz: unknown key; known here: drop_last, loader_processes, shuffle, window"),
+        (
+            "data: {zzz: 3}",
+            "data.zzz: unknown key; known here: drop_last, loader_processes, shuffle, window, without",
+        ),
         ("optimizer: {weight_deca: 3}", "optimizer.weight_deca: unknown key; did you mean 'weight_decay'?"),
         ("optimizer: {name: sgd, momentun: 1}", "optimizer.momentun: unknown key; did you mean 'momentum'?"),
         ("schedule: {name: cosine, warmup: 1}", "schedule.warmup: unknown key; did you mean 'warmup_steps'?"),

@@ -71,14 +71,7 @@ def resume_with(
     takeover: bool,
 ) -> Result:
     """As `resume`, with the options of the call as one value."""
-    store = tracking_uri(uri)
-    where = load_spec(
-        {"job": {"use": "any:Job"}}, [o for o in overrides if o.startswith(("record.", "checkpoint."))]
-    )
-    found = find_run(store, run_id, where.folder)
-    found.spec["record"] = {**found.spec.get("record", {}), "uri": store}
-    recorded_spec = load_spec(found.spec)
-    spec = load_spec(found.spec, overrides, uri=uri)
+    found, recorded_spec, spec = recorded_and_asked(run_id, overrides, uri)
     if fork:
         there = steps_of(recorded_spec.checkpoint.storage, run_id)
         if step is not None:
@@ -96,6 +89,17 @@ def resume_with(
         return finished(found, spec, step, options)
     with held_run(spec, run_id, options.progress, takeover=takeover) as hold:
         return continue_run(run_id, spec, hold, options, step=step)
+
+
+def recorded_and_asked(run_id: str, overrides: Sequence[str], uri: str | None) -> tuple[Recorded, Spec, Spec]:
+    """A run as its store has it, its spec, and that with overrides. SpecError where there is no such run."""
+    store = tracking_uri(uri)
+    where = load_spec(
+        {"job": {"use": "any:Job"}}, [o for o in overrides if o.startswith(("record.", "checkpoint."))]
+    )
+    found = find_run(store, run_id, where.folder)
+    found.spec["record"] = {**found.spec.get("record", {}), "uri": store}
+    return found, load_spec(found.spec), load_spec(found.spec, overrides, uri=uri)
 
 
 def continue_run(

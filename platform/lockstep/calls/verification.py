@@ -38,6 +38,7 @@ def verify(
     steps: int | None = None,
     all_steps: bool = False,
     share: float | None = None,
+    seed: int | None = None,
     workers: int | None = None,
     local: bool = False,
     address: str | None = None,
@@ -48,7 +49,7 @@ def verify(
     """Take steps of a recorded run again and compare every deterministic column and digest with its record.
 
     `steps` steps from `from_step` on; without these the last 20 of the run, or `all_steps`, or a random `share` (0 to 1) of them, by
-    the stretches between two checkpoints. `local` takes them in this process, on one worker; else `address` names the Ray cluster,
+    the stretches between two checkpoints, drawn with `seed`. `local` takes them in this process, on one worker; else `address` names the Ray cluster,
     and `workers` how many are used. Nothing of the run is written to. SpecError where there is no such run; raises LockstepError.
     """
     options = options or RunOptions(local=local, address=address)
@@ -64,7 +65,7 @@ def verify(
     if workers is not None and workers > run.spec.batch.micro_batches:
         most = run.spec.batch.micro_batches
         raise SpecError(f"workers: got {workers}, wanted at most the {most} micro-batches of a step")
-    stretches = _stretches(run, from_step, steps, all_steps=all_steps, share=share)
+    stretches = _stretches(run, from_step, steps, all_steps=all_steps, share=share, seed=seed)
     source = job_source(run, options)
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as aside:
         take: Take = replay_here if options.local else _on_ray(options, workers, Path(aside))
@@ -87,12 +88,18 @@ def job_source(run: RecordedRun, options: RunOptions) -> Mapping[str, bytes] | N
 
 
 def _stretches(
-    run: RecordedRun, first: int | None, steps: int | None, *, all_steps: bool, share: float | None
+    run: RecordedRun,
+    first: int | None,
+    steps: int | None,
+    *,
+    all_steps: bool,
+    share: float | None,
+    seed: int | None,
 ) -> list[Stretch]:
     if all_steps:
         return [whole(run.last_step)]
     if share is not None:
-        return sample(run.checkpoints, run.last_step, share, random.Random())
+        return sample(run.checkpoints, run.last_step, share, random.Random(seed))
     return [stretch(run.checkpoints, run.last_step, first, steps)]
 
 

@@ -90,6 +90,7 @@ class Bench:
             shuffle=data.shuffle,
             window=data.window,
             start=start,
+            without=data.without,
         )
 
     @property

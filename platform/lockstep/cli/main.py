@@ -142,6 +142,13 @@ def resume(
         bool,
         typer.Option("--fork", help="start a new run from this state; overrides may change anything"),
     ] = False,
+    without: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="train it again without the samples whose ids the file has, from before their first use: a new run",
+        ),
+    ] = None,
     json_: Json = False,
     local: Local = False,
     address: Address = None,
@@ -158,11 +165,23 @@ def resume(
         from lockstep.calls.resumption import resume_with
         from lockstep.sweeps.driver import resume_sweep
 
-        if retries and fork:
+        if retries and (fork or without is not None):
             raise SpecError(
                 "retries: a fork that is started again would be another run; leave out --retries, then resume it"
             )
         result: Result | SweepResult | None
+        if without is not None:
+            if from_step is not None or takeover:
+                raise SpecError(
+                    "without: chooses the checkpoint itself and starts a new run; leave out --from-step and --takeover"
+                )
+            from lockstep.calls.without import resume_without
+
+            with running(json_, began_at, local, address, verbose, chaos) as options:
+                forked = resume_without(options, run_id, without, overrides or [], uri=uri)
+            answer(forked.as_dict(), lambda: _result_text(forked))
+            _exit(forked)
+            return
         takeover = takeover or kept_job()
         with running(json_, began_at, local, address, verbose, chaos, retries) as options:
             try:

@@ -1,4 +1,4 @@
-"""Commands that check what is recorded: `verify`, `diff`, `replay`."""
+"""Commands that check what is recorded, or what a change of the code does: `verify`, `diff`, `guard`, `replay`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.answers import Address, Json, Uri, Verbose, answered, began, running
+from lockstep.cli.answers import (
+    Address,
+    Json,
+    Overrides,
+    SpecFile,
+    Uri,
+    Verbose,
+    answered,
+    began,
+    running,
+)
 
 if TYPE_CHECKING:
+    from lockstep.calls.attestation import Attested, Checked
     from lockstep.calls.inspection import Inspected
-    from lockstep.proof.difference import Difference
+    from lockstep.proof.difference import Difference, Parted
+    from lockstep.proof.guard import Guarded
     from lockstep.proof.verification import Verified
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
+OptionalRunId = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="the id of a run; --statement names its own")
+]
 Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
 
 
@@ -22,11 +37,13 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(verify)
     app.command()(diff)
+    app.command()(guard)
     app.command()(replay)
+    app.command()(attest)
 
 
 def verify(
-    run: RunId,
+    run: OptionalRunId = None,
     from_: Annotated[
         int | None, typer.Option("--from", min=1, metavar="N", help="first step to compare")
     ] = None,
@@ -37,6 +54,16 @@ def verify(
     sample: Annotated[
         float | None,
         typer.Option(metavar="P", help="a random share of the steps, 0 to 1, between checkpoints"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="what the stretches of --sample are drawn with; default: random")
+    ] = None,
+    statement: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="check a statement of lockstep attest, and a share of its run"),
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(metavar="PUB", help="the public key, PEM, that has to have signed it")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="W", help="how many workers; default: as the run's spec says")
@@ -52,7 +79,33 @@ def verify(
     began_at = began()
     with answered(json_, verbose) as answer:
         from lockstep.calls.verification import verify as verify_run
+        from lockstep.errors import SpecError
 
+        if statement is not None:
+            if from_ is not None or steps is not None or all_:
+                raise SpecError(
+                    "statement: a random share of the run is trained again; leave out --from, --steps and --all"
+                )
+            from lockstep.calls.attestation import check_statement
+
+            with running(json_, began_at, local, address, verbose, None) as options:
+                checked = check_statement(
+                    statement,
+                    key=key,
+                    run_id=run,
+                    share=sample,
+                    seed=seed,
+                    workers=workers,
+                    uri=uri,
+                    storage=storage,
+                    options=options,
+                )
+            answer(checked.as_dict(), lambda: checked_as_text(checked))
+            if not checked.same:
+                raise typer.Exit(1)
+            return
+        if run is None or key is not None:
+            raise SpecError("verify: wanted the id of a run, or --statement FILE with --key PUB")
         with running(json_, began_at, local, address, verbose, None) as options:
             found = verify_run(
                 run,
@@ -60,6 +113,7 @@ def verify(
                 steps=steps,
                 all_steps=all_,
                 share=sample,
+                seed=seed,
                 workers=workers,
                 uri=uri,
                 storage=storage,
@@ -90,6 +144,46 @@ def diff(
         with running(json_, began_at, True, None, verbose, None) as options:
             found = diff_runs(a, b, steps=steps, uri=uri, storage=storage, options=options)
         answer(found.as_dict(), lambda: difference_as_text(found))
+    if not found.same:
+        raise typer.Exit(1)
+
+
+def guard(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="REV", help="the commit to compare with; default: that of --bisect"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="how many steps are trained")] = 20,
+    bisect: Annotated[
+        str | None,
+        typer.Option(metavar="GOOD", help="look for the first commit after this one that changes bits"),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, metavar="W", help="how many processes train a side")] = 1,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Whether the working tree trains the same bits as a commit."""
+    began_at = began()
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.guarding import guard as guard_bits
+        from lockstep.errors import SpecError
+
+        against = base or bisect
+        if against is None:
+            raise SpecError("guard: wanted --base REV, the commit to compare with, such as --base HEAD~1")
+        with running(json_, began_at, True, None, verbose, None) as options:
+            found = guard_bits(
+                spec,
+                against,
+                overrides or [],
+                steps=steps,
+                bisect=bisect,
+                workers=workers,
+                options=options,
+            )
+        answer(found.as_dict(), lambda: guarded_as_text(found))
     if not found.same:
         raise typer.Exit(1)
 
@@ -142,6 +236,59 @@ def replay(
         raise typer.Exit(1)
 
 
+def attest(
+    run: RunId,
+    key: Annotated[
+        Path | None, typer.Option(metavar="PRIVATE", help="the private key, PEM, that signs the statement")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the file that is written; default: <run>.intoto.json")
+    ] = None,
+    uri: Uri = None,
+    storage: Storage = Path("runs"),
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """State what a finished run is, in in-toto's form, signed if a key is given."""
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.attestation import attest as attest_run
+
+        found = attest_run(run, key=key, out=out, uri=uri, storage=storage)
+        answer(found.as_dict(), lambda: attested_as_text(found))
+
+
+def attested_as_text(found: Attested) -> str:
+    """A statement that was written, for a person."""
+    return "\n".join(
+        [
+            f"stated: run {found.run_id}, {found.steps} steps",
+            f"ledger            {found.chain}",
+            f"signed by         {found.signed_by or 'nobody (--key signs it)'}",
+            f"written           {found.path}",
+        ]
+    )
+
+
+def checked_as_text(found: Checked) -> str:
+    """What a statement came to, for a person."""
+    signature = {"good": "good", "bad": "bad", "none": "none", "not checked": "not checked (--key PUB does)"}
+    by = "" if found.signed_by is None else f", of key {found.signed_by[:16]}…"
+    lines = [f"signature         {signature[found.signature]}{by}"]
+    if found.verified is not None:
+        lines = [
+            as_text(found.verified),
+            *lines,
+            "record            as stated",
+            f"seed              {found.seed}",
+        ]
+    elif found.disagreement is not None:
+        what, stated, other = found.disagreement
+        lines.insert(0, f"different: {what} is stated as {stated} and was found as {other}")
+    else:
+        lines.insert(0, "different: the statement is not signed by this key, or was changed afterwards")
+    return "\n".join(lines)
+
+
 def inspected_as_text(found: Inspected) -> str:
     """What a step came to, for a person."""
     lines = [f"step {found.step}: loss {found.loss!r}, gradient norm {found.grad_norm!r}"]
@@ -165,17 +312,36 @@ def difference_as_text(found: Difference) -> str:
     lines += found.source.splitlines()
     if found.first_difference is None:
         return "\n".join([*lines, f"same: every bit of {found.steps} steps is equal"])
-    parted = found.first_difference.as_dict()
+    return "\n".join([*lines, *_parted(found.first_difference), *([found.note] if found.note else [])])
+
+
+def guarded_as_text(found: Guarded) -> str:
+    """What a guard found, for a person."""
+    lines = [f"{one.field}: {one.recorded!r} → {one.found!r}" for one in found.fields]
+    base = found.base[:12]
+    if found.first_difference is None:
+        lines.append(f"same: every bit of {found.steps} steps is equal to those of commit {base}")
+        return "\n".join(lines)
+    lines += _parted(found.first_difference)
+    lines.append(f"compared          commit {base} → the working tree")
+    if found.commit is not None:
+        lines.append(f"first changed by  commit {found.commit[:12]}: {found.title}")
+    return "\n".join([*lines, *([found.note] if found.note else [])])
+
+
+def _parted(first: Parted) -> list[str]:
+    """Where two runs part first."""
+    parted = first.as_dict()
     where = f"step {parted['step']}"
     if parted["micro_batch"] is not None:
         where += f", micro-batch {parted['micro_batch']}"
-    lines.append(f"different: {where}: {parted['quantity']}: {parted['recorded']} → {parted['found']}")
+    lines = [f"different: {where}: {parted['quantity']}: {parted['recorded']} → {parted['found']}"]
     lines += [f"{name:18}{parted[name]}" for name in ("module", "parameter", "operator") if parted[name]]
     lines += [
         f"{name:18}" + "  ".join(f"{key} {value}" for key, value in (values or {}).items())
         for name, values in parted["statistics"].items()
     ]
-    return "\n".join([*lines, *([found.note] if found.note else [])])
+    return lines
 
 
 def as_text(found: Verified) -> str:

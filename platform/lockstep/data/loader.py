@@ -67,7 +67,9 @@ class MicroBatches(Dataset[Any]):
         self.in_memory = in_memory(samples)
 
     def __getitem__(self, batch: MicroBatch) -> Any:
-        """The collated micro-batch; or the error, as a value, so that it leaves a loader process as it is."""
+        """The collated micro-batch, None for one without samples; or the error, as a value, so that it leaves a loader process as it is."""
+        if not len(batch.ids):
+            return None
         seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
         try:
             with one_thread():
@@ -77,6 +79,8 @@ class MicroBatches(Dataset[Any]):
 
     def collated(self, batch: MicroBatch, fetched: Future[Any]) -> Any:
         """The same out of samples that were fetched without a seed, for they draw nothing; the collation may draw."""
+        if not len(batch.ids):
+            return None
         seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
         try:
             with one_thread():
@@ -87,6 +91,8 @@ class MicroBatches(Dataset[Any]):
     def fetched(self, batch: MicroBatch) -> Any:
         """The samples, before they are collated. Raises the dataset's errors with their ids."""
         samples: list[Any] = []
+        if not len(batch.ids):
+            return samples
         try:
             if self.fetch_many is not None:
                 samples = self.fetch_many(batch.ids)

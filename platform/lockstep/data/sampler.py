@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset, DistributedSampler
 
 from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
 from lockstep.plan import Plan, Position, clip
+from lockstep.spec.sample_ids import parse
 
 EVALUATION = -1
 """Stands for the step in micro-batches of held-out data, which are the same in every evaluation."""
@@ -32,11 +35,44 @@ class MicroBatch(NamedTuple):
     due: Sequence[int] = ()
 
 
+_AT_ONCE = 1 << 20
+"""Positions whose ids are asked for at once where a whole epoch is looked through."""
+
+
+class FirstUse(NamedTuple):
+    """The step, from 0, in which one of some samples is used first; how many of them are used at all."""
+
+    step: int
+    sample: int
+    used: int
+
+
+class LeftOut:
+    """Ids that are left out, as a spec names them; none of them is held by itself."""
+
+    def __init__(self, without: str | None) -> None:
+        ranges = [] if without is None else parse(without)
+        self.count = sum(map(len, ranges))
+        self.last = max((one.stop - 1 for one in ranges), default=-1)
+        self._edges = np.array([edge for one in ranges for edge in (one.start, one.stop)], np.int64)
+
+    def has(self, ids: Ids) -> NDArray[np.bool_]:
+        """Which of `ids` are among them."""
+        found: NDArray[np.bool_] = np.searchsorted(self._edges, ids, side="right") % 2 == 1
+        return found
+
+    def rest(self, ids: Ids) -> Ids:
+        """`ids` but for them."""
+        return ids[~self.has(ids)] if self.count else ids
+
+
 class MicroBatchSampler(DistributedSampler[MicroBatch]):
     """Yields the micro-batches of one worker from step `start` to the end of the run.
 
     Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
     replicas `assigned` to it. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
+    The samples `without` (`spec.sample_ids`) are left out of the micro-batches that have them, which all else stays for: one may be
+    left with none.
     """
 
     def __init__(
@@ -49,6 +85,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         shuffle: Shuffle,
         window: int = WINDOW,
         start: int = 0,
+        without: str | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -65,6 +102,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         self.order = shuffle
         self.window = window
         self.start = start
+        self.without = LeftOut(without)
         self.takes_arrays: bool = takes_arrays(dataset)
         self.reads_ahead: bool = reads_ahead(dataset)
 
@@ -80,6 +118,22 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             for m in clip(self.assigned, position.micro_batches):
                 yield self._micro_batch(order, position, m)
 
+    def first_use(self, wanted: LeftOut) -> FirstUse | None:
+        """The first use of any of the samples `wanted` in the run, and how many of them it uses at all; None where it uses none."""
+        plan, first, used = self.plan, None, set[int]()
+        for epoch in range(-(-plan.total_steps // plan.steps_per_epoch)):
+            before = epoch * plan.steps_per_epoch
+            steps = min(plan.steps_per_epoch, plan.total_steps - before)
+            order, end = self._order(epoch), min(steps * plan.global_batch, plan.samples)
+            for start in range(0, end, _AT_ONCE):
+                ids = order[start : min(start + _AT_ONCE, end)]
+                for at in np.flatnonzero(wanted.has(ids)).tolist():
+                    first = first or FirstUse(before + (start + at) // plan.global_batch, int(ids[at]), 0)
+                    used.add(int(ids[at]))
+            if len(used) == wanted.count:
+                break
+        return None if first is None else first._replace(used=len(used))
+
     def _order(self, epoch: int) -> Order:
         if orders_itself(self.dataset):
             order: Order = self.dataset.epoch_order(self.seed, epoch, self.order)
@@ -89,7 +143,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
 
     def _micro_batch(self, order: Order, position: Position, m: int) -> MicroBatch:
         places = self.plan.sample_slice(position, m)
-        ids, due = order[places], list[int]()
+        ids, due = self.without.rest(order[places]), list[int]()
         if self.reads_ahead and isinstance(order, BlockOrder) and len(ids):
             due = order.due(places.start)
         return MicroBatch(position.step, m, ids if self.takes_arrays else ids.tolist(), due)

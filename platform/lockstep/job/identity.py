@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.job.source import job_source_digest
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
+from lockstep.spec.sample_ids import described
 
 
 def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,6 +30,8 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("initial_weights", "fork"):  # what they lead to is told by the facts
         document.pop(name)
     fields = dict(_flat(document))
+    if (without := fields.pop("data.without")) is not None:
+        fields["data.without"] = described(without)
     fields |= {f"version.{name}": found for name, found in _versions().items()}
     fields["job.source"] = job_source_digest(spec.job.use)
     if spec.reduction == "exact":

@@ -154,13 +154,18 @@ def _look_into(a: Side, b: Side, parted: Parted, aside: Path) -> None:
         microscope = Microscope(parted.step - 1, parted.micro_batch)
         side.replayed(parted.step, parted.step - 1, aside, microscope)
         looks.append(microscope.look)
-    found = parting(*looks)
+    tell_parting(parted, *looks)
+
+
+def tell_parting(parted: Parted, one: Look, other: Look) -> None:
+    """Have a difference say what parts within its micro-batch."""
+    found = parting(one, other)
     if found is None:  # the digests of gradients differ, and nothing that was seen does
         return
     parted.quantity, parted.module, parted.parameter = found.quantity, found.module, found.parameter
     parted.operator = found.operator
     parted.recorded, parted.found = (
-        None if one is None else Digest(one.digest) for one in (found.one, found.other)
+        None if seen is None else Digest(seen.digest) for seen in (found.one, found.other)
     )
     parted.statistics = {"recorded": _of(found.one), "found": _of(found.other)}
 

@@ -128,6 +128,7 @@ def sample_ids(spec: Spec, step: int) -> dict[int, list[int]]:
         shuffle=spec.data.shuffle,
         window=spec.data.window,
         start=step,
+        without=spec.data.without,
     )
     found: dict[int, list[int]] = {}
     for batch in batches:

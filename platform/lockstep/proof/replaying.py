@@ -66,14 +66,14 @@ class _Kept(NoRequests):
                 pass  # among them Restored: rows that are not taken again
 
 
-def replay_here(spec: Spec, replay: Replay, watch: Watching) -> Replayed:
-    """Take the steps in this process, on one worker, up to the one after which `watch` has enough. Raises LockstepError."""
+def replay_here(spec: Spec, replay: Replay, watch: Watching, group: Group | None = None) -> Replayed:
+    """Take the steps in this process, on one worker or as one of `group`, up to the one after which `watch` has enough. Raises LockstepError."""
     kept = _Kept(replay.step + 1, watch)
     device: torch.device = local_device(spec)
     fit(
         replay_spec(spec),
         load_job(spec.job.use, spec.job.params),
-        Group(0, 1, device),
+        group or Group(0, 1, device),
         kept.tell,
         kept,
         AttemptOrigin(replay=replay),

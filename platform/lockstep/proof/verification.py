@@ -22,7 +22,7 @@ from lockstep.proof.causes import UNTOLD, Cause, causes
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Take
 from lockstep.proof.stretches import Stretch
-from lockstep.record.comparison import Differing, differing, differing_evaluation
+from lockstep.record.comparison import Differing, Digest, differing, differing_evaluation
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.training.digests import Digester, model_digest, optimizer_digest
 
@@ -197,19 +197,26 @@ def _checkpoint(run: RecordedRun, step: int, aside: Path) -> tuple[str, FirstDif
     except BadCheckpointError as error:
         return "", FirstDifference(step, None, "checkpoint", "whole", str(error))
     row = run.steps.get(step)
-    wanted = [dict(row.digests._asdict())] if row is not None and row.digests is not None else []
     saved: Any = loaded.sections.get("check", {})
-    wanted += [
-        {"weights": int(saved["weights_digest"], 16), "optimizer": int(saved["optimizer_digest"], 16)}
-    ] * ("weights_digest" in saved)
     held = _held(loaded)
-    for one in wanted:
-        for name in ("weights", "optimizer"):
-            if one[name] != held[name]:
-                return storage, FirstDifference(
-                    step, None, f"{name}_digest", f"{one[name]:016x}", f"{held[name]:016x}"
-                )
+    for wanted in (_of_row(row), {name: int(saved[name], 16) for name in held if name in saved}):
+        for name, value in wanted.items():
+            if value != held.get(name):
+                return storage, FirstDifference(step, None, name, Digest(value), _digest(held.get(name)))
     return storage, None
+
+
+def _of_row(row: StepRow | None) -> dict[str, int]:
+    """The digests of the state that a step left, by their names."""
+    if row is None or row.digests is None:
+        return {}
+    found = row.digests
+    named = {"weights_digest": found.weights, "optimizer_digest": found.optimizer}
+    return named if found.average is None else {**named, "ema_digest": found.average}
+
+
+def _digest(value: int | None) -> Digest | None:
+    return None if value is None else Digest(value)
 
 
 def _held(loaded: Loaded) -> dict[str, int]:
@@ -217,10 +224,12 @@ def _held(loaded: Loaded) -> dict[str, int]:
     digester, sections = Digester(torch.device("cpu")), loaded.sections
     model: Any = sections["model"]
     optimizer: Any = sections["optimizer"]
-    return {
-        "weights": model_digest(digester, model["state"]),
-        "optimizer": optimizer_digest(digester, optimizer),
+    found = {
+        "weights_digest": model_digest(digester, model["state"]),
+        "optimizer_digest": optimizer_digest(digester, optimizer),
     }
+    average: Any = sections.get("ema")
+    return found if average is None else {**found, "ema_digest": digester.digest(average)}
 
 
 def _of_saved(run: RecordedRun, replayed: Replayed, wanted: range, aside: Path) -> list[FirstDifference]:
@@ -235,11 +244,11 @@ def _of_saved(run: RecordedRun, replayed: Replayed, wanted: range, aside: Path) 
         except BadCheckpointError as error:
             differ.append(FirstDifference(step, None, "checkpoint", "whole", str(error)))
             continue
-        for name, found in (("weights", row.digests.weights), ("optimizer", row.digests.optimizer)):
-            if held[name] != found:
+        for name, found in _of_row(row).items():
+            if held.get(name) != found:
                 differ.append(
                     FirstDifference(
-                        step, None, f"{name}_digest of the checkpoint", f"{held[name]:016x}", f"{found:016x}"
+                        step, None, f"{name} of the checkpoint", _digest(held.get(name)), Digest(found)
                     )
                 )
     return differ

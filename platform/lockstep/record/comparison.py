@@ -38,6 +38,8 @@ def differing(before: StepRow, after: StepRow) -> Iterator[Differing]:
     if old is not None and new is not None:
         yield from _differing("weights_digest", Digest(old.weights), Digest(new.weights))
         yield from _differing("optimizer_digest", Digest(old.optimizer), Digest(new.optimizer))
+        if old.average is not None and new.average is not None:
+            yield from _differing("ema_digest", Digest(old.average), Digest(new.average))
 
 
 def differing_evaluation(before: EvaluationRow, after: EvaluationRow) -> Iterator[Differing]:

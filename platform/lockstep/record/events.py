@@ -50,6 +50,8 @@ class Digests(NamedTuple):
     optimizer: int
     gradients: tuple[int, ...] | None
     """Of each micro-batch that is not empty, by its index; None with `reduction: native`, which keeps none apart."""
+    average: int | None = None
+    """Of the moving average of the weights; None without `ema`."""
 
 
 class StepRow(NamedTuple):

@@ -162,8 +162,9 @@ def _step(values: list[Any]) -> StepRow:
     row = StepRow._make(_floats(values, StepRow))
     if row.digests is None:
         return row
-    weights, optimizer, gradients = row.digests
-    return row._replace(digests=Digests(weights, optimizer, None if gradients is None else tuple(gradients)))
+    weights, optimizer, gradients, *average = row.digests  # older versions had none of an average
+    gradients = None if gradients is None else tuple(gradients)
+    return row._replace(digests=Digests(weights, optimizer, gradients, *average))
 
 
 def _floats(values: list[Any], row: type[StepRow] | type[EvaluationRow]) -> list[Any]:

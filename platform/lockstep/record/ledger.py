@@ -38,6 +38,7 @@ _DIGEST_TYPES = {
     "weights_digest": "uint64",
     "optimizer_digest": "uint64",
     "gradient_digests": "list<uint64>",  # one for each micro-batch
+    "ema_digest": "uint64",  # there only where the spec has `ema`
 }
 """The columns of `StepRow.digests`: null in the rows without digests. A ledger of an older version lacks them."""
 _EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
@@ -164,10 +165,10 @@ def _step_rows(rows: Fields) -> list[StepRow]:
 
 
 def _digests(row: Mapping[str, Any]) -> Digests | None:
-    weights, optimizer, gradients = map(row.get, _DIGEST_TYPES)
+    weights, optimizer, gradients, average = map(row.get, _DIGEST_TYPES)
     if weights is None or optimizer is None:
         return None
-    return Digests(weights, optimizer, None if gradients is None else tuple(gradients))
+    return Digests(weights, optimizer, None if gradients is None else tuple(gradients), average)
 
 
 def _evaluation_rows(rows: Fields) -> list[EvaluationRow]:
@@ -182,6 +183,8 @@ def step_table(rows: Sequence[StepRow]) -> pa.Table:
     table = _table(rows, parts, _STEP_TYPES)
     for i, (name, kind) in enumerate(_DIGEST_TYPES.items()):
         values = [row.digests[i] if row.digests is not None else None for row in rows]
+        if name == "ema_digest" and all(value is None for value in values):
+            continue
         table = table.append_column(name, pa.array(values, _arrow_type(kind)))
     return table
 

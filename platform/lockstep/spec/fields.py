@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from lockstep.plan import Position, is_due
+from lockstep.spec.sample_ids import normal
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; a job's placement params are none either."""
@@ -125,6 +126,11 @@ def _spread(size: int) -> int:
     return next(size // parts for parts in range(8, 0, -1) if size % parts == 0)
 
 
+_SampleIds = Annotated[
+    str, BeforeValidator(lambda given: str(given) if type(given) is int else given), AfterValidator(normal)
+]
+
+
 class Data(Section):
     """The order of the samples and who fetches them."""
 
@@ -132,6 +138,7 @@ class Data(Section):
     window: PositiveInt = 8
     drop_last: bool = True
     loader_processes: NonNegativeInt = 0
+    without: _SampleIds | None = None
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -319,6 +326,7 @@ class Fork(Section):
     run: str
     step: PositiveInt | None = None
     storage: str | None = None
+    exact: bool = False
 
 
 class Record(Section):

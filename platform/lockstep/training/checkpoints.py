@@ -46,6 +46,8 @@ class Start(NamedTuple):
 
     loaded: Loaded
     fork: bool
+    exact: bool = False
+    """A fork that takes the whole state over, as a resume does."""
 
     def without_state(self) -> Start:
         """The same once the state has been taken over: the sections would stay in memory for as long as the run."""
@@ -59,7 +61,8 @@ class Start(NamedTuple):
     def parent(self) -> str | None:
         """For a fork, the identity and the step of what it starts from: it is part of the run's own identity."""
         if self.fork:
-            return f"{self.facts.identity}@{self.loaded.manifest.step}"
+            how = " exact" if self.exact else ""
+            return f"{self.facts.identity}@{self.loaded.manifest.step}{how}"
         parent: str | None = self.facts.identity_fields.get("fork")
         return parent
 
@@ -81,7 +84,7 @@ def find_start(
     loaded = _load(spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step, group, warn)
     if loaded is None:
         raise SpecError(f"fork.run: run {spec.fork.run} has no good checkpoint to start from")
-    return Start(loaded, fork=True)
+    return Start(loaded, fork=True, exact=spec.fork.exact)
 
 
 def _load(
@@ -153,7 +156,7 @@ def restore(
                 f"fork: {unit} is {now[name]} and was {saved[name]}, so the run's place in its data would not be the same; "
                 "keep it, or start a new run from its weights with initial_weights"
             )
-    state.restore(sections, fork=start.fork)
+    state.restore(sections, fork=start.fork and not start.exact)
     if start.fork:
         return History(reached=state.counters.step)
     now = check_facts(spec, plan, state)

@@ -158,10 +158,11 @@ def held_optimizer_digest(digester: Digester, optimizer: torch.optim.Optimizer) 
 
 
 def state_digests(digester: Digester, state: TrainState) -> dict[str, str]:
-    """The digests of weights and optimizer by their names, as 16 hexadecimal digits. All ranks call it."""
+    """The digests of weights, optimizer and average by their names, as 16 hexadecimal digits. All ranks call it."""
     return {
         "weights_digest": f"{model_digest(digester, state.model.state_dict()):016x}",
         "optimizer_digest": f"{held_optimizer_digest(digester, state.optimizer):016x}",
+        **({} if state.average is None else {"ema_digest": f"{digester.digest(state.average.weights):016x}"}),
     }
 
 
@@ -186,7 +187,7 @@ class StepDigests:
         self._digester: Digester | None = None
         self._micro_batches: list[list[_Summed]] | None = None
         self._gradients: tuple[int, ...] | None = None
-        self._held: tuple[int, int] | None = None
+        self._held: tuple[int, int, int | None] | None = None
 
     @property
     def digester(self) -> Digester:
@@ -235,8 +236,8 @@ class StepDigests:
         """The digests of the step that has just been updated, as this rank has them; None where it has none."""
         if not digest_is_due(self._spec, position, self._last):
             return None
-        self._held = self.state()
-        return Digests(*self._held, self._gradients)
+        weights, optimizer, average = self._held = self.state()
+        return Digests(weights, optimizer, self._gradients, average)
 
     def compare(self) -> None:
         """Compare what was `taken` with the other ranks. DriftError where they do not hold the same state."""
@@ -244,18 +245,19 @@ class StepDigests:
             own, self._held = self._held, None
             self._check_same(self._group.gather(own))
 
-    def state(self) -> tuple[int, int]:
-        """The digests of the weights and of the optimizer's state as they are."""
+    def state(self) -> tuple[int, int, int | None]:
+        """The digests of the weights, of the optimizer's state and of the weights' average as they are."""
         weights = model_digest(self.digester, self._state.model.state_dict())
-        return weights, held_optimizer_digest(self.digester, self._state.optimizer)
+        average = None if self._state.average is None else self.digester.digest(self._state.average.weights)
+        return weights, held_optimizer_digest(self.digester, self._state.optimizer), average
 
     def for_checkpoint(self) -> dict[str, str]:
         """What a checkpoint keeps beside the state: its digests, unless the run has none."""
         return {} if self._spec.record.digest_every is None else state_digests(self.digester, self._state)
 
-    def _check_same(self, every: Sequence[tuple[int, int]]) -> None:
-        step = self._state.counters.step
-        for what, held in zip(("weights", "optimizer state"), zip(*every, strict=True), strict=True):
+    def _check_same(self, every: Sequence[tuple[int, int, int | None]]) -> None:
+        step, names = self._state.counters.step, ("weights", "optimizer state", "average of the weights")
+        for what, held in zip(names, zip(*every, strict=True), strict=True):
             strays = [rank for rank, value in enumerate(held) if value != held[0]]
             if strays and what == "weights":
                 check_same_weights(self._group, self._state.model, step, strays)

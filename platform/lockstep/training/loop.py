@@ -35,6 +35,7 @@ from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.digests import check_same_weights
 from lockstep.training.group import Group
+from lockstep.training.not_finite import looked_into
 from lockstep.training.pace import Pace
 from lockstep.training.recovery import Recovery, Seat, can_recover, is_lost_peer, outlived
 from lockstep.training.requests import Requests
@@ -87,7 +88,11 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
     tell, requests, origin = seat.tell, seat.requests, seat.origin
     clock, pace = Clock(origin), Pace(run.group)
     stopped = False
-    with run.checkpoints(tell, requests, origin) as checkpoints, closing(run.loader()) as batches:
+    with (
+        looked_into(run, tell, origin),
+        run.checkpoints(tell, requests, origin) as checkpoints,
+        closing(run.loader()) as batches,
+    ):
         checkpoints.hasty = hasty
         over = catch_up(run, tell)
         if not goes_on(run, requests):

@@ -30,6 +30,7 @@ from lockstep.record.environment import environment
 from lockstep.record.events import StageEnded, Tell, Warned
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
+from lockstep.spec.sample_ids import described
 from lockstep.training.activations import checkpoint_activations
 from lockstep.training.average import Average
 from lockstep.training.checkpoints import (
@@ -102,6 +103,7 @@ class Run:
             shuffle=self.spec.data.shuffle,
             window=self.spec.data.window,
             start=self.state.counters.step,
+            without=self.spec.data.without,
         )
         return Loader(
             self.batches, sampler, self.group.device, self.spec.data.loader_processes, self.group.let_go
@@ -289,7 +291,13 @@ def _facts(
         "seeds": seeds(spec.seed),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
+        **({} if spec.data.without is None else {"without": _left_out(spec.data.without)}),
     }
+
+
+def _left_out(without: str) -> dict[str, str]:
+    """The samples that the run does not learn from, kept as a file of its own."""
+    return {"what": described(without), "ids": without}
 
 
 def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import JobError, LockstepError, NumericsError
-from lockstep.job.interface import Job, Loss
+from lockstep.job.interface import Job, Loss, Mean
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
 from lockstep.record.events import Digests
@@ -65,7 +65,7 @@ class LossModule(nn.Module):
     """What DDP wraps: a module whose forward is the job's loss, so that the job sees its own model.
 
     A call without a batch gives a loss whose gradient is zero everywhere: the share of a worker that a ragged
-    step leaves without a micro-batch.
+    step leaves without a micro-batch, and that of a micro-batch without samples.
     """
 
     def __init__(self, job: Job, model: nn.Module) -> None:
@@ -157,15 +157,23 @@ class Stepper:
         `stop` is this rank's vote to end the run after the step, `save` that to save its state then.
         """
         self.exchange.vote(stop=stop, save=save)
-        exponent = self.state.counters.weight_exponent
-        scale_down = 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
+        scale_down = self.scale_down(position)
         self._accumulate(position, batches, scale_down)
         agreed = self.exchange.read(position.micro_batches)
-        self._check(position, agreed.totals)
-        self.digests.gather(position, self.plan.ranges(self.group.size))
-        # The last message of the step: from here on no rank waits for another, and the state changes.
-        self.buffers.end_step(agreed.flagged)
-        return self._update(position, agreed, scale_down)
+        try:
+            self._check(position, agreed.totals)
+            self.digests.gather(position, self.plan.ranges(self.group.size))
+            # The last message of the step: from here on no rank waits for another, and the state changes.
+            self.buffers.end_step(agreed.flagged)
+            return self._update(position, agreed, scale_down)
+        except NumericsError as error:
+            error.step, error.micro_batch = position.step, agreed.totals.first_bad
+            raise
+
+    def scale_down(self, position: Position) -> float:
+        """The power of two that the losses of a step are multiplied by: one over its weight, as far as that is known before it."""
+        exponent = self.state.counters.weight_exponent
+        return 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
 
     def abandon(self) -> None:
         """Give up what is under way, for good: the state is that after the last update, and the parameters are free for another Stepper.
@@ -252,6 +260,8 @@ class Stepper:
         try:
             with self.state.precision.autocast():
                 loss: Loss = self.wrapped(batch)
+            if batch is None:  # data.without leaves this micro-batch no sample
+                loss = replace(loss, parts=dict.fromkeys(self.exchange.parts, Mean(0.0, 0.0)))
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a job may end the process
@@ -298,7 +308,7 @@ class Stepper:
         if not totals.weight > 0.0 or not math.isfinite(totals.weight):
             raise JobError(
                 f"job.loss: the weights of step {position.step + 1} add up to {totals.weight}, wanted more than 0; "
-                "a step without any weight has no mean"
+                f"a step without any weight has no mean{'' if self.spec.data.without is None else ' (data.without leaves samples out)'}"
             )
 
     def _update(self, position: Position, agreed: Agreed, scale_down: float) -> StepResult:

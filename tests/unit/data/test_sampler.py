@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.order import epoch_order
-from lockstep.data.sampler import MicroBatch, MicroBatchSampler
+from lockstep.data.sampler import FirstUse, LeftOut, MicroBatch, MicroBatchSampler
 from lockstep.plan import Plan
 
 SIZES = range(1, 41)
@@ -154,3 +155,37 @@ def test_micro_batch_is_a_plain_value() -> None:
     """It is sent to loader processes."""
     key: Any = MicroBatch(3, 1, [4, 5])
     assert key == (3, 1, [4, 5], ())
+
+
+# --- samples that are left out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("shuffle", ["full", "hashed", "none"])
+@pytest.mark.parametrize("text", ["0", "3-5,17", "20-22", "0-22"])
+def test_samples_that_are_left_out_leave_all_others_where_they_are(
+    shuffle: Literal["full", "hashed", "none"], drop_last: bool, text: str
+) -> None:
+    """And the first use of any of them is told as looking through the whole run tells it."""
+    plan, left = Plan.of(23, 6, 2, drop_last=drop_last, steps=7), LeftOut(text)
+    whole = MicroBatchSampler(Ids(23), plan, range(3), seed=SEED, shuffle=shuffle)
+    rest = MicroBatchSampler(Ids(23), plan, range(3), seed=SEED, shuffle=shuffle, without=text)
+    gone = {i for i in range(23) if left.has(np.array([i]))[0]}
+    assert left.count == len(gone)
+    assert list(rest) == [key._replace(ids=[i for i in key.ids if i not in gone]) for key in whole]
+    uses = [(key.step, i) for key in whole for i in key.ids if i in gone]
+    found = whole.first_use(left)
+    if not uses:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.step == uses[0][0]
+        assert (found.step, found.sample) in uses
+        assert found.used == len({i for _, i in uses})
+
+
+def test_samples_that_the_run_does_not_reach_have_no_first_use() -> None:
+    plan = Plan.of(23, 6, 2, drop_last=True, steps=2)
+    every = MicroBatchSampler(Ids(23), plan, range(3), seed=SEED, shuffle="none")
+    assert every.first_use(LeftOut("12-22")) is None
+    assert every.first_use(LeftOut("11-22")) == FirstUse(1, 11, 1)

@@ -119,14 +119,17 @@ def test_a_run_without_digests_is_compared_by_its_columns(tmp_path: Path) -> Non
 # --- in the record ----------------------------------------------------------------------------------------------
 
 
-def flip(run: Path, step: int, section: str, kind: str = "tensors", *, signed: bool = True) -> None:
-    """Flip one bit in the last tensor of a checkpoint's section, and have its manifest say so where `signed`."""
+def flip(run: Path, step: int, section: str, tensor: str = "", *, signed: bool = True) -> None:
+    """Flip one bit in the last tensor of a checkpoint's section whose name ends so, and have its manifest say so where `signed`."""
     folder = next(path for path in run.iterdir() if path.is_dir() and path.name.endswith(f"{step:08d}"))
     (name,) = (path for path in folder.iterdir() if path.name.startswith("manifest"))
     manifest = Manifest.decode(name.read_bytes())
-    entry = next(one for one in manifest.files if (one.section, one.kind) == (section, kind))
+    entry = next(one for one in manifest.files if (one.section, one.kind) == (section, "tensors"))
     data = bytearray((folder / entry.name).read_bytes())
-    data[-2] ^= 1
+    header = int.from_bytes(data[:8], "little")
+    contents = json.loads(data[8 : 8 + header])
+    end = max(value["data_offsets"][1] for name, value in contents.items() if name.endswith(tensor))
+    data[8 + header + end - 2] ^= 1
     (folder / entry.name).write_bytes(data)
     if signed:
         changed = FileEntry(**{**vars_of(entry), "sha256": hashlib.sha256(data).hexdigest()})

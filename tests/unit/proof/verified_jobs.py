@@ -13,8 +13,9 @@ import lockstep
 from lockstep import randomness
 
 PLANTED: dict[str, Any] = {}
-"""`sample`: the id of a sample that is another one; `shift`: all samples are; `order`: a sum is taken the other way round; `gradient`: (step, micro-batch), counted
-from 0, in which one bit of a gradient is flipped."""
+"""`sample`: the id of a sample that is another one; `label`: of one with another label; `swap`: two samples that change places; `shift`: all
+samples are others; `order`: a sum is taken the other way round; `gradient`: (step, micro-batch), counted from 0, in which one bit of a
+gradient is flipped."""
 
 
 class Points(Dataset[Any]):
@@ -26,10 +27,11 @@ class Points(Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, i: int) -> Any:
+        i = PLANTED.get("swap", {}).get(i, i)
         x = self.x[i] + PLANTED.get("shift", 0.0)
         if PLANTED.get("sample") == i:
             x = x + torch.tensor([2**-20] + [0.0] * 7)
-        return x, self.y[i], i
+        return x, (self.y[i] + 1) % 3 if PLANTED.get("label") == i else self.y[i], i
 
 
 class Flip(torch.autograd.Function):

@@ -111,7 +111,7 @@ class StepRehearsal:
     # --- what is fetched --------------------------------------------------------------------------------------
 
     def _keys(self) -> list[MicroBatch]:
-        """Micro-batches 0 and 1 of the first step; only the first where it has one."""
+        """Micro-batches 0 and 1 of the first step; only the first where it has one. Those that `data.without` leaves empty are passed over."""
         data = self.spec.data
         count = range(min(2, self.plan.position(0).micro_batches))
         every = MicroBatchSampler(
@@ -121,8 +121,9 @@ class StepRehearsal:
             seed=self.spec.seed,
             shuffle=data.shuffle,
             window=data.window,
+            without=data.without,
         )
-        return list(islice(every, len(count)))
+        return list(islice((key for key in every if len(key.ids)), len(count)))
 
     def _fetch(self, key: MicroBatch) -> Any:
         return next(Loader(self.batches, [key], self.device))

@@ -1,0 +1,186 @@
+"""Stating what a run is, and checking such a statement: what `lockstep attest` and `lockstep verify --statement` do, for Python."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.calls.verification import verify
+from lockstep.driver.options import RunOptions
+from lockstep.errors import NoSuchRunError, SpecError
+from lockstep.files import replaced
+from lockstep.proof import signatures
+from lockstep.proof.recorded_run import RecordedRun, recorded_run
+from lockstep.proof.statement import (
+    Disagreement,
+    contradictions,
+    disagreements,
+    final_weights,
+    parsed,
+    plain,
+    statement,
+)
+from lockstep.proof.verification import Verified
+from lockstep.record.stores import find_run
+from lockstep.spec.locations import tracking_uri
+
+SHARE = 0.1
+"""How much of a run is trained again where nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attested:
+    """A statement that was written. `signed_by` is the id of the key, or None."""
+
+    run_id: str
+    path: str
+    signed_by: str | None
+    steps: int
+    chain: str
+    """The hash that the ledger's last segment has, which covers every row."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a statement came to. `verified` are the stretches that were trained again; None where the statement itself was wrong."""
+
+    run_id: str
+    signed_by: str | None
+    signature: str
+    """`good`, `bad`, `none`, or `not checked`: there is one, and no key was given."""
+    disagreement: Disagreement | None
+    seed: int
+    verified: Verified | None
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing speaks against the statement."""
+        good = self.signature != "bad" and self.disagreement is None
+        return good and self.verified is not None and self.verified.same
+
+    def as_dict(self) -> dict[str, Any]:
+        trained = {"steps": 0, "first_difference": None, "cause": None}
+        return {
+            **(trained if self.verified is None else self.verified.as_dict()),
+            "run_id": self.run_id,
+            "same": self.same,
+            "statement": {
+                "signature": self.signature,
+                "signed_by": self.signed_by,
+                "disagreement": None if self.disagreement is None else self.disagreement._asdict(),
+                "seed": self.seed,
+            },
+        }
+
+
+def attest(
+    run_id: str,
+    *,
+    key: Path | None = None,
+    out: Path | None = None,
+    uri: str | None = None,
+    storage: str | Path = "runs",
+) -> Attested:
+    """State what a finished run is, in the file `out`, signed with the private `key` where one is given.
+
+    SpecError where there is no such run, it is not finished, its record contradicts itself, or the key is none.
+    """
+    run, summary, folder = _finished(run_id, uri, Path(storage).absolute())
+    stated = statement(run, summary, folder)
+    wrong = next(contradictions(run, summary, stated), None) or final_weights(run, folder)
+    if wrong is not None:
+        raise SpecError(
+            f"attest: the record of run {run_id} contradicts itself: {wrong.what} is {wrong.stated} and was found as {wrong.found}; "
+            "lockstep record check and lockstep verify tell more"
+        )
+    payload, signed_by = plain(stated), None
+    if key is not None:
+        envelope = signatures.signed(payload, key)
+        payload, signed_by = json.dumps(envelope).encode() + b"\n", envelope["signatures"][0]["keyid"]
+    path = out or Path(f"{run_id[:8]}.intoto.json")
+    with replaced(path) as aside:
+        Path(aside).write_bytes(payload)
+    segments = stated["predicate"]["ledger"]["segments"]
+    return Attested(run_id, str(path), signed_by, len(run.steps), segments[-1]["sha256"])
+
+
+def check_statement(
+    path: Path,
+    *,
+    key: Path | None = None,
+    run_id: str | None = None,
+    share: float | None = None,
+    seed: int | None = None,
+    uri: str | None = None,
+    storage: str | Path = "runs",
+    options: RunOptions | None = None,
+    **where: Any,
+) -> Checked:
+    """Check a statement: its signature by the public `key`, the record against it, and a random `share` of the run by training it again.
+
+    The stretches follow from `seed`, which is drawn where it is not given. `where` are further options of `verify`. SpecError where the
+    file is no statement, or there is no such run.
+    """
+    options = options or RunOptions(local=True)
+    if share is not None and not 0 < share <= 1:
+        raise SpecError(f"sample: got {share:g}, wanted a share of the run's steps, above 0 and at most 1")
+    payload, signed_by, signature = _opened(path, key)
+    stated = parsed(payload)
+    stated_run = str(stated["predicate"]["run"])
+    if run_id not in (None, stated_run):
+        raise SpecError(f"statement: it is of run {stated_run}, and not of {run_id}")
+    seed = random.SystemRandom().randrange(2**32) if seed is None else seed
+    run, summary, folder = _finished(stated_run, uri, Path(storage).absolute())
+    found = statement(run, summary, folder)
+    wrong = (
+        next(disagreements(stated, found), None)
+        or next(contradictions(run, summary, found), None)
+        or final_weights(run, folder)
+    )
+    if signature == "bad" or wrong is not None:
+        return Checked(stated_run, signed_by, signature, wrong, seed, None)
+    options.progress.say(f"the record is as stated; stretches are drawn with seed {seed}")
+    again = verify(
+        stated_run,
+        share=share or SHARE,
+        seed=seed,
+        uri=uri,
+        storage=storage,
+        options=options,
+        **where,
+    )
+    return Checked(stated_run, signed_by, signature, None, seed, again)
+
+
+def _opened(path: Path, key: Path | None) -> tuple[bytes, str | None, str]:
+    try:
+        content = path.read_bytes()
+        document = json.loads(content)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"statement: {str(path)!r} cannot be read: {error}") from error
+    if not signatures.is_envelope(document):
+        return content, None, "none" if key is None else "bad"
+    payload, signed_by, good = signatures.opened(document, key)
+    return payload, signed_by, "not checked" if key is None else "good" if good else "bad"
+
+
+def _finished(run_id: str, uri: str | None, storage: Path) -> tuple[RecordedRun, dict[str, Any], Path]:
+    """A finished run's record, its summary and its folder."""
+    store = tracking_uri(uri)
+    run = recorded_run(run_id, store, storage)
+    try:
+        found = find_run(store, run_id, storage)
+    except NoSuchRunError as error:
+        raise SpecError(str(error)) from error
+    if found.status != "FINISHED":
+        raise SpecError(
+            f"attest: run {run_id} is {found.status}, wanted one that is finished; resume it first"
+        )
+    here = storage / run_id
+    return run, found.summary, here if here.is_dir() else run.spec.folder / run_id

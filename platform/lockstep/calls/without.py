@@ -1,0 +1,122 @@
+"""A run as it would be had it never learnt from some samples: what `lockstep resume RUN --without` does, for Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.calls.held import leads
+from lockstep.calls.resumption import fetch_copy, recorded_and_asked, refuse_changes
+from lockstep.calls.training import run_attempt
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs import whole_steps
+from lockstep.data.sampler import FirstUse, LeftOut, MicroBatchSampler
+from lockstep.driver.options import RunOptions
+from lockstep.driver.result import Result
+from lockstep.errors import SpecError
+from lockstep.job.loading import dataset_size, load_job
+from lockstep.record.stores import find_copies, find_history
+from lockstep.spec.fields import Fork, Spec
+from lockstep.spec.sample_ids import parse, written
+from lockstep.training.job_data import open_data
+from lockstep.training.setup import make_plan
+
+
+def resume_without(
+    options: RunOptions, run_id: str, ids: Path, overrides: Sequence[str] = (), *, uri: str | None = None
+) -> Result:
+    """Train the run again from its newest checkpoint before it first used one of the samples whose ids the file has, and without them.
+
+    A new run, a fork, in which these samples are left out of their micro-batches. `overrides` may change placement. Where no
+    checkpoint is old enough it starts over. SpecError for ids that are none, that the data do not have, or that the run never uses.
+    """
+    wanted = read_ids(ids)
+    _, recorded, spec = recorded_and_asked(run_id, overrides, uri)
+    refuse_changes(run_id, recorded, spec)
+    before = [] if spec.data.without is None else parse(spec.data.without)
+    new = {i for i in wanted if not any(i in one for one in before)}
+    if not new:
+        raise SpecError(f"without: run {run_id} leaves out all samples of {str(ids)!r} already")
+    first = _first_use(spec, LeftOut(written(new)), run_id)
+    without = written([*new, *(i for one in before for i in one)])
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"without": without})})
+    options.progress.say(
+        f"sample {first.sample} is the first of {len(new)} that run {run_id} uses, in step {first.step + 1}"
+        + ("" if first.used == len(new) else f"; {len(new) - first.used} of them it never uses")
+    )
+    return run_attempt(_forked(options, run_id, recorded, spec, first.step), AttemptOrigin(), options)
+
+
+def read_ids(path: Path) -> set[int]:
+    """The ids that a file has, one a line; empty lines and what follows a `#` are passed over. SpecError where there is something else."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"without: {str(path)!r} cannot be read ({error}); give a file with an id a line"
+        ) from error
+    found = set()
+    for number, line in enumerate(lines, start=1):
+        word = line.partition("#")[0].strip()
+        if not word:
+            continue
+        if not (word.isascii() and word.isdigit()):
+            raise SpecError(
+                f"without: line {number} of {str(path)!r} is {word[:40]!r}, wanted the number of a sample, counted from 0"
+            )
+        found.add(int(word))
+    if not found:
+        raise SpecError(f"without: {str(path)!r} has no ids; give one a line")
+    return found
+
+
+def _first_use(spec: Spec, wanted: LeftOut, run_id: str) -> FirstUse:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
+    plan = make_plan(spec, dataset_size(train_data, "train_data"))
+    if wanted.last >= plan.samples:
+        raise SpecError(
+            f"without: got id {wanted.last}, wanted samples of train_data, which has {plan.samples}, counted from 0"
+        )
+    sampler = MicroBatchSampler(
+        train_data,
+        plan,
+        range(plan.micro_batches),
+        seed=spec.seed,
+        shuffle=spec.data.shuffle,
+        window=spec.data.window,
+    )
+    found = sampler.first_use(wanted)
+    if found is None:
+        raise SpecError(
+            f"without: run {run_id} uses none of these samples; it is what it would be without them"
+        )
+    return found
+
+
+def _forked(options: RunOptions, run_id: str, recorded: Spec, spec: Spec, first: int) -> Spec:
+    """The spec of the run without the samples: from the newest checkpoint with at most `first` steps, or from where the run itself began."""
+    storage, store = recorded.checkpoint.storage, spec.record.uri or ""
+    whole = [step for step in whole_steps(storage, run_id) if step <= first]
+    local = "://" not in storage  # an object store has no copies put into it
+    copies = [copy.step for copy in find_copies(store, run_id) if copy.step <= first] if local else []
+    newest = max([*whole, *copies], default=None)
+    if newest is not None and newest not in whole and leads():
+        fetch_copy(recorded, store, run_id, newest, options.progress)
+    if newest is not None:
+        options.progress.say(f"a new run starts from step {newest} of run {run_id}")
+        fork = Fork(run=run_id, step=newest, storage=storage, exact=True)
+        return spec.model_copy(update={"fork": fork, "initial_weights": None})
+    if spec.fork is not None:
+        steps = find_history(store, run_id, recorded.folder).steps
+        if not steps or steps[0].step > first + 1:
+            raise SpecError(
+                f"without: run {run_id} is a fork of run {spec.fork.run}, which used one of these samples in step {first + 1} already; "
+                "give that run"
+            )
+    options.progress.say(
+        f"run {run_id} has no checkpoint from before step {first + 1}: a new run starts over"
+    )
+    return spec

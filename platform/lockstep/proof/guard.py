@@ -1,0 +1,230 @@
+"""Two states of the code compared by the bits that they train: each in its own working tree, by processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from lockstep.errors import SpecError
+from lockstep.proof import side
+from lockstep.proof.causes import Cause, causes
+from lockstep.proof.difference import Parted, first_parting, tell_parting
+from lockstep.proof.microscope import Look, Seen
+from lockstep.record.comparison import differing_evaluation
+from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.ledger import read_evaluations, read_parquet
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+
+
+class Process(Protocol):
+    """As much of `subprocess.Popen` as is used."""
+
+    def communicate(self) -> tuple[str, str]: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[str, Path, Mapping[str, str]], Process]
+"""Starts `side.main` of a request, in a folder and with an environment."""
+
+
+def start_python(request: str, folder: Path, environment: Mapping[str, str]) -> Process:
+    """A new interpreter, which imports what its own state of the code has."""
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(side.__file__)), request],
+        cwd=folder,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Trained(NamedTuple):
+    """What one state of the code came to; rows by step. `look` where it was asked for."""
+
+    steps: Mapping[int, StepRow]
+    evaluations: Mapping[int, EvaluationRow]
+    fields: Mapping[str, Any]
+    look: Look | None
+
+
+class UnfitError(SpecError):
+    """A state of the code that cannot be trained. Example: the job's module has a syntax error in this commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Trains a spec in a state of the code. `folder` and `paths` are relative to the tree: where commands are given, and what Python searches."""
+
+    root: Path
+    """The working tree around the working directory, of which no other state may see anything."""
+    spec: str
+    """The spec file: relative to `folder`, or an absolute path outside the repository."""
+    overrides: Sequence[str]
+    steps: int
+    ranks: int
+    folder: Path
+    paths: Sequence[Path]
+    start: Start = start_python
+
+    def __call__(self, tree: Path, what: str, look: tuple[int, int] | None = None) -> Trained:
+        """Train in the working tree `tree`, which is `what` to a person. UnfitError where it cannot be."""
+        here = tree / self.folder
+        if not (here / self.spec).is_file():
+            raise UnfitError(f"guard: {what} has no file {self.spec!r}")
+        with tempfile.TemporaryDirectory(prefix="lockstep-guard-") as out:
+            request = {
+                "spec": self.spec,
+                "overrides": list(self.overrides),
+                "steps": self.steps if look is None else look[0],
+                "out": out,
+                "look": look,
+                "ranks": self.ranks if look is None else 1,
+            }
+            self._run(request, here, self._environment(tree), what)
+            return _read(Path(out))
+
+    def _environment(self, tree: Path) -> dict[str, str]:
+        paths = [str(tree / path) for path in self.paths if (tree / path).is_dir()]
+        given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        paths += [path for path in given if not Path(path).resolve().is_relative_to(self.root)]
+        return {
+            **os.environ,
+            **WORKER_ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    def _run(self, request: dict[str, Any], here: Path, environment: Mapping[str, str], what: str) -> None:
+        ranks = request["ranks"]
+        with ThreadPoolExecutor(ranks) as readers, ExitStack() as running:
+            # One after the other would block a rank that writes more than a pipe holds.
+            reading = []
+            for rank in range(ranks):
+                process = self.start(json.dumps({**request, "rank": rank}), here, environment)
+                running.callback(_end, process)
+                reading.append((process, readers.submit(process.communicate)))
+            told = [errors.result()[1] for _, errors in reading]
+            codes = [process.wait() for process, _ in reading]
+        failed = next((i for i, code in enumerate(codes) if code), None)
+        if failed is not None:
+            lines = told[failed].strip().splitlines()
+            said = lines[-1] if lines else f"its process ended with exit code {codes[failed]}"
+            raise UnfitError(f"guard: {what} cannot be trained: {said}")
+
+
+def _end(process: Process) -> None:
+    process.kill()
+    process.wait()
+
+
+def _read(out: Path) -> Trained:
+    seen = json.loads((out / side.LOOK).read_text(encoding="utf-8"))
+    return Trained(
+        {row.step: row for row in read_parquet(out / side.ROWS)},
+        {row.step: row for row in read_evaluations(out / side.EVALUATIONS)},
+        json.loads((out / side.FIELDS).read_text(encoding="utf-8")),
+        None
+        if seen is None
+        else Look(**{name: [Seen(**one) for one in found] for name, found in seen.items()}),
+    )
+
+
+@dataclass(slots=True)
+class Guarded:
+    """What a guard found. `commit` is the first that changes bits, where it was looked for; None where no commit has the change yet."""
+
+    base: str
+    steps: int
+    fields: list[Cause] = field(default_factory=list)
+    first_difference: Parted | None = None
+    commit: str | None = None
+    title: str | None = None
+    note: str | None = None
+
+    @property
+    def same(self) -> bool:
+        return self.first_difference is None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "same": self.same,
+            "steps": self.steps,
+            "base": self.base,
+            "fields": [
+                {"field": one.field, "recorded": one.recorded, "found": one.found} for one in self.fields
+            ],
+            "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
+            "commit": self.commit,
+            "title": self.title,
+            "note": self.note,
+        }
+
+
+def compare(base: Trained, found: Trained) -> tuple[list[Cause], Parted | None]:
+    """In which fields two states differ, and the first step and quantity in which what they trained does."""
+    last = min(max(base.steps), max(found.steps))
+    first, _ = first_parting(base.steps, found.steps, last)
+    parted = None
+    if first is not None:
+        step, told = first
+        parted = Parted(step, told.micro_batch, told.quantity, told.before, told.after)
+    evaluated = _evaluation_parting(base, found, last)
+    if evaluated is not None and (parted is None or evaluated.step < parted.step):
+        parted = evaluated
+    if parted is None and max(base.steps) != max(found.steps):
+        counts = [f"{max(one.steps)} steps" for one in (base, found)]
+        parted = Parted(last + 1, None, "row", counts[0], counts[1])
+    return causes(base.fields, found.fields), parted
+
+
+def _evaluation_parting(base: Trained, found: Trained, last: int) -> Parted | None:
+    for step in sorted({*base.evaluations, *found.evaluations}):
+        one, other = base.evaluations.get(step), found.evaluations.get(step)
+        if step > last:
+            break
+        if one is None or other is None:
+            there = ["there" if row is not None else None for row in (one, other)]
+            return Parted(step, None, "evaluation", there[0], there[1])
+        for differing in differing_evaluation(one, other):
+            return Parted(step, None, differing.quantity, differing.before, differing.after)
+    return None
+
+
+def look_into(parted: Parted, look: Callable[[str, tuple[int, int]], Look | None]) -> None:
+    """Have a difference within a micro-batch say which module or parameter and operator parts; `look` looks at it on a side, `base` or `found`."""
+    if parted.micro_batch is None:
+        return
+    at = parted.step, parted.micro_batch
+    one, other = look("base", at), look("found", at)
+    if one is not None and other is not None:
+        tell_parting(parted, one, other)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: what it has put somewhere is removed."""
+    import signal
+    import threading
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

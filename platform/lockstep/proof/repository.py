@@ -1,0 +1,94 @@
+"""A git repository: its commits, and each of them checked out in a folder of its own for a while. Nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import SpecError
+
+_ENVIRONMENT = {
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_NO_LAZY_FETCH": "1",  # of a partial clone
+    "GIT_TERMINAL_PROMPT": "0",
+    "LC_ALL": "C",
+}
+_QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """The repository whose working tree is `root`."""
+
+    root: Path
+
+    @classmethod
+    def around(cls, folder: Path) -> Repository:
+        """The repository of a folder. SpecError where it is in none."""
+        if shutil.which("git") is None:
+            raise SpecError("guard: there is no git on this machine; install it")
+        found = _git(folder, "rev-parse", "--show-toplevel")
+        if found.returncode:
+            raise SpecError(
+                f"guard: {str(folder)!r} is in no git repository; run it in the one that has the job"
+            )
+        return cls(Path(found.stdout.rstrip("\n")).resolve())
+
+    def commit(self, revision: str) -> str:
+        """The full name of a commit. SpecError where there is none of this name."""
+        found = _git(
+            self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
+        )
+        if found.returncode:
+            shallow = self._told("rev-parse", "--is-shallow-repository") == "true"
+            advice = "; this clone is shallow: git fetch --unshallow brings the older ones" if shallow else ""
+            raise SpecError(f"guard: there is no commit {revision!r} in this repository{advice}")
+        return found.stdout.strip()
+
+    def since(self, good: str) -> list[str]:
+        """The commits after `good` up to the checked-out one, oldest first, along first parents. SpecError where `good` is none before it."""
+        if _git(self.root, "merge-base", "--is-ancestor", good, "HEAD").returncode:
+            raise SpecError(
+                f"guard: commit {good[:12]} is not before the working tree; give one of its history"
+            )
+        return self._told("rev-list", "--reverse", "--first-parent", f"{good}..HEAD").split()
+
+    def title(self, commit: str) -> str:
+        """The first line of what a commit says of itself."""
+        return self._told("show", "--no-patch", "--format=%s", commit)
+
+    @contextmanager
+    def checked_out(self, commit: str) -> Iterator[Path]:
+        """A commit's files in a temporary folder, which is removed on the way out."""
+        with tempfile.TemporaryDirectory(prefix="lockstep-guard-") as folder:
+            tree = Path(folder).resolve() / "tree"
+            try:
+                self._told("worktree", "add", "--quiet", "--force", "--detach", str(tree), commit)
+                yield tree
+            finally:
+                # Also where it was made in part; what git does not remove goes with the folder.
+                _git(self.root, "worktree", "remove", "--force", "--force", str(tree))
+
+    def _told(self, *words: str) -> str:
+        found = _git(self.root, *words)
+        if found.returncode:
+            raise SpecError(f"guard: git {words[0]} failed: {' '.join(found.stderr.split())}")
+        return found.stdout.strip()
+
+
+def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    # A variable such as GIT_DIR, which a hook is given, would lead every command to that repository.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.run(
+        ["git", "-C", str(folder), *_QUIET, *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**environment, **_ENVIRONMENT},
+    )

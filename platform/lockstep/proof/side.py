@@ -1,0 +1,90 @@
+"""The first steps of a spec, trained in a process of its own and written down: one side of a comparison of two states of the code.
+
+It is run by its path, with the Lockstep and the job of the state that is compared, which may be older than this file: so it
+uses little of either, and what it writes is read by others. `python -P side.py REQUEST`, a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROWS, EVALUATIONS, FIELDS, LOOK = "steps.parquet", "evaluations.parquet", "fields.json", "look.json"
+"""What it leaves in the folder `out`."""
+
+UNFIT = 3
+"""Exit code where this state's Lockstep lacks what this file needs."""
+
+
+def main(request: str) -> int:
+    """Train as the request says: `spec`, `overrides`, `steps`, `out`, `rank` of `ranks`, and `look`, a step and a micro-batch, or null."""
+    try:
+        from lockstep.errors import LockstepError
+        from lockstep.proof.replaying import replay_here
+    except ImportError as error:
+        sys.stderr.write(f"its Lockstep cannot take steps again: {error}\n")
+        return UNFIT
+    sys.path.insert(0, str(Path.cwd()))
+    wanted = json.loads(request)
+    try:
+        _train(wanted, replay_here)
+    except LockstepError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def _train(wanted: dict[str, Any], replay_here: Any) -> None:
+    from lockstep.checkpoint.run_folder import Replay
+    from lockstep.checks.preflight import find_initial_weights
+    from lockstep.proof.microscope import Microscope
+    from lockstep.record.ledger import write_evaluations, write_parquet
+    from lockstep.spec.loading import load_spec
+    from lockstep.training.group import Group, local_device
+
+    spec = find_initial_weights(load_spec(Path(wanted["spec"]), wanted["overrides"], uri="off"))
+    out, look = Path(wanted["out"]), wanted["look"]
+    microscope = None if look is None else Microscope(look[0] - 1, look[1])
+    replay = Replay("", spec.checkpoint.storage, 0, wanted["steps"], None, microscope)
+    if wanted["ranks"] == 1:
+        found = replay_here(spec, replay, _Unwatched())
+    else:
+        with _grouped(out, wanted["rank"], wanted["ranks"]):
+            found = replay_here(spec, replay, _Unwatched(), Group.join(local_device(spec)))
+    if wanted["rank"] > 0:
+        return
+    write_parquet([found.steps[step] for step in sorted(found.steps)], out / ROWS)
+    write_evaluations([found.evaluations[step] for step in sorted(found.evaluations)], out / EVALUATIONS)
+    (out / FIELDS).write_text(json.dumps(dict(found.fields), default=str), encoding="utf-8")
+    seen = None if microscope is None else asdict(microscope.look)
+    (out / LOOK).write_text(json.dumps(seen), encoding="utf-8")
+
+
+@contextmanager
+def _grouped(out: Path, rank: int, ranks: int) -> Iterator[None]:
+    """The processes of this side as one group, which meet by a file."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Unwatched:
+    """Takes all rows, and never has enough."""
+
+    def row(self, found: Any) -> None: ...
+
+    def enough(self) -> bool:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,85 @@
+"""Statements signed and checked: DSSE envelopes, by securesystemslib. The keys are PEM files, which openssl makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import SpecError
+
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+
+
+def signed(payload: bytes, key: Path) -> dict[str, Any]:
+    """The payload in an envelope that the private key of this file has signed. SpecError where it is none."""
+    private = _loaded(key, "private", lambda pem, load: load.load_pem_private_key(pem, None))
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.signer import CryptoSigner
+
+    envelope = Envelope(payload, PAYLOAD_TYPE, {})
+    try:
+        envelope.sign(CryptoSigner(private))
+    except Exception as error:
+        raise SpecError(
+            f"key: {str(key)!r} cannot sign ({error}); wanted an ed25519, ecdsa or rsa key"
+        ) from error
+    found: dict[str, Any] = envelope.to_dict()
+    return found
+
+
+def is_envelope(document: Any) -> bool:
+    """Whether a document is signed."""
+    return isinstance(document, dict) and "payloadType" in document
+
+
+def opened(document: dict[str, Any], key: Path | None) -> tuple[bytes, str | None, bool]:
+    """The payload of an envelope, the id of the key that has signed it, and whether the public `key` says so too.
+
+    Without a key only what the envelope claims is known. SpecError where it is no envelope, or not a key.
+    """
+    _needed()
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.exceptions import VerificationError
+    from securesystemslib.signer import SSlibKey
+
+    try:
+        envelope = Envelope.from_dict(json.loads(json.dumps(document)))
+        payload, claimed = bytes(envelope.payload), next(iter(envelope.signatures), None)
+    except Exception as error:
+        raise SpecError(f"statement: it is no DSSE envelope ({error!r})") from error
+    if envelope.payload_type != PAYLOAD_TYPE:
+        raise SpecError(f"statement: the envelope holds {envelope.payload_type!r}, wanted {PAYLOAD_TYPE!r}")
+    if key is None:
+        return payload, claimed, False
+    public = _loaded(key, "public", lambda pem, load: load.load_pem_public_key(pem))
+    known = SSlibKey.from_crypto(public)
+    try:
+        envelope.verify([known], 1)
+    except VerificationError:
+        return payload, known.keyid, False
+    return payload, known.keyid, True
+
+
+def _loaded(key: Path, kind: str, load: Callable[[bytes, Any], Any]) -> Any:
+    _needed()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        return load(key.read_bytes(), serialization)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        said = str(error).partition("\n")[0]
+        raise SpecError(
+            f"key: {str(key)!r} holds no {kind} key in PEM without a password ({said})"
+        ) from error
+
+
+def _needed() -> None:
+    try:
+        import securesystemslib.dsse  # noqa: F401
+    except ImportError as error:
+        raise SpecError(
+            f"key: signatures need securesystemslib ({error}); pip install 'lockstep-train[attest]'"
+        ) from error

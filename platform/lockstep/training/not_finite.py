@@ -1,0 +1,249 @@
+"""Where a value stopped being finite: the step that has just ended a run is looked into by rank 0, with the state that it was taken from.
+
+Weights, optimizer and buffers are as they were before that step, for it ended before its update. One micro-batch after another is
+computed again, until one has a value that is not finite; the first operator that made one is named, with its module. What is found
+is told as a document of the run. It takes at most some `LONGEST_S`, and it never takes the place of the run's own error.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.data.loader import Loader
+from lockstep.data.sampler import MicroBatch, MicroBatchSampler
+from lockstep.errors import LockstepError, NumericsError
+from lockstep.randomness import seed_all
+from lockstep.record.events import Document, Tell, Warned
+from lockstep.training.memory import tensors_in
+from lockstep.training.setup import Run
+
+NAME = "not-finite.json"
+"""The document that tells of it."""
+
+LONGEST_S = 20.0
+"""After so many seconds no further micro-batch is begun, and no further operator looked at."""
+
+_LARGEST_BATCH = 4 << 20
+"""A micro-batch of more bytes is named by its samples alone."""
+
+_ROSE = 10.0
+"""A loss so many times the least of the steps before has run away: the rate is too high."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What was found. `step` counts from 1, `micro_batch` from 0; `brought_by` is one of input, label, weight, precision, rate, or None."""
+
+    step: int
+    micro_batch: int | None = None
+    samples: list[int] = field(default_factory=list)
+    operator: str | None = None
+    module: str | None = None
+    """The innermost module whose forward or backward it belongs to; None for the loss."""
+    phase: str | None = None
+    brought_by: str | None = None
+    evidence: str = "no micro-batch gives such a value when it is computed again"
+    batch: str | None = None
+    """The batch's tensors, `batch[0]`, `batch[1]`, …, as a safetensors file in base64; None for a large one."""
+
+    def __str__(self) -> str:
+        if self.micro_batch is None:
+            return f"step {self.step}: {self.evidence}"
+        where = f"module {self.module}" if self.module else "the loss"
+        where = "backward" if self.phase == "backward" else f"the forward of {where}"
+        made = f"{self.operator} in {where}" if self.operator else "its gradient"
+        return f"step {self.step}, micro-batch {self.micro_batch}: the first value that is not finite comes from {made}; {self.evidence}"
+
+
+@contextmanager
+def looked_into(run: Run, tell: Tell, origin: AttemptOrigin | None) -> Iterator[None]:
+    """While the block trains: where a step ends the run for a value that is not finite, tell what brought it before the error goes on.
+
+    All ranks leave a step with such an error alike; they wait until rank 0 has looked, for the end of one of them ends the others.
+    """
+    try:
+        yield
+    except NumericsError as error:
+        if error.step is not None and origin is not None and origin.saves:
+            _look(run, error, tell)
+        raise
+
+
+def _look(run: Run, error: NumericsError, tell: Tell) -> None:
+    try:
+        if run.group.rank == 0:
+            found = find(run, error)
+            tell(Document(NAME, json.dumps(asdict(found), indent=1) + "\n"))
+            tell(Warned(f"{found} ({NAME} has the details)"))
+    except Exception as failure:  # noqa: BLE001 - the run's own error is the one to be told, whatever comes of looking
+        tell(Warned(f"what was not finite could not be looked into: {' '.join(str(failure).split())}"))
+    with suppress(RuntimeError, LockstepError):  # a rank was lost meanwhile; it had nothing more to do
+        run.group.gather(None)
+
+
+def find(run: Run, error: NumericsError) -> Found:
+    """The first operator of the step that made a value that is not finite, and what brought it."""
+    assert error.step is not None
+    until, found = time.monotonic() + LONGEST_S, Found(error.step + 1)
+    bad_weights = _not_finite(dict(run.state.model.state_dict()))
+    for key in _keys(run, error):
+        if time.monotonic() > until:
+            found.evidence = f"after {LONGEST_S:g} s no micro-batch with such a value was found"
+            break
+        batch = next(Loader(run.batches, [key], run.group.device))
+        if batch is None:  # data.without leaves it no sample
+            continue
+        look = _computed(run, key, batch, until)
+        if not look.bad:
+            continue
+        found.micro_batch, found.samples = key.micro_batch, [int(i) for i in key.ids]
+        found.operator, found.module, found.phase = look.operator, look.module, look.phase
+        found.brought_by, found.evidence = _brought_by(run, key, batch, look, bad_weights, until)
+        found.batch = _kept(batch)
+        break
+    return found
+
+
+def _keys(run: Run, error: NumericsError) -> list[MicroBatch]:
+    """The micro-batches of the step: the one whose loss was not finite, or all of them."""
+    assert error.step is not None
+    position = run.plan.position(error.step)
+    every = MicroBatchSampler(
+        run.batches.samples,
+        run.plan,
+        range(run.plan.micro_batches),
+        seed=run.spec.seed,
+        shuffle=run.spec.data.shuffle,
+        window=run.spec.data.window,
+        start=error.step,
+        without=run.spec.data.without,
+    )
+    keys = list(islice(every, position.micro_batches))
+    return keys if error.micro_batch is None else [keys[error.micro_batch]]
+
+
+class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the first operator whose result is not finite, and the module that it belongs to. It changes nothing that is computed."""
+
+    def __init__(self, until: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bad = False
+        self.operator: str | None = None
+        self.module: str | None = None
+        self.phase: str | None = None
+        self._until, self._now, self._modules = until, "forward", list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        looks = not self.bad and ".empty" not in str(func) and time.monotonic() < self._until
+        if looks and any(map(_has_bad, tensors_in(output))):
+            self.bad, self.phase = True, self._now
+            self.operator = str(func).removesuffix(".default")
+            self.module = self._modules[-1] if self._modules else None
+        return output
+
+    def hooks(self, model: nn.Module) -> Iterator[Any]:
+        """Watch which module is at work."""
+        for name, module in model.named_modules():
+            place = name or "the model"
+
+            def enter(_module: nn.Module, _inputs: Any, place: str = place) -> None:
+                self._modules.append(place)
+
+            def leave(_module: nn.Module, _inputs: Any, _output: Any, place: str = place) -> None:
+                if self._modules and self._modules[-1] == place:
+                    self._modules.pop()
+
+            yield module.register_forward_pre_hook(enter)
+            yield module.register_forward_hook(leave)
+
+    def backward(self) -> None:
+        """The loss is there: what follows is backward, which knows no modules."""
+        self._now, self._modules = "backward", []
+
+
+def _computed(run: Run, key: MicroBatch, batch: Any, until: float, *, plainly: bool = False) -> FirstBad:
+    """A micro-batch, forward and backward, as its step computed it; `plainly` in fp32, and without the loss scale."""
+    state, step = run.state, run.step
+    look = FirstBad(until)
+    hooks = list(look.hooks(state.model))
+    cuda = run.group.device if run.group.device.type == "cuda" else None
+    seed_all(run.spec.seed, "step", key.step, key.micro_batch, cuda=cuda)
+    try:
+        with look:
+            with nullcontext() if plainly else state.precision.autocast():
+                loss = step.module(batch)
+            look.backward()
+            total = loss.total * step.scale_down(run.plan.position(key.step))
+            total = total if plainly else state.precision.scaled(total)
+            # Not backward(): DDP's hooks on the parameters would wait for the other ranks.
+            gradients = torch.autograd.grad(total, step.parameters, allow_unused=True)
+        if not look.bad and any(one is not None and _has_bad(one) for one in gradients):
+            look.bad = True
+    finally:
+        for hook in hooks:
+            hook.remove()
+        step.buffers.restore()
+    return look
+
+
+def _brought_by(
+    run: Run, key: MicroBatch, batch: Any, look: FirstBad, weights: list[str], until: float
+) -> tuple[str | None, str]:
+    """What brought the value, as one word, and what speaks for it."""
+    if weights:
+        return "weight", f"{weights[0]!r} was not finite before the step"
+    leaves = {f"batch[{i}]": leaf for i, leaf in enumerate(tensors_in(batch))}
+    if bad := _not_finite(leaves):
+        what, where = ("input", "the model") if look.module else ("label", "the loss")
+        return what, f"{bad[0]} is not finite, and comes in by {where}"
+    in_fp32 = run.spec.precision != "fp32" and time.monotonic() < until
+    if in_fp32 and not _computed(run, key, batch, until, plainly=True).bad:
+        return (
+            "precision",
+            f"the same micro-batch is finite in fp32, and was computed in {run.spec.precision}",
+        )
+    losses = [row.loss for row in run.history.steps if row.loss - row.loss == 0.0]
+    if losses and abs(losses[-1]) > _ROSE * max(min(map(abs, losses)), 1e-12):
+        rate = run.history.steps[-1].lr
+        return (
+            "rate",
+            f"batch and weights are finite, and the loss had risen from {min(losses):g} to {losses[-1]:g} at a rate of {rate:g}",
+        )
+    return (
+        None,
+        "batch and weights are finite: look for a division, a logarithm or a square root at zero there",
+    )
+
+
+def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in tensors.items() if isinstance(value, Tensor) and _has_bad(value)]
+
+
+def _has_bad(value: Tensor) -> bool:
+    if value.is_meta or not (value.is_floating_point() or value.is_complex()):
+        return False
+    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    return not bool(torch.isfinite(dense).all())
+
+
+def _kept(batch: Any) -> str | None:
+    leaves = {
+        f"batch[{i}]": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(tensors_in(batch))
+    }
+    if sum(leaf.nbytes for leaf in leaves.values()) > _LARGEST_BATCH:
+        return None
+    return base64.b64encode(safetensors.torch.save(leaves)).decode()

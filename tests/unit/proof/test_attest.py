@@ -1,0 +1,251 @@
+"""What a run is said to be: a statement holds for the run that it was made of, and for nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from safetensors.torch import load_file, save_file
+
+from lockstep import train
+from lockstep.calls.attestation import Attested, Checked, attest, check_statement
+from lockstep.errors import SpecError
+from lockstep.job.identity import identity_digest
+from tests.in_process import here
+from tests.unit.proof.test_verify import change_ledger, document
+from tests.unit.proof.verified_jobs import PLANTED
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 12 steps, with checkpoints after 4, 8 and 12."""
+    storage = tmp_path_factory.mktemp("recorded")
+    return Path(train(document(storage, ema=0.9, rehearsal="off"), local=True).folder)
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / recorded.name))
+
+
+class Keys:
+    def __init__(self, folder: Path, name: str = "key") -> None:
+        made = ed25519.Ed25519PrivateKey.generate()
+        self.private, self.public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
+        pem, public = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        plain = serialization.NoEncryption()
+        self.private.write_bytes(made.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+        self.public.write_bytes(made.public_key().public_bytes(pem, public))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+def attested(run: Path, out: Path, key: Path | None = None) -> Attested:
+    return attest(run.name, key=key, out=out, uri="off", storage=run.parent)
+
+
+def checked(run: Path, statement: Path, key: Path | None = None, **more: Any) -> Checked:
+    return check_statement(statement, key=key, uri="off", storage=run.parent, **{"seed": 5, **more})
+
+
+def payload(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(base64.b64decode(document["payload"]))
+    return found
+
+
+def test_a_statement_has_in_totos_form_and_names_what_the_run_left(
+    recorded: Path, tmp_path: Path, keys: Keys
+) -> None:
+    out = tmp_path / "run.intoto.json"
+    told = attested(recorded, out, keys.private)
+    said = payload(out)
+    assert json.loads(out.read_text())["payloadType"] == "application/vnd.in-toto+json"
+    assert said["_type"] == "https://in-toto.io/Statement/v1"
+    assert said["predicateType"] == "urn:lockstep-train:run:v1"
+    for subject in said["subject"]:
+        content = (recorded.parent / subject["name"]).read_bytes()
+        assert subject["digest"] == {"sha256": hashlib.sha256(content).hexdigest()}
+    summary = json.loads((recorded / "summary.json").read_text())
+    predicate = said["predicate"]
+    assert predicate["weights"] == {"final": summary["weights_digest"], "ema": summary["ema_digest"]}
+    assert predicate["identity"] == summary["identity"] == identity_digest(predicate["fields"])
+    assert predicate["ledger"]["segments"][-1]["sha256"] == told.chain
+    assert set(predicate["digests"]) == {"weights", "optimizer", "ema"}
+    assert list(predicate["source"]) == sorted(predicate["source"])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_an_honest_run_is_as_stated(recorded: Path, tmp_path: Path, keys: Keys, signed: bool) -> None:
+    out = tmp_path / "run.intoto.json"
+    attested(recorded, out, keys.private if signed else None)
+    found = checked(recorded, out, keys.public if signed else None)
+    assert found.same
+    assert found.signature == ("good" if signed else "none")
+    assert found.verified is not None and found.verified.steps == 4
+    assert checked(recorded, out).signature == ("not checked" if signed else "none")
+
+
+def test_the_stretches_follow_from_the_seed(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.intoto.json"
+    attested(recorded, out)
+    drawn = {}
+    for seed in (0, 3, 6):
+        found = checked(recorded, out, seed=seed).verified
+        assert found is not None
+        drawn[seed] = found.stretches
+    again = checked(recorded, out, seed=3).verified
+    assert again is not None and again.stretches == drawn[3]
+    assert len({str(one) for one in drawn.values()}) == 3
+
+
+def test_another_key_and_a_changed_statement_are_found(recorded: Path, tmp_path: Path, keys: Keys) -> None:
+    out = tmp_path / "run.intoto.json"
+    attested(recorded, out, keys.private)
+    assert checked(recorded, out, Keys(tmp_path, "other").public).signature == "bad"
+    envelope = json.loads(out.read_text())
+    said = payload(out)
+    said["predicate"]["weights"]["final"] = "0" * 64
+    envelope["payload"] = base64.b64encode(json.dumps(said).encode()).decode()
+    out.write_text(json.dumps(envelope))
+    found = checked(recorded, out, keys.public)
+    assert (found.same, found.signature, found.verified) == (False, "bad", None)
+    attested(recorded, out)
+    assert checked(recorded, out, keys.public).signature == "bad"  # nobody has signed it
+
+
+def forge_weights(run: Path) -> None:
+    path = run / "weights" / "final.safetensors"
+    weights = load_file(path)
+    weights["out.bias"][0] += 1.0
+    save_file(weights, path)
+
+
+def forge_source(run: Path) -> None:
+    path = run / "source" / "tests" / "unit" / "proof" / "verified_jobs.py"
+    path.write_text(path.read_text() + "\n# another line\n")
+
+
+def forge_field(run: Path) -> None:
+    fields = json.loads((run / "fields.json").read_text())
+    (run / "fields.json").write_text(json.dumps({**fields, "data.train_samples": 57}))
+
+
+def forge_summary(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "identity": "0" * 64}))
+
+
+FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights": (forge_weights, "predicate.weights.final"),
+    "source": (forge_source, "predicate.source.tests/unit/proof/verified_jobs.py"),
+    "field": (forge_field, "predicate.data.data.train_samples"),
+    "identity": (forge_summary, "predicate.identity"),
+    "row": (lambda run: change_ledger(run, 5, "loss", lambda value: value / 2), "predicate.ledger.segments[0].sha256"),
+    "digest": (
+        lambda run: change_ledger(run, 12, "weights_digest", lambda value: value ^ 1), "predicate.digests.weights",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "weights",
+        "source",
+        "row",
+        *(pytest.param(kind, marks=pytest.mark.exact) for kind in ("field", "identity", "digest")),
+    ],
+)
+def test_a_record_that_was_changed_after_it_was_stated_is_found(run: Path, tmp_path: Path, kind: str) -> None:
+    """And one that was changed before cannot be stated, where it contradicts itself."""
+    out = tmp_path / "run.intoto.json"
+    attested(run, out)
+    forge, what = FORGED[kind]
+    forge(run)
+    found = checked(run, out)
+    assert not found.same
+    assert found.disagreement is not None
+    assert found.disagreement.what == what
+    if kind == "row":  # nothing of the record contradicts it; training does
+        attested(run, out)
+        again = checked(run, out, share=1.0)
+        assert again.disagreement is None
+        assert again.verified is not None and again.verified.first_difference is not None
+        assert again.verified.first_difference[:3] == (5, None, "loss")
+        return
+    with pytest.raises(SpecError, match="contradicts itself"):
+        attested(run, tmp_path / "again.json")
+    assert not (tmp_path / "again.json").exists()
+
+
+@pytest.mark.exact
+def test_a_run_that_was_never_trained_so_is_found_by_training(recorded: Path, tmp_path: Path) -> None:
+    """Its record is consistent; in the drawn stretch it has a sample that nobody else has."""
+    PLANTED["label"] = 3
+    try:
+        lied = Path(train(document(tmp_path, rehearsal="off"), local=True).folder)
+    finally:
+        PLANTED.clear()
+    out = tmp_path / "run.intoto.json"
+    attested(lied, out)
+    assert not checked(lied, out, share=1.0).same
+
+
+def test_the_commands_answer_with_an_object_and_an_exit_code(
+    recorded: Path,
+    tmp_path: Path,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    where = ("--uri", "off", "--storage", str(recorded.parent))
+    code, out, _ = here(
+        monkeypatch, capfd, tmp_path, "attest", recorded.name, "--key", str(keys.private), *where, "--json"
+    )
+    told = json.loads(out)
+    assert (code, told["steps"]) == (0, 12)
+    path = tmp_path / f"{recorded.name[:8]}.intoto.json"
+    assert path.exists()
+    words = ("verify", "--statement", str(path), "--key", str(keys.public), "--local", *where)
+    code, out, _ = here(monkeypatch, capfd, tmp_path, *words, "--seed", "4", "--json")
+    answer = json.loads(out)
+    assert (code, answer["same"], answer["statement"]["signature"], answer["statement"]["seed"]) == (
+        0,
+        True,
+        "good",
+        4,
+    )
+    assert answer["statement"]["signed_by"] == told["signed_by"]
+    code, out, _ = here(monkeypatch, capfd, tmp_path, *words)
+    assert code == 0
+    assert "signature         good, of key " in out
+    assert "\nseed              " in out
+
+
+def test_mistakes_are_told_in_one_line(recorded: Path, run: Path, tmp_path: Path, keys: Keys) -> None:
+    out = tmp_path / "run.intoto.json"
+    with pytest.raises(SpecError, match=r"^key: '.*' holds no private key in PEM without a password"):
+        attested(recorded, out, keys.public)
+    (tmp_path / "text.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"^statement: wanted one that lockstep attest wrote"):
+        checked(recorded, tmp_path / "text.json")
+    with pytest.raises(SpecError, match=r"^statement: '.*' cannot be read"):
+        checked(recorded, tmp_path / "nowhere.json")
+    attested(recorded, out)
+    with pytest.raises(SpecError, match=rf"^statement: it is of run {recorded.name}, and not of other$"):
+        checked(recorded, out, run_id="other")
+    (run / "weights" / "ema.safetensors").unlink()
+    with pytest.raises(SpecError, match=r"^attest: run .* has no file '.*ema.safetensors'"):
+        attested(run, out)
