@@ -12,10 +12,6 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.attempts import room
-from lockstep.attempts.cluster_watch import ClusterWatch, can_grow
-from lockstep.attempts.placement import WorkerPlacement
-from lockstep.attempts.room import RoomRequest
 from lockstep.spec.loading import load_spec
 
 pytestmark = [
@@ -48,6 +44,8 @@ def settles(look: Callable[[], object], wanted: object) -> None:
 
 
 def test_what_is_asked_for_reaches_the_autoscaler_and_is_taken_back() -> None:
+    from lockstep.attempts.room import RoomRequest
+
     before = demand()
     request = RoomRequest()
     try:
@@ -67,7 +65,9 @@ def test_what_is_asked_for_reaches_the_autoscaler_and_is_taken_back() -> None:
 def test_room_that_comes_is_left_free_for_the_run_to_grow_into(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    monkeypatch.setattr(room, "REST_S", 1e6)
+    from lockstep.attempts.room import RoomRequest
+
+    monkeypatch.setattr("lockstep.attempts.room.REST_S", 1e6)
     request = RoomRequest()
     request.want(1, {"CPU": 1.0})  # there is room for it
     settles(lambda: ray.available_resources().get("CPU"), 3.0)
@@ -80,6 +80,9 @@ def test_room_that_comes_is_left_free_for_the_run_to_grow_into(monkeypatch: pyte
 
 def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> None:
     """Two of six, of more CPUs each than a node has; nothing once it has as many as it can use."""
+    from lockstep.attempts.cluster_watch import ClusterWatch, can_grow
+    from lockstep.attempts.placement import WorkerPlacement
+
     document = {
         "job": {"use": "jobs.digits.job:Digits"},
         "batch": {"global": 192, "micro": 32},

@@ -21,7 +21,6 @@ from lockstep.driver.options import RunOptions
 from lockstep.errors import ClusterError, SilentError, SpecError
 from lockstep.record.stores import find_run
 from lockstep.spec.loading import load_spec
-from lockstep.sweeps import watch
 from lockstep.sweeps.driver import resume_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +281,7 @@ def test_a_sweep_for_whose_trials_is_no_room_says_so_and_ends(tmp_path: Path) ->
 def test_a_sweep_whose_recorders_hang_ends_and_goes_on_when_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "NEWS_S", 8.0)
+    monkeypatch.setattr("lockstep.sweeps.watch.NEWS_S", 8.0)
     expected = sweep(document(tmp_path / "undisturbed", concurrency=1))
     given = document(tmp_path / "disturbed", concurrency=1)
     given["spec"]["job"]["params"]["pause_s"] = 0.05
