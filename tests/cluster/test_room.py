@@ -69,13 +69,18 @@ def test_room_that_comes_is_left_free_for_the_run_to_grow_into(monkeypatch: pyte
 
     monkeypatch.setattr("lockstep.attempts.room.REST_S", 1e6)
     request = RoomRequest()
-    request.want(1, {"CPU": 1.0})  # there is room for it
-    settles(lambda: ray.available_resources().get("CPU"), 3.0)
-    request.want(1, {"CPU": 1.0})
-    settles(lambda: ray.available_resources().get("CPU"), 4.0)
-    request.want(1, {"CPU": 1.0})  # not at once again
-    assert ray.available_resources().get("CPU") == 4.0
-    request.release()
+
+    def free_after_asking() -> float | None:
+        request.want(1, {"CPU": 1.0})
+        return ray.available_resources().get("CPU")
+
+    try:
+        request.want(1, {"CPU": 1.0})  # there is room for it
+        settles(lambda: ray.available_resources().get("CPU"), 3.0)
+        settles(free_after_asking, 4.0)
+        assert free_after_asking() == 4.0  # and is not asked for at once again
+    finally:
+        request.release()
 
 
 def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> None:
