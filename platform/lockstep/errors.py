@@ -8,6 +8,7 @@
     ├── DeterminismError     `determinism: strict` cannot be kept here
     ├── NumericsError        a loss or a gradient is not finite
     ├── DriftError           ranks that must agree do not
+    │   └── CorruptionError  the bits of a worker are wrong: what follows from them is taken again
     ├── StorageError         a file or folder of the run cannot be read or written
     │   └── TransientStorageError   for a reason that may pass: it is tried again
     ├── RecordError          the tracking store cannot be reached or refuses
@@ -24,12 +25,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class FailedAt(NamedTuple):
+    """The micro-batch in the midst of which a device or a memory failed, and what failed; `step` is counted from 1."""
+
+    what: str
+    step: int
+    micro_batch: int
+    samples: tuple[int, ...]
 
 
 class LockstepError(Exception):
     """A failure that Lockstep understands. `str(error)` is the one line that a person is shown."""
 
     exit_code = 1
+    place: FailedAt | None = None
 
 
 class SpecError(LockstepError):
@@ -65,6 +77,10 @@ class NumericsError(LockstepError):
 
 class DriftError(LockstepError):
     """Ranks that must hold the same bits do not. Example: a cluster of mixed processors under strict."""
+
+
+class CorruptionError(DriftError):
+    """A worker has other bits than it should. Example: memory of its GPU that lost one; the other ranks hold other weights."""
 
 
 class StorageError(LockstepError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lockstep
+from tests.distributed.flipped_jobs import flip
 from tests.fading import Fading
 from tests.untraced_jobs import UntracedDigits
 
@@ -200,3 +202,38 @@ class HungAtFirst(SlowDigits):
             file.touch()
             time.sleep(3600)
         return super().train_data()
+
+
+class FlippedBit(SlowDigits):
+    """Once, after step number `step`, a bit of the weights of the worker of rank `rank` flips, as in faulty memory."""
+
+    class Params(SlowDigits.Params):
+        file: lockstep.Placement[str]
+        step: int = 5
+        rank: int = 1
+
+    params: Params
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == self.params.step and _rank() == self.params.rank and not Path(self.params.file).exists():
+            Path(self.params.file).touch()
+            flip(next(model.parameters()), bit=22)
+
+
+class FailingSample(SlowDigits):
+    """One micro-batch fails like a broken GPU wherever it is computed: the tenth that rank 1 sees, whose digest a file remembers."""
+
+    class Params(SlowDigits.Params):
+        file: lockstep.Placement[str]
+
+    params: Params
+    seen = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        file, digest = Path(self.params.file), hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()
+        self.seen += 1
+        if self.seen == 10 and _rank() == 1 and not file.exists():
+            file.write_text(digest)
+        if file.exists() and file.read_text() == digest:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return super().loss(model, batch)

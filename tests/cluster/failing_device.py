@@ -12,6 +12,8 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.clusters.ray_settings import RAY_SETTINGS
@@ -19,7 +21,9 @@ from tests.cluster.elastic import Running
 from tests.cluster.test_supervisor import spec
 
 
-def main(folder: Path) -> None:
+@contextmanager
+def two_nodes() -> Iterator[None]:
+    """A cluster of two nodes of one CPU each, to which this process is connected."""
     os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled"}
     import ray
     from ray.cluster_utils import Cluster
@@ -33,13 +37,18 @@ def main(folder: Path) -> None:
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
+        yield
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def main(folder: Path) -> None:
+    with two_nodes():
         file = folder / "failing-node"
         job = {"use": "tests.cluster.broken_jobs:FailingDevice", "params": {"width": 4, "file": str(file)}}
         document = spec(folder, job=job, length={"steps": 12}, workers={"min": 1, "max": 2})
         result = Running(document).result().as_dict()
         (folder / "told.json").write_text(json.dumps({**result, "failing": file.read_text()}))
-        ray.shutdown()
-        cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep import train
 from tests.cluster.test_ray_train import columns
-from tests.cluster.test_supervisor import accounts, in_a_process, left_alone, spec
+from tests.cluster.test_supervisor import ROOT, accounts, in_a_process, left_alone, spec
 
 pytestmark = [
     # Ray and MLflow leave sockets and temporary folders to the garbage collector.
@@ -34,6 +38,30 @@ def test_a_node_whose_device_fails_twice_is_left_out(tmp_path: Path) -> None:
     assert told["weights_digest"] == left_alone(tmp_path, 12).weights_digest
 
 
+@pytest.mark.exact  # minutes
+def test_a_micro_batch_that_fails_alike_on_two_workers_is_the_jobs(tmp_path: Path) -> None:
+    """Two attempts with both nodes, one without the node of the first failures; then the run ends, with a file that takes it again."""
+    told = in_a_process("tests.cluster.failing_sample", tmp_path)
+    assert "fails in the same way on different workers (rank 1 on node " in told["error"]
+    (script,) = tmp_path.glob("runs/*/reproduce-step-*.py")
+    assert script.name in told["error"]
+    assert "Its samples: " in script.read_text()
+    again = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 1
+    assert "DeviceError: a GPU failed in a kernel (step " in again.stderr
+
+
 @pytest.mark.usefixtures("cluster")
 def test_a_full_disk_is_tried_again_after_a_pause(tmp_path: Path) -> None:
     """A real ENOSPC in the job's own code, which used to be the job's mistake and final."""
@@ -47,5 +75,47 @@ def test_a_full_disk_is_tried_again_after_a_pause(tmp_path: Path) -> None:
     assert "a disk or quota is full" in first["why"]
     assert second["began"] - first["ended"] >= 4.0
     whole = train(spec(tmp_path / "whole", **changes), local=True)
+    assert result.weights_digest == whole.weights_digest
+    assert columns(result) == columns(whole)
+
+
+def flipped(folder: Path, workers: int, **changes: Any) -> dict[str, Any]:
+    """Eight steps, saved after each fourth; a bit of rank 1's weights flips after the fifth."""
+    job = {
+        "use": "tests.cluster.broken_jobs:FlippedBit",
+        "params": {"width": 4, "file": str(folder / "flipped")},
+    }
+    return spec(folder, job=job, length={"steps": 8}, workers={"min": workers, "max": workers}, **changes)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_flipped_bit_is_told_and_its_steps_are_taken_again(tmp_path: Path) -> None:
+    """G1 and G4: of three workers the wrong one is named; weights and ledger are those of an uninterrupted run."""
+    result = train(flipped(tmp_path, 3))
+    first, second = accounts(result)
+    assert "rank 1 (host " in first["why"]
+    assert "had other weights than the majority of the workers, first in " in first["why"]
+    assert first["left_out"] and first["corrupted"]
+    assert second["from_step"] == 4
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "flipped").touch()
+    whole = train(flipped(tmp_path / "whole", 1), local=True)
+    assert result.weights_digest == whole.weights_digest
+    assert columns(result) == columns(whole)
+    assert "corrupted" in Path(result.folder, "run.json").read_text()
+
+
+@pytest.mark.exact  # a minute
+@pytest.mark.usefixtures("cluster")
+def test_of_two_workers_the_second_attempt_tells_which_was_wrong(tmp_path: Path) -> None:
+    result = train(flipped(tmp_path, 2))
+    first, second = accounts(result)
+    assert "which is wrong cannot be told from these alone: rank 0" in first["why"]
+    (told,) = second["corrupted"]
+    assert "rank 1 (host " in told
+    assert "than when these steps were taken again" in told
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "flipped").touch()
+    whole = train(flipped(tmp_path / "whole", 1), local=True)
     assert result.weights_digest == whole.weights_digest
     assert columns(result) == columns(whole)

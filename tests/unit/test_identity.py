@@ -28,6 +28,7 @@ def digest(*overrides: str, **facts: Any) -> str:
         "checkpoint.storage=elsewhere",
         "record.uri=off",
         "name=another",
+        "determinism.recheck=0.01",
     ],
 )
 def test_placement_is_no_part_of_the_identity(override: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from re import escape
 from typing import Any
 
 import pytest
@@ -418,6 +419,33 @@ def test_a_long_or_many_lined_value_is_cut_to_one_line() -> None:
 
 
 # --- overrides --------------------------------------------------------------------------------------------
+
+
+def test_determinism_is_a_word_or_a_word_and_a_share() -> None:
+    """A spec that asks for no recheck is written as it always was."""
+    written = {**JOB, "determinism": "strict"}
+    both = load_spec(written, ["determinism.recheck=0.01"])
+    assert (both.determinism, both.recheck) == ("strict", 0.01)
+    assert both.document()["determinism"] == {"mode": "strict", "recheck": 0.01}
+    assert validate(both.document()) == both
+    assert load_spec(written).document()["determinism"] == "strict"
+    assert load_spec({**JOB, "determinism": {"mode": "fast"}}).determinism == "fast"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("determinism.recheck=2", "determinism.recheck: got 2, wanted a number from 0 to 1"),
+        ("determinism.recheck=true", "determinism.recheck: got true, wanted a number from 0 to 1"),
+        ("determinism.rechek=0.1", "determinism.rechek: unknown key; did you mean 'recheck'?"),
+        ("determinism={mode: fast, recheck: 0.1}", "determinism.recheck: got 0.1 with determinism.mode fast"),
+        ("determinism={mode: fat}", "determinism: got 'fat', wanted 'strict' or 'fast'"),
+        ("recheck=0.1", "recheck: unknown key"),
+    ],
+)
+def test_a_share_that_cannot_be_rechecked_is_told(override: str, message: str) -> None:
+    with pytest.raises(SpecError, match=escape(message)):
+        load_spec(JOB, [override])
 
 
 def test_overrides_are_dotted_and_the_later_one_counts() -> None:

@@ -30,7 +30,9 @@ class AttemptSummary:
     stragglers: list[str] = field(default_factory=list)
     """Ranks that kept the others waiting, with how much slower they were and in which steps."""
     left_out: list[str] = field(default_factory=list)
-    """Nodes that get no worker from the end of this attempt on: their devices have failed twice."""
+    """Nodes that get no worker from the end of this attempt on: their devices failed twice, or had wrong bits."""
+    corrupted: list[str] = field(default_factory=list)
+    """Differences between the bits of its workers, with who was wrong."""
     standbys: int = 0
     """How many of its workers were processes that stood by."""
 

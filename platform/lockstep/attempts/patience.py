@@ -8,7 +8,8 @@ from typing import TypeVar
 from lockstep.errors import StorageError, first_line
 from lockstep.failure_kinds import kind_of
 
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 20)
+"""Ten minutes and a half: as long as a run waits for workers by default."""
 
 T = TypeVar("T")
 

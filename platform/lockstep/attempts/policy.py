@@ -11,10 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lockstep.errors import ClusterError, JobError, LockstepError, NumericsError, TransientStorageError
+from lockstep.errors import (
+    ClusterError,
+    CorruptionError,
+    JobError,
+    LockstepError,
+    NumericsError,
+    TransientStorageError,
+)
 from lockstep.spec.fields import Faults
 
-Outcome = Literal["worker lost", "storage", "job error", "final"]
+Outcome = Literal["worker lost", "corrupted", "storage", "job error", "final"]
 """Why an attempt ended early. "final": what no other attempt can mend, a mistake in the spec or a store that refuses."""
 
 LONGEST_PAUSE_S = 30.0
@@ -28,6 +35,8 @@ def outcome_of(error: LockstepError) -> Outcome:
     """What kind of end an error is."""
     if isinstance(error, ClusterError):
         return "worker lost"
+    if isinstance(error, CorruptionError):
+        return "corrupted"
     if isinstance(error, TransientStorageError):
         return "storage"
     if isinstance(error, JobError | NumericsError):
@@ -44,20 +53,29 @@ class Decision(NamedTuple):
 
 
 class FailedNodes:
-    """Counts the device failures of nodes. A node with more than MOST_DEVICE_FAILURES of them is left out from then on."""
+    """Counts the device failures of nodes. A node with more than MOST_DEVICE_FAILURES of them, or with wrong bits, is left out from then on."""
 
     def __init__(self) -> None:
         self._failures: Counter[str] = Counter()
+        self._wrong = set[str]()
 
     @property
     def left_out(self) -> frozenset[str]:
         """The nodes that get no worker any more, as long as the others have room for enough."""
-        return frozenset(node for node, count in self._failures.items() if count > MOST_DEVICE_FAILURES)
+        return frozenset(self._wrong).union(
+            node for node, count in self._failures.items() if count > MOST_DEVICE_FAILURES
+        )
 
     def failed(self, nodes: Iterable[str]) -> frozenset[str]:
         """A device failed on each of these in one attempt: those that are left out from now on."""
         before = self.left_out
         self._failures.update(set(nodes))
+        return self.left_out - before
+
+    def computed_wrong(self, nodes: Iterable[str]) -> frozenset[str]:
+        """A worker on each of these had wrong bits, which once is too often: those that are left out from now on."""
+        before = self.left_out
+        self._wrong.update(nodes)
         return self.left_out - before
 
 
@@ -68,13 +86,13 @@ class RetryBudget:
     faults: Faults
     job_errors: int = 0
     lost: int = 0
-    """Ends for lost workers and failed storage since `step`."""
+    """Ends for lost workers, wrong bits and failed storage since `step`."""
     step: int = 0
     """Where the newest checkpoint was at the last one."""
 
     def decide(self, outcome: Outcome, step: int) -> Decision:
         """What to do after an attempt that ended with `outcome`; `step` is that of the newest checkpoint, 0 without one."""
-        if outcome in ("worker lost", "storage"):
+        if outcome in ("worker lost", "corrupted", "storage"):
             self.lost = self.lost + 1 if step <= self.step else 1
             self.step = max(self.step, step)
             most = self.faults.max_worker_failures
@@ -88,7 +106,8 @@ class RetryBudget:
                 pause_s = min(LONGEST_PAUSE_S, FIRST_STORAGE_PAUSE_S * 2.0 ** (self.lost - 1))
                 return Decision(True, pause_s, f"it is tried again in {pause_s:.0f} s")
             pause_s = 0.0 if self.lost == 1 else min(LONGEST_PAUSE_S, 2.0 ** (self.lost - 2))
-            return Decision(True, pause_s, "a lost worker is replaced")
+            why = "a lost worker is replaced" if outcome == "worker lost" else "these steps are taken again"
+            return Decision(True, pause_s, why)
         if outcome == "job error" and self.job_errors < self.faults.max_job_errors:
             self.job_errors += 1
             return Decision(True, 0.0, f"faults.max_job_errors allows {self.faults.max_job_errors}")

@@ -103,7 +103,7 @@ def worker_main(config: dict[str, Any]) -> None:
         _train(config, place, place.seated(group, place.attempt, config["origin"]))
     except Exception as error:
         known = as_lockstep_error(error, f"rank {group.rank}")
-        sender.tell(Broke(type(known)(str(known)), traceback.format_exc(), group.rank))
+        sender.tell(Broke(type(known)(str(known)), traceback.format_exc(), group.rank, known.place))
         raise
     finally:
         sender.close()

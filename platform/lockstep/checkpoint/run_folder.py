@@ -64,6 +64,8 @@ class AttemptOrigin:
     """It goes on from what the workers of the attempt before hold, of the same run; rank 0 claims it with the first save."""
     replay: Replay | None = None
     """For an attempt that only takes steps of another run again."""
+    doubts: tuple[Any, ...] = ()
+    """`Corrupted` events of earlier attempts that name nobody: settled once this one has taken their steps."""
 
     @property
     def saves(self) -> bool:

@@ -105,6 +105,8 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         self.without = LeftOut(without)
         self.takes_arrays: bool = takes_arrays(dataset)
         self.reads_ahead: bool = reads_ahead(dataset)
+        self._last: tuple[int, Order] | None = None
+        """The epoch of which `at` was last asked, and its order."""
 
     def __len__(self) -> int:
         positions = self.plan.positions(self.start)
@@ -133,6 +135,12 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             if len(used) == wanted.count:
                 break
         return None if first is None else first._replace(used=len(used))
+
+    def at(self, position: Position, m: int) -> MicroBatch:
+        """Micro-batch `m` of the step at `position`, whoever it is assigned to."""
+        if self._last is None or self._last[0] != position.epoch:
+            self._last = position.epoch, self._order(position.epoch)
+        return self._micro_batch(self._last[1], position, m)._replace(due=())
 
     def _order(self, epoch: int) -> Order:
         if orders_itself(self.dataset):

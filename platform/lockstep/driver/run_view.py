@@ -11,6 +11,7 @@ from lockstep.errors import ClusterError, DeviceError, LockstepError
 from lockstep.record.events import (
     Alive,
     Broke,
+    Corrupted,
     EvaluationRow,
     Event,
     Finished,
@@ -46,8 +47,13 @@ class RunView:
     error: LockstepError | None = None
     """The first error that a worker told, before any that is the loss of a peer: that is its consequence."""
     details: str = ""
+    broken: list[Broke] = field(default_factory=list)
+    """The failures in the midst of a micro-batch."""
     device_ranks: set[int] = field(default_factory=set)
     """The ranks whose GPU or driver failed."""
+
+    corrupted: Corrupted | None = None
+    """The last difference between the bits of workers."""
 
     def next(self, attempt: int) -> RunView:
         """The view of another attempt of the same run: what ended this one is no longer the run's end."""
@@ -86,6 +92,8 @@ class RunView:
                 self.stage_ends.setdefault(event.stage, event.at)
             case Finished():
                 self.summary, self.files = event.summary, event.files
+            case Corrupted():
+                self.corrupted = event
             case Broke():
                 self._take_error(event)
             case _:
@@ -103,6 +111,8 @@ class RunView:
     def _take_error(self, broke: Broke) -> None:
         if isinstance(broke.error, DeviceError):
             self.device_ranks.add(broke.rank)
+        if broke.place is not None:
+            self.broken.append(broke)
         consequence = type(self.error) is ClusterError and type(broke.error) is not ClusterError
         if self.error is None or consequence:
             self.error, self.details = broke.error, broke.details

@@ -55,7 +55,9 @@ def _deciding(spec: Spec) -> dict[str, Any]:
     """The part of a spec that decides about bits."""
     document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
     for section, placed in PLACEMENT_FIELDS.items():
-        document[section] = {key: value for key, value in document[section].items() if key != placed}
+        if section != "determinism":
+            document[section] = {key: value for key, value in document[section].items() if key != placed}
+    document["determinism"] = spec.determinism  # its mode, however it was written
     return document
 
 

@@ -13,6 +13,7 @@ from lockstep.record.events import (
     AttemptsSummarised,
     Broke,
     CheckpointRow,
+    Corrupted,
     Document,
     EvaluationRow,
     Event,
@@ -39,8 +40,9 @@ class Admission:
     """Lets events into the journal of one run.
 
     A row that the journal has already is compared with it instead: with `determinism: strict` and `reduction: exact` a step
-    that is done again has the same bits. Secrets are taken out of texts. The first that has others is told to `on_violation`, in one line. Of restored segments
-    the digest is compared; one that the journal has not is read by `fetch`, or is `lost`.
+    that is done again has the same bits. Secrets are taken out of texts. The first that has others is told to `on_violation`, in one line. A row
+    that was recorded from corrupted bits gives way to that of the step when it is done again. Of restored segments the digest is compared;
+    one that the journal has not is read by `fetch`, or is `lost`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Admission:
         self._on_violation = on_violation
         self._lost: dict[int, str] = {}
         self._watched = spec.determinism == "strict" and spec.reduction == "exact"
+        self._corrupted = [event for event in journal.events if isinstance(event, Corrupted)]
         self._first: int | None = None
         self._reached = 0
         self._gap = False
@@ -70,18 +73,23 @@ class Admission:
                     known = steps.get(step) or (
                         self._journal.step(step) if self._journal.has_step(step) else None
                     )
-                    if known is None:
+                    difference = "" if known is None else step_difference(known, event)
+                    if known is None or (difference and self._is_doubted(known)):
                         steps[step] = event
                         yield event
                     else:
-                        self._judge(step_difference(known, event), step)
+                        self._judge(difference, step)
                 case EvaluationRow(step=step):
                     evaluated = evaluations.get(step) or self._journal.evaluation(step)
-                    if evaluated is None:
+                    difference = "" if evaluated is None else evaluation_difference(evaluated, event)
+                    if evaluated is None or (difference and self._is_doubted(evaluated)):
                         evaluations[step] = event
                         yield event
                     else:
-                        self._judge(evaluation_difference(evaluated, event), step)
+                        self._judge(difference, step)
+                case Corrupted():
+                    self._corrupted.append(event)
+                    yield event
                 case Started():
                     yield Started(redacted_document(self._with_git(event.facts)))
                 case AttemptsSummarised():
@@ -112,6 +120,16 @@ class Admission:
         if self._source is None or "git" in facts:
             return facts
         return {**facts, "git": git_state(self._source)}
+
+    def _is_doubted(self, row: StepRow | EvaluationRow) -> bool:
+        """Whether a row in the journal may come from corrupted bits. One that is sealed cannot be replaced."""
+        if isinstance(row, StepRow) and self._journal.is_sealed(row.step):
+            return False
+        return any(
+            one.since < row.step <= one.step
+            and (isinstance(row, EvaluationRow) or row.attempt <= one.attempt)
+            for one in self._corrupted
+        )
 
     @property
     def retold(self) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.record import ledger
 from lockstep.record.comparison import evaluation_difference, same_row, step_difference
-from lockstep.record.events import EvaluationRow, Failed, Finished, Mended, Opened, StepRow
+from lockstep.record.events import Corrupted, EvaluationRow, Failed, Finished, Mended, Opened, StepRow
 from lockstep.record.journal import Damage, Journal
 from lockstep.record.points import Point, points_of
 from lockstep.record.replay import last_words
@@ -134,9 +134,11 @@ def check_store(folder: Path, journal: Journal, store: InStore, *, scaled: bool)
     wanted: dict[str, dict[int, Point]] = {}
     for point in expected_points(journal, scaled=scaled):
         wanted.setdefault(point.key, {})[point.step] = point
+    corrupted = [event for event in journal.events if isinstance(event, Corrupted)]
+    doubted = {step for event in corrupted for step in range(event.since + 1, event.step + 1)}
     for key in sorted({*wanted, *store.points}):
         if key in wanted or key.startswith(("train/", "eval/")):
-            yield from _points(key, wanted.get(key, {}), store.points.get(key, ()))
+            yield from _points(key, *_undoubted(key, wanted.get(key, {}), store.points.get(key, ()), doubted))
     if _ended(journal):
         status = _status(journal)
         if store.status != status:
@@ -159,6 +161,26 @@ def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
         event = entry.event
         if event is not None and not isinstance(event, StepRow):
             yield from points_of(event, None, scaled=scaled, started_at=started_at)
+
+
+def _undoubted(
+    key: str, wanted: Mapping[int, Point], found: Sequence[Point], doubted: Collection[int]
+) -> tuple[Mapping[int, Point], Sequence[Point]]:
+    """What is to be compared where a store has points of corrupted bits: it lets go of none, and the right ones are behind them.
+
+    Of these steps it may have the times of either.
+    """
+    if not doubted:
+        return wanted, found
+    if key.startswith("perf/"):
+        left = {step: point for step, point in wanted.items() if step not in doubted}
+        return left, [point for point in found if point.step not in doubted]
+
+    def is_right(point: Point) -> bool:
+        right = wanted.get(point.step)
+        return right is None or (point.timestamp_ms, _value(point)) == (right.timestamp_ms, _value(right))
+
+    return wanted, [point for point in found if point.step not in doubted or is_right(point)]
 
 
 def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> Iterator[Difference]:

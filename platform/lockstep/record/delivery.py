@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import RecordError
-from lockstep.record.events import Opened, Recorded, StepRow
+from lockstep.record.events import Corrupted, Opened, Recorded, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.outbox import Outbox
 from lockstep.record.points import Point, points_of
@@ -60,6 +60,8 @@ class Delivery:
         self._passed: dict[str, int] = {}
         """The highest step of each key up to the cursor: a row that could not be written in its turn comes after later ones."""
         self._known: dict[str, Collection[int]] = {}
+        self._replaced_after: int | None = None
+        """Rows of steps behind this one that come once more take the place of others, which were made of corrupted bits."""
         self._left: list[Point] = []
         self._started_at = next(event.at for event in journal.events if isinstance(event, Opened))
 
@@ -146,6 +148,9 @@ class Delivery:
         cursor = self._cursor
         for event, after in self._events(cursor):
             before = cursor.before
+            if isinstance(event, Corrupted):
+                least = event.since if self._replaced_after is None else self._replaced_after
+                self._replaced_after = min(event.since, least)
             if before is None and isinstance(event, StepRow) and event.step > 1:
                 before = self._journal.sealed_step(event.step - 1)
             made = points_of(event, before, scaled=self._scaled, started_at=self._started_at)
@@ -177,6 +182,8 @@ class Delivery:
     def _is_new(self, point: Point) -> bool:
         key, step = point.key, point.step
         late = step <= self._passed.get(key, -1)
+        if late and self._replaced_after is not None and step > self._replaced_after:
+            return True
         if not late:
             self._passed[key] = step
         if step > self._high_water.get(key, -1):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.errors import LockstepError, StorageError
+from lockstep.errors import FailedAt, LockstepError, StorageError
 
 EndStatus = Literal["FAILED", "KILLED"]
 
@@ -195,6 +195,63 @@ class Sealed:
     segments: Sequence[Segment]
 
 
+class Witness(NamedTuple):
+    """A worker, as one that saw or computed wrong bits is named, and its digests of what was compared."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    uuid: str
+    """Of a GPU; empty for a processor."""
+    digests: tuple[int, ...]
+
+    def __str__(self) -> str:
+        device = ", ".join(filter(None, (self.device, self.uuid)))
+        return f"rank {self.rank} (host {self.host}, {device}, process {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Corrupted:
+    """Workers that must have the same bits of `quantity` after a step, or of a micro-batch's gradient, had not.
+
+    What attempts up to `attempt` recorded of the steps after `since` is doubted: a step that is taken again takes its place.
+    """
+
+    step: int
+    since: int
+    attempt: int
+    quantity: str
+    tensor: str
+    """The first that differs, or empty where it is not known."""
+    workers: tuple[Witness, ...]
+    wrong: tuple[int, ...]
+    """The ranks that were wrong; none where it cannot be told."""
+    how: Literal["majority", "repetition", "recomputation", "undecided"]
+    """How they were told from the others."""
+    micro_batch: int | None = None
+
+    @property
+    def suspects(self) -> tuple[Witness, ...]:
+        """The workers that were wrong; all of them where it cannot be told which."""
+        return tuple(worker for worker in self.workers if not self.wrong or worker.rank in self.wrong)
+
+    def __str__(self) -> str:
+        where = f"after step {self.step}"
+        if self.micro_batch is not None:
+            where = f"in step {self.step}, micro-batch {self.micro_batch},"
+        first = f", first in {self.tensor!r}" if self.tensor else ""
+        named = " and ".join(map(str, self.suspects))
+        if not self.wrong:
+            return f"{where} the workers have different {self.quantity}{first}; which is wrong cannot be told from these alone: {named}"
+        how = {
+            "majority": "than the majority of the workers",
+            "repetition": "than when it was computed again",
+            "recomputation": "than when these steps were taken again",
+        }[self.how]
+        return f"{where} {named} had other {self.quantity} {how}{first}"
+
+
 @dataclass(frozen=True, slots=True)
 class Delivered:
     """All that was told before has reached the store."""
@@ -295,6 +352,8 @@ class Broke:
     error: LockstepError
     details: str
     rank: int = 0
+    place: FailedAt | None = None
+    """The micro-batch, where that failed, and not the way to a peer or to storage."""
 
 
 Row = StepRow | EvaluationRow
@@ -313,6 +372,7 @@ Recorded = (
     | TakenOver
     | SetAside
     | Mended
+    | Corrupted
     | Sealed
     | Delivered
 )

@@ -126,7 +126,7 @@ class Journal:
     # --- writing ------------------------------------------------------------------------------------------
 
     def add(self, events: Sequence[Recorded]) -> None:
-        """Add events, all or none of them; rows only where the journal does not have them. RecordError where the disk refuses."""
+        """Add events, all or none of them; a row that it has already gives way. RecordError where the disk refuses."""
         lines = [to_line(event, self._folder) for event in events]
         with self._adding:
             start = self.size
@@ -215,6 +215,10 @@ class Journal:
     def has_step(self, number: int) -> bool:
         """Whether the journal has a step."""
         return self._open.start_of(number) is not None or self._sealed.segment_of(number) is not None
+
+    def is_sealed(self, number: int) -> bool:
+        """Whether a step is in a sealed segment, where it cannot be replaced."""
+        return self._sealed.segment_of(number) is not None
 
     def evaluation(self, number: int) -> EvaluationRow | None:
         """The evaluation after a step, where the journal has it."""

@@ -10,12 +10,14 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, assert_never
 
 from lockstep.record.events import (
     AttemptsSummarised,
     CheckpointRow,
+    Corrupted,
     Delivered,
     Digests,
     Document,
@@ -33,6 +35,7 @@ from lockstep.record.events import (
     Started,
     StepRow,
     TakenOver,
+    Witness,
 )
 
 
@@ -77,6 +80,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "set_aside", {"what": event.what, "reason": event.reason}
         case Mended():
             return "mended", {"starts": list(event.starts), "how": event.how}
+        case Corrupted():
+            return "corrupted", asdict(event)
         case Sealed():
             return "sealed", [list(segment) for segment in event.segments]
         case Delivered():
@@ -140,6 +145,11 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return SetAside(**value)
         case "mended":
             return Mended(**value)
+        case "corrupted":
+            workers = tuple(
+                Witness(*worker)._replace(digests=tuple(worker[-1])) for worker in value["workers"]
+            )
+            return Corrupted(**{**value, "workers": workers, "wrong": tuple(value["wrong"])})
         case "sealed":
             return Sealed([Segment(*segment) for segment in value])
         case "delivered":

@@ -24,6 +24,7 @@ from lockstep.record.data_sets import data_sets
 from lockstep.record.events import (
     AttemptsSummarised,
     CheckpointRow,
+    Corrupted,
     Delivered,
     Document,
     EvaluationRow,
@@ -118,6 +119,9 @@ class Page:
                 self.log(event.message)
                 self._ledger()
                 self._keep(self._folder / "log.txt")
+            case Corrupted():
+                self.log(str(event))
+                self._tag({"corrupted": str(event)})
             case Mended():
                 self.log(f"the journal is mended: {event.how}")
             case StepRow() | EvaluationRow() | Sampled() | Opened() | Sealed() | Delivered() | SetAside():

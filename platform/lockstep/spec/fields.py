@@ -25,14 +25,19 @@ from pydantic import (
     model_validator,
 )
 
+from lockstep.errors import nearest
 from lockstep.plan import Position, is_due
+from lockstep.spec.messages import shown
 from lockstep.spec.sample_ids import normal
 
 PLACEMENT = frozenset({"name", "workers", "checkpoint", "record", "faults", "rehearsal"})
 """Sections of the spec that are no part of the identity; a job's placement params are none either."""
 
-PLACEMENT_FIELDS = {"data": "loader_processes", "optimizer": "sharded"}
+PLACEMENT_FIELDS = {"data": "loader_processes", "optimizer": "sharded", "determinism": "recheck"}
 """By section, the field that is placement though its section is not."""
+
+RECHECK = "determinism.recheck"
+"""How `recheck` is written: `determinism` may be a mapping of `mode` and `recheck`."""
 
 
 class Section(pydantic.BaseModel):
@@ -400,6 +405,7 @@ class Spec(Section):
     evaluate: Evaluate = Evaluate()
     early_stop: EarlyStop | None = None
     determinism: Literal["strict", "fast"] = "strict"
+    recheck: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, alias=RECHECK)
     threads: PositiveInt = 1
     reduction: Literal["exact", "native"] = "exact"
     rehearsal: Literal["auto", "full", "quick", "off"] = "auto"
@@ -407,6 +413,34 @@ class Spec(Section):
     checkpoint: Checkpoint = Checkpoint()
     record: Record = Record()
     faults: Faults = Faults()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _determinism_in_parts(cls, given: Any) -> Any:
+        """`determinism: {mode: strict, recheck: 0.01}` as the two fields that it is."""
+        if not isinstance(given, dict) or not isinstance(given.get("determinism"), dict):
+            return given
+        parts = {"mode": "strict", "recheck": 0.0, **given["determinism"]}
+        if unknown := sorted(map(str, parts.keys() - {"mode", "recheck"})):
+            raise ValueError(
+                f"determinism.{unknown[0]}: unknown key{nearest(unknown[0], ('mode', 'recheck'))}"
+            )
+        share = parts["recheck"]
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(
+                f"{RECHECK}: got {shown(share)}, wanted a number from 0 to 1: the share of micro-batches"
+            )
+        return {**given, "determinism": parts["mode"], RECHECK: share}
+
+    @model_validator(mode="after")
+    def _rechecks_bits(self) -> Self:
+        for name, value in (("determinism.mode", self.determinism), ("reduction", self.reduction)):
+            if self.recheck and value in ("fast", "native"):
+                raise ValueError(
+                    f"{RECHECK}: got {self.recheck:g} with {name} {value}, which keeps no micro-batch's gradient to the bit; "
+                    f"leave it out, or set {name}={'strict' if value == 'fast' else 'exact'}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _workers_fit(self) -> Self:
@@ -424,4 +458,7 @@ class Spec(Section):
 
     def document(self) -> dict[str, Any]:
         """The spec as plain data, as a spec file would write it."""
-        return self.model_dump(mode="json", by_alias=True)
+        document = self.model_dump(mode="json", by_alias=True)
+        if share := document.pop(RECHECK):
+            document["determinism"] = {"mode": self.determinism, "recheck": share}
+        return document

@@ -15,6 +15,9 @@ import yaml
 from lockstep.errors import SpecError
 from lockstep.spec.messages import shown
 
+ONE_VALUE = {"determinism": "mode"}
+"""Sections that may be written as the value of one of their fields."""
+
 
 class _Loader(yaml.SafeLoader):
     """Reads plain words as YAML 1.2 does, and refuses a key that is given twice."""
@@ -105,6 +108,8 @@ def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
     for depth, part in enumerate(above, start=1):
         if section.get(part) is None:
             section[part] = {}
+        if depth == 1 and part in ONE_VALUE and isinstance(section[part], str):
+            section[part] = {ONE_VALUE[part]: section[part]}
         if not isinstance(section[part], dict):
             name = ".".join(above[:depth])
             raise SpecError(f"{key}: {name} is {shown(section[part])} and has no fields; set {name} itself")

@@ -30,7 +30,7 @@ from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.clusters.answers import answer_of
 from lockstep.driver.finished_run import doubt
-from lockstep.errors import ClusterError, SilentError, StorageError
+from lockstep.errors import ClusterError, CorruptionError, SilentError, StorageError
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow
 from lockstep.record.ledger import Rows
@@ -312,7 +312,7 @@ class Training:
 
     def _broke(self, error: Exception) -> None:
         known = as_lockstep_error(error, "rank 0")
-        if isinstance(known, ClusterError):
+        if isinstance(known, ClusterError | CorruptionError):
             self.results.put({"lost": str(known)})
             return
         self._recorders.end_trial.remote(str(self.number), str(known), traceback.format_exc(), "FAILED")

@@ -31,9 +31,6 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.errors import DriftError
-from lockstep.plan import Position, clip
-from lockstep.record.events import Digests
-from lockstep.spec.fields import Spec
 from lockstep.training.digest import tensor_digests
 from lockstep.training.group import Group
 from lockstep.training.sharding import ShardedOptimizer
@@ -50,7 +47,7 @@ _MASK = 2**64 - 1
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
-class _Summed:
+class Summed:
     """A tensor on its way into a digest: its two constants, and the sums of its blocks, still on their device."""
 
     __slots__ = ("factor", "sums", "term")
@@ -68,13 +65,13 @@ class Digester:
         self._workspace = torch.empty((self._rows, BLOCK), dtype=torch.int64, device=device)
         self._device = device
 
-    def summed(self, name: str, tensor: Tensor) -> _Summed:
+    def summed(self, name: str, tensor: Tensor) -> Summed:
         """What the tensor adds, not waited for. It is read now: it may change afterwards."""
         factor, term = _constants(name, str(tensor.dtype), tuple(tensor.shape))
         words = _words(tensor)
         if words.numel() <= _FEW and words.device.type == "cpu":
-            return _Summed(factor, term, _few(words.tolist()))
-        return _Summed(factor, term, self._sums(words.to(self._device)))
+            return Summed(factor, term, _few(words.tolist()))
+        return Summed(factor, term, self._sums(words.to(self._device)))
 
     def _sums(self, words: Tensor) -> Tensor:
         """The sum of each block of the words."""
@@ -98,7 +95,7 @@ class Digester:
         return (found + _of_lines(values)) & _MASK
 
 
-def resolved(digests: Sequence[Sequence[_Summed]]) -> list[int]:
+def resolved(digests: Sequence[Sequence[Summed]]) -> list[int]:
     """Digests, each from what its tensors add. Waits for the device once."""
     there = [one.sums for summed in digests for one in summed if isinstance(one.sums, Tensor)]
     flat = torch.cat(there).cpu().numpy().view(np.uint64) if there else np.empty(0, np.uint64)
@@ -126,7 +123,7 @@ def optimizer_digest(digester: Digester, state: Mapping[str, Any]) -> int:
     """The digest of an optimizer's `state_dict`: tensors and values by the keys that lead to them, such as `state/0/exp_avg`."""
     found: dict[str, Tensor] = {}
     lines = []
-    for path, value in _leaves(state, ""):
+    for path, value in leaves(state, ""):
         if isinstance(value, Tensor):
             found[path] = value
         else:
@@ -140,17 +137,17 @@ def held_optimizer_digest(digester: Digester, optimizer: torch.optim.Optimizer) 
     if not isinstance(optimizer, ShardedOptimizer):
         return optimizer_digest(digester, saved)
     rank, ranks = optimizer.group.rank, optimizer.group.size
-    places = [id(value) for _, value in _leaves(saved, "") if isinstance(value, Elsewhere)]
+    places = [id(value) for _, value in leaves(saved, "") if isinstance(value, Elsewhere)]
     mine = optimizer.assembled(saved, {place: i % ranks for i, place in enumerate(places)})
-    whole = [value for _, value in _leaves(saved, "")]
+    whole = [value for _, value in leaves(saved, "")]
     tensors = {
         path: value
-        for (path, value), before in zip(_leaves(mine, ""), whole, strict=True)
+        for (path, value), before in zip(leaves(mine, ""), whole, strict=True)
         if isinstance(value, Tensor) and (isinstance(before, Elsewhere) or rank == 0)
     }
     lines = [
         f"{path}={_text(value)}"
-        for path, value in _leaves(mine, "")
+        for path, value in leaves(mine, "")
         if rank == 0 and not isinstance(value, Tensor | Elsewhere)
     ]
     partial: list[int] = optimizer.group.gather(digester.digest(tensors, lines))
@@ -164,107 +161,6 @@ def state_digests(digester: Digester, state: TrainState) -> dict[str, str]:
         "optimizer_digest": f"{held_optimizer_digest(digester, state.optimizer):016x}",
         **({} if state.average is None else {"ema_digest": f"{digester.digest(state.average.weights):016x}"}),
     }
-
-
-def digest_is_due(spec: Spec, position: Position, last: int) -> bool:
-    """Whether the row of a step has digests: each `record.digest_every` steps, where the plan has a checkpoint, and at the end.
-
-    It follows from the plan alone, so the same rows have them in every execution of a run. `last` is the run's last step.
-    """
-    every, cadence = spec.record.digest_every, spec.checkpoint.every
-    if every is None:
-        return False
-    number = position.number
-    return number % every == 0 or number == last or (cadence is not None and cadence.due(position))
-
-
-class StepDigests:
-    """The digests of one worker's steps. `note` takes those of a step's micro-batches; then come `gather`, the update, `taken` and `compare`."""
-
-    def __init__(self, spec: Spec, group: Group, state: TrainState, total_steps: int) -> None:
-        self._spec, self._group, self._state, self._last = spec, group, state, total_steps
-        self._names = [name for name, p in state.model.named_parameters() if p.requires_grad]
-        self._digester: Digester | None = None
-        self._micro_batches: list[list[_Summed]] | None = None
-        self._gradients: tuple[int, ...] | None = None
-        self._held: tuple[int, int, int | None] | None = None
-
-    @property
-    def digester(self) -> Digester:
-        if self._digester is None:  # a run without digests needs no workspace
-            self._digester = Digester(self._group.device)
-        return self._digester
-
-    def begin(self, position: Position) -> bool:
-        """Whether this step has digests; if so, its micro-batches' gradients are to be given to `note`."""
-        due = digest_is_due(self._spec, position, self._last)
-        self._micro_batches = [] if due and self._spec.reduction == "exact" else None
-        return due
-
-    @property
-    def notes(self) -> bool:
-        """Whether the gradients of this step's micro-batches are noted. With `reduction: native` none is kept apart."""
-        return self._micro_batches is not None
-
-    def next_micro_batch(self) -> None:
-        """The gradients that follow are another micro-batch's."""
-        if self._micro_batches is not None:
-            self._micro_batches.append([])
-
-    def note(self, gradients: Sequence[Tensor], indices: Sequence[int] | None = None) -> None:
-        """Gradients of the micro-batch at hand, in logical order: those of the parameters `indices`, or of all."""
-        if self._micro_batches is None:
-            return
-        for gradient, i in zip(
-            gradients, range(len(self._names)) if indices is None else indices, strict=True
-        ):
-            self._micro_batches[-1].append(self.digester.summed(self._names[i], gradient))
-
-    def gather(self, position: Position, ranges: Sequence[range]) -> None:
-        """Hear of the other ranks' micro-batches. Before the update: what a rank that is lost had noted is lost with it."""
-        self._gradients = None
-        if self._micro_batches is None:
-            return
-        every = self._group.gather(resolved(self._micro_batches))
-        self._micro_batches = None
-        counts = [len(clip(assigned, position.micro_batches)) for assigned in ranges]
-        self._gradients = tuple(
-            value for found, count in zip(every, counts, strict=True) for value in found[:count]
-        )
-
-    def taken(self, position: Position) -> Digests | None:
-        """The digests of the step that has just been updated, as this rank has them; None where it has none."""
-        if not digest_is_due(self._spec, position, self._last):
-            return None
-        weights, optimizer, average = self._held = self.state()
-        return Digests(weights, optimizer, self._gradients, average)
-
-    def compare(self) -> None:
-        """Compare what was `taken` with the other ranks. DriftError where they do not hold the same state."""
-        if self._held is not None:
-            own, self._held = self._held, None
-            self._check_same(self._group.gather(own))
-
-    def state(self) -> tuple[int, int, int | None]:
-        """The digests of the weights, of the optimizer's state and of the weights' average as they are."""
-        weights = model_digest(self.digester, self._state.model.state_dict())
-        average = None if self._state.average is None else self.digester.digest(self._state.average.weights)
-        return weights, held_optimizer_digest(self.digester, self._state.optimizer), average
-
-    def for_checkpoint(self) -> dict[str, str]:
-        """What a checkpoint keeps beside the state: its digests, unless the run has none."""
-        return {} if self._spec.record.digest_every is None else state_digests(self.digester, self._state)
-
-    def _check_same(self, every: Sequence[tuple[int, int, int | None]]) -> None:
-        step, names = self._state.counters.step, ("weights", "optimizer state", "average of the weights")
-        for what, held in zip(names, zip(*every, strict=True), strict=True):
-            strays = [rank for rank, value in enumerate(held) if value != held[0]]
-            if strays and what == "weights":
-                check_same_weights(self._group, self._state.model, step, strays)
-            if strays:
-                raise DriftError(
-                    f"after step {step} ranks {strays} hold another {what} than rank 0; this run is void"
-                )
 
 
 def check_same_weights(
@@ -321,17 +217,17 @@ def _of_lines(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(sorted(lines)).encode()).digest()[:8], "little")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """What a tree of mappings, lists and tuples holds, by the keys that lead to it."""
     below = f"{path}/" if path else ""
     if isinstance(value, Elsewhere):
         yield path, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(inner, f"{below}{key}")
+            yield from leaves(inner, f"{below}{key}")
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
-            yield from _leaves(inner, f"{below}{i}")
+            yield from leaves(inner, f"{below}{i}")
     else:
         yield path, value
 

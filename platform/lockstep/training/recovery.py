@@ -106,7 +106,7 @@ def taken_on(run: Run, seat: Seat, before: Seat) -> Run:
     agree_on_state(group, run.state)
     counters = run.state.counters
     run.history.take_back(counters.step, counters.evaluated)
-    run = run.in_group(group)
+    run = run.in_group(group, seat.tell, seat.origin)
     seat.tell(Started(run.facts))
     # Another rank 0 may have told what never arrived; this one may have left the newest row before it told it.
     seat.tell(run.history.retold() if before.group.rank else run.history.newest())

@@ -50,6 +50,7 @@ from lockstep.training.job_data import check_rules, open_data, warnings_of
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.parameters import short_parameters
 from lockstep.training.precision import Precision
+from lockstep.training.recheck import Recheck
 from lockstep.training.rehearsal.micro_batch import check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
@@ -75,7 +76,7 @@ class Run:
     start: Start | None
     history: History
 
-    def in_group(self, group: Group) -> Run:
+    def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
         """The same run as a worker of another group, from the state as it is. All ranks of the group call it."""
         old = self.step
         step = Stepper(
@@ -90,20 +91,14 @@ class Run:
         if self.evaluate is not None:
             self.evaluate.join(group)
             self.evaluate.restore_buffers = step.buffers.restore
+        watch_bits(step, self.spec, self.plan, self.batches, tell, origin)
         facts = {**self.facts, "workers": group.size}
         return replace(self, group=group, step=step, facts=facts, start=None)
 
     def loader(self) -> Loader:
         """The worker's micro-batches from the state's step to the end of the run."""
-        sampler = MicroBatchSampler(
-            self.batches.samples,
-            self.plan,
-            self.step.assigned,
-            seed=self.spec.seed,
-            shuffle=self.spec.data.shuffle,
-            window=self.spec.data.window,
-            start=self.state.counters.step,
-            without=self.spec.data.without,
+        sampler = make_sampler(
+            self.spec, self.plan, self.batches, self.step.assigned, self.state.counters.step
         )
         return Loader(
             self.batches, sampler, self.group.device, self.spec.data.loader_processes, self.group.let_go
@@ -186,10 +181,46 @@ def prepare(
     step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
     if origin is not None and origin.replay is not None and origin.replay.probe is not None:
         step.probe = origin.replay.probe
+    watch_bits(step, spec, plan, batches, tell, origin)
     if evaluate is not None:
         evaluate.restore_buffers = step.buffers.restore
     tell(StageEnded("preparation", time.time()))
     return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history)
+
+
+def watch_bits(
+    step: Stepper,
+    spec: Spec,
+    plan: Plan,
+    batches: MicroBatches,
+    tell: Tell,
+    origin: AttemptOrigin | None,
+) -> None:
+    """Have a worker's steps look out for wrong bits, and name the samples of a micro-batch that fails."""
+    sampler = make_sampler(spec, plan, batches, range(plan.micro_batches))
+    step.samples = lambda position, m: sampler.at(position, m).ids
+    if spec.recheck:
+        step.recheck = Recheck(
+            spec, plan, step.group, batches, sampler, step.agreement, step.names, step.recomputed
+        )
+    if origin is not None:
+        step.agreement.begin(tell, origin.attempt, origin.doubts)
+
+
+def make_sampler(
+    spec: Spec, plan: Plan, batches: MicroBatches, assigned: range, start: int = 0
+) -> MicroBatchSampler:
+    """What names the micro-batches of a worker to which `assigned` are assigned, from step `start` on."""
+    return MicroBatchSampler(
+        batches.samples,
+        plan,
+        assigned,
+        seed=spec.seed,
+        shuffle=spec.data.shuffle,
+        window=spec.data.window,
+        start=start,
+        without=spec.data.without,
+    )
 
 
 def make_state(

@@ -203,7 +203,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             }
             for i in sorted(known)
         }
-        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+        return {"state": state, "param_groups": self.groups_as_saved()}
+
+    def groups_as_saved(self) -> list[dict[str, Any]]:
+        """The parameter groups of `state_dict`, which every rank has whole."""
+        groups: list[dict[str, Any]] = super().state_dict()["param_groups"]
+        return groups
 
     def assembled(self, saved: Mapping[str, Any], writers: Mapping[int, int]) -> dict[str, Any]:
         """What `state_dict` gave, with the tensors that this rank writes. `writers` tells a rank by the id of an `Elsewhere`.

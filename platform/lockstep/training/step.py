@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.errors import JobError, LockstepError, NumericsError
+from lockstep.errors import FailedAt, JobError, LockstepError, NumericsError
+from lockstep.failure_kinds import kind_of
 from lockstep.job.interface import Job, Loss, Mean
 from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
 from lockstep.record.events import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.after_step import follow_update, has_after_step
+from lockstep.training.agreement import Agreement
 from lockstep.training.buffers import StepBuffers
-from lockstep.training.digests import StepDigests
 from lockstep.training.exchange import Agreed, Exchange, Totals
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
@@ -34,10 +35,12 @@ from lockstep.training.norm import ELEMENT_BY_ELEMENT, GradientNorm, align_gradi
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.probe import NoProbe, Probe
+from lockstep.training.recheck import Recheck
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
 from lockstep.training.schedule import Rates
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, power_of_two
+from lockstep.training.step_digests import StepDigests
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,12 @@ class Stepper:
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.watched = ParameterWatch(state.model)
-        self.digests = StepDigests(spec, group, state, plan.total_steps)
+        self.agreement = Agreement(group, state)
+        self.digests = StepDigests(spec, group, state, plan.total_steps, self.agreement)
         self.probe: Probe = NoProbe()
+        self.recheck: Recheck | None = None
+        self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
+        """The ids of a micro-batch's samples."""
         self.updates_by_job = runs_own_code(state.optimizer) or has_after_step(job)
         self.rates = Rates(state.optimizer, state.schedule)
         self.module = LossModule(job, state.model)
@@ -160,6 +167,8 @@ class Stepper:
         scale_down = self.scale_down(position)
         self._accumulate(position, batches, scale_down)
         agreed = self.exchange.read(position.micro_batches)
+        if self.recheck is not None:
+            self.recheck(position, self.digests.gradients())
         try:
             self._check(position, agreed.totals)
             self.digests.gather(position, self.plan.ranges(self.group.size))
@@ -197,14 +206,16 @@ class Stepper:
         tree = TreeSum(position.micro_batches)
         self._forget_gradients()
         self.watched.note()
-        self.digests.begin(position)
+        self.digests.begin(
+            position, self.recheck.chosen(position) if self.recheck is not None else frozenset()
+        )
         for m in assigned[:-1]:
             with self._no_sync():
                 self._compute(position, m, batches, scale_down, last=False)
             if self.spec.reduction == "exact":
                 gradients = self._take_gradients(position, m)
                 if self.digests.notes:
-                    self.digests.next_micro_batch()
+                    self.digests.next_micro_batch(m)
                     self.digests.note(gradients)
                 tree.add(range(m, m + 1), gradients)
                 del gradients  # the tree alone holds them while the next micro-batch is computed
@@ -213,7 +224,7 @@ class Stepper:
             self.reduction.begin(position, folded, apart)
             self.reduction.observe = self.digests.note if assigned and self.digests.notes else None
         if assigned:
-            self.digests.next_micro_batch()
+            self.digests.next_micro_batch(assigned[-1])
             self._compute(position, assigned[-1], batches, scale_down, last=True)
         else:
             self._backward_nothing()
@@ -237,7 +248,7 @@ class Stepper:
         with self.watch:
             batch = next(batches)
             self.probe.batch(position, m, batch)
-            loss = self._forward(position, m, batch)
+            loss = self._forward(self.wrapped, position, m, batch)
             self.probe.loss(position, m, loss.total)
         try:
             self.exchange.put(loss)
@@ -251,22 +262,44 @@ class Stepper:
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a job may end the process
-            raise as_lockstep_error(error, self._where(position, m)) from error
+            raise self._failed(error, position, m) from error
         self.watched.check(self._where(position, m))
         self.buffers.restore()
 
-    def _forward(self, position: Position, m: int, batch: Any) -> Loss:
+    def _forward(self, module: nn.Module, position: Position, m: int, batch: Any) -> Loss:
         seed_all(self.spec.seed, "step", position.step, m, cuda=self._cuda)
         try:
             with self.state.precision.autocast():
-                loss: Loss = self.wrapped(batch)
+                loss: Loss = module(batch)
             if batch is None:  # data.without leaves this micro-batch no sample
                 loss = replace(loss, parts=dict.fromkeys(self.exchange.parts, Mean(0.0, 0.0)))
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a job may end the process
-            raise as_lockstep_error(error, self._where(position, m)) from error
+            raise self._failed(error, position, m) from error
         return loss
+
+    def recomputed(self, position: Position, m: int, batch: Any) -> list[Tensor]:
+        """The gradients of a micro-batch of this step, computed beside it: those of the step and its buffers stay as they are.
+
+        For before the update, on any rank. It takes the memory of one more set of gradients.
+        """
+        held = [parameter.grad for parameter in self.parameters]
+        self._forget_gradients()
+        # Past DDP, which has its gradients by now and expects none.
+        loss = self._forward(self.module, position, m, batch)
+        try:
+            torch.autograd.backward(self.state.precision.scaled(loss.total * self.scale_down(position)))
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:  # a job may end the process
+            raise self._failed(error, position, m) from error
+        self.watched.check(self._where(position, m))
+        self.buffers.restore()
+        gradients = self._take_gradients(position, m)
+        for parameter, gradient in zip(self.parameters, held, strict=True):
+            parameter.grad = gradient
+        return gradients
 
     def _backward_nothing(self) -> None:
         loss: Loss = self.wrapped(None)
@@ -356,6 +389,13 @@ class Stepper:
             pace=agreed.pace,
             digests=self.digests.taken(position),
         )
+
+    def _failed(self, error: BaseException, position: Position, m: int) -> LockstepError:
+        """What went wrong in a micro-batch, as it is told, with the place of what another worker may come to as well."""
+        known, found = as_lockstep_error(error, self._where(position, m)), kind_of(error)
+        if found.kind in ("device", "memory"):
+            known.place = FailedAt(found.what, position.number, m, tuple(map(int, self.samples(position, m))))
+        return known
 
     def _where(self, position: Position, m: int) -> str:
         return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}"

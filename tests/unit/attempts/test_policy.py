@@ -7,7 +7,9 @@ import pytest
 from lockstep.attempts.policy import LONGEST_PAUSE_S, FailedNodes, RetryBudget, outcome_of
 from lockstep.errors import (
     ClusterError,
+    CorruptionError,
     DeterminismError,
+    DriftError,
     JobError,
     LockstepError,
     NumericsError,
@@ -27,6 +29,8 @@ from lockstep.spec.fields import Faults
         (SpecError(""), "final"),
         (StorageError(""), "final"),
         (DeterminismError(""), "final"),
+        (DriftError(""), "final"),
+        (CorruptionError(""), "corrupted"),
     ],
 )
 def test_each_error_is_one_kind_of_end(error: LockstepError, outcome: str) -> None:
@@ -85,3 +89,18 @@ def test_a_node_whose_devices_fail_twice_is_left_out() -> None:
     assert nodes.failed(["a"]) == {"a"}
     assert nodes.failed(["a"]) == frozenset()  # told once
     assert nodes.left_out == {"a"}
+
+
+def test_a_node_that_had_wrong_bits_is_left_out_at_once() -> None:
+    nodes = FailedNodes()
+    nodes.failed(["b"])
+    assert nodes.computed_wrong(["a"]) == {"a"}
+    assert nodes.computed_wrong(["a"]) == frozenset()
+    assert nodes.left_out == {"a"}
+
+
+def test_wrong_bits_are_taken_again_as_often_as_a_lost_worker_is_replaced() -> None:
+    budget = RetryBudget(Faults(max_worker_failures=1))
+    first = budget.decide("corrupted", 4)
+    assert (first.again, first.why) == (True, "these steps are taken again")
+    assert not budget.decide("worker lost", 4).again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.events import Corrupted, EvaluationRow, StepRow, Witness
 
 
 def step_row(step: int, **changes: Any) -> StepRow:
@@ -33,3 +33,9 @@ def evaluation_row(step: int, **metrics: float) -> EvaluationRow:
     """An evaluation of the given metrics, without their prefix."""
     named = {f"eval/{name}": value for name, value in (metrics or {"loss": 1 / (step + 1)}).items()}
     return EvaluationRow(step, step // 10, named, seconds=0.5, wall_clock=1_700_000_000.5 + step)
+
+
+def corrupted(step: int, since: int) -> Corrupted:
+    """Rank 1 of attempt 1 was found to have wrong weights."""
+    workers = tuple(Witness(rank, "host", rank, "cpu", "", (rank,)) for rank in range(3))
+    return Corrupted(step, since, 1, "weights", "fc.weight", workers, (1,), "majority")

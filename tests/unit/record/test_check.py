@@ -21,7 +21,7 @@ from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
-from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.rows import corrupted, evaluation_row, step_row
 from tests.unit.record.test_outage import recorded
 from tests.unit.record.written import read_steps
 
@@ -74,6 +74,24 @@ def test_a_whole_record_has_no_difference(database: str, spec: Specs) -> None:
     before = (folder / NAME).read_bytes()
     assert check_record(folder, database, repair=False) == []
     assert (folder / NAME).read_bytes() == before
+
+
+def test_what_was_recorded_of_corrupted_bits_is_no_difference(database: str, spec: Specs) -> None:
+    """A store lets go of no point: beside the one of corrupted bits is that of the step when it was taken again."""
+    recorder = Recorder(spec(database))
+    recorder.start()
+    recorder.tell(*ROWS, *EVALUATIONS, corrupted(STEPS, since=15))
+    recorder.tell(
+        step_row(17, loss=0.5, attempt=2, wall_clock=2e9),
+        evaluation_row(20, loss=0.25),
+        Finished({"step": STEPS}),
+    )
+    recorder.close()
+    folder = recorder.run_folder()
+    save(RunFolder.create(open_storage(spec(database).checkpoint.storage), folder.name).claim(), 15)
+    assert check_record(folder, database, repair=False) == []
+    points = recorded(database, folder.name)["train/loss"]
+    assert {value for step, _, value in points if step == 17} == {ROWS[16].loss, 0.5}
 
 
 def test_damage_is_told_mended_from_the_checkpoint_and_gone(database: str, spec: Specs) -> None:

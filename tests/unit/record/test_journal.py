@@ -19,7 +19,7 @@ from lockstep.record.comparison import evaluation_difference, step_difference
 from lockstep.record.events import Digests, Mended, Started
 from lockstep.record.journal import Journal, newest_step
 from lockstep.record.journal_file import NAME
-from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.rows import corrupted, evaluation_row, step_row
 from tests.unit.record.written import read_steps
 
 ODD_NAN = struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0]
@@ -46,6 +46,15 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert second == step_row(2)
     assert bits(again.evaluations()[0].metrics["eval/loss"]) == bits(ODD_NAN)
     assert again.events == [Started({"plan": {"m": 8}})]
+    again.close()
+
+
+def test_wrong_bits_come_back_as_they_were_told(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.add([corrupted(8, since=5)])
+    journal.close()
+    again = Journal(tmp_path, read_only=True)
+    assert again.events == [corrupted(8, since=5)]
     again.close()
 
 

@@ -29,7 +29,7 @@ from lockstep.record.run_store import UnavailableError
 from lockstep.record.stores import reader
 from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
-from tests.unit.record.rows import evaluation_row, step_row
+from tests.unit.record.rows import corrupted, evaluation_row, step_row
 
 Specs = Callable[..., Spec]
 
@@ -346,6 +346,41 @@ def test_a_replayed_step_with_another_bit_is_a_determinism_violation(shaky: Shak
     assert f"not exact: {recorder.violation}" in tags["lockstep.note"].splitlines()[0]
     assert recorder.violation in (recorder.run_folder() / "log.txt").read_text()
     assert losses(shaky.points)[6] == (7, loss)
+
+
+def test_rows_of_corrupted_bits_give_way_to_those_of_the_steps_taken_again(shaky: Shaky, spec: Specs) -> None:
+    """G4: ledger and store have what the steps came to at last; of the doubted ones alone, and once."""
+    right = step_row(7, loss=0.5, attempt=2)
+    recorder = recorder_on(shaky, spec())
+    recorder.tell(*[step_row(i) for i in range(1, 9)])
+    recorder.tell(evaluation_row(8, loss=0.5), corrupted(8, since=5))
+    recorder.tell(step_row(6, attempt=2), right, evaluation_row(8, loss=0.25))
+    recorder.tell(Finished({"step": 8}))
+    recorder.close()
+    assert recorder.violation == ""
+    ledger = read_parquet(recorder.run_folder() / "ledger.parquet")
+    assert [row.step for row in ledger] == list(range(1, 9))
+    assert ledger[6] == right
+    assert (ledger[5].attempt, ledger[7].attempt) == (1, 1)
+    assert [
+        row.metrics["eval/loss"] for row in read_evaluations(recorder.run_folder() / "evaluations.parquet")
+    ] == [0.25]
+    assert losses(shaky.points)[-1] == (7, 0.5)
+    assert run_json(recorder)["tags"]["lockstep.corrupted"] == str(corrupted(8, since=5))
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        [corrupted(8, since=7), step_row(7, loss=0.5, attempt=2)],
+        [corrupted(8, since=5), step_row(7, loss=0.5, attempt=2), step_row(7, loss=0.25, attempt=3)],
+    ],
+    ids=["before the last agreement", "after it was taken again"],
+)
+def test_a_row_that_is_not_doubted_gives_way_to_nothing(
+    shaky: Shaky, spec: Specs, again: Sequence[StepRow]
+) -> None:
+    assert violations(shaky, spec(), again).violation.startswith("step 7 gave other bits")
 
 
 def test_a_replayed_evaluation_is_compared_as_well(shaky: Shaky, spec: Specs) -> None:

@@ -1,0 +1,90 @@
+"""Failures that come again at the same micro-batch on another worker: they are the job's or its data's, whatever they look like. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lockstep.errors import FailedAt, JobError, LockstepError
+
+
+class Repeat(NamedTuple):
+    """A failure that came again: the error that ends the run, and the name and text of a file that reproduces it."""
+
+    error: JobError
+    name: str
+    text: str
+
+
+class Repeats:
+    """The failures of a run's attempts in the midst of a micro-batch. A `worker` is told apart by its node and its rank."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int, int], dict[tuple[str, int], int]] = {}
+
+    def failed(self, place: FailedAt, worker: tuple[str, int], attempt: int) -> str:
+        """Note a failure. Where another worker has failed so at the same place, which ones and in which attempts."""
+        workers = self._seen.setdefault((place.what, place.step, place.micro_batch), {})
+        others = [
+            f"{_shown(other)} in attempt {number}" for other, number in workers.items() if other != worker
+        ]
+        workers[worker] = attempt
+        return f"{', '.join(others)} and {_shown(worker)} in attempt {attempt}" if others else ""
+
+
+def repeat(error: LockstepError, place: FailedAt, who: str, run_id: str, storage: str, start: int) -> Repeat:
+    """What follows where `who` failed alike; `start` is the step of the newest checkpoint, from which the file goes on."""
+    name = f"reproduce-step-{place.step}.py"
+    line = (
+        f"step {place.step}, micro-batch {place.micro_batch} fails in the same way on different workers ({who}), so it is the job or its data: "
+        f"{error}; {name} in the run's folder takes it again, and names its samples"
+    )
+    text = _SCRIPT.format(
+        place=place,
+        samples=", ".join(map(str, place.samples)),
+        error=str(error).replace("\\", "/").replace('"', "'"),
+        run=run_id,
+        storage=storage,
+        start=start,
+        first=start + 1,
+        begun=f"the checkpoint of step {start}" if start else "the beginning",
+        name=name,
+    )
+    return Repeat(JobError(line), name, text)
+
+
+def _shown(worker: tuple[str, int]) -> str:
+    node, rank = worker
+    return f"rank {rank} on node {node[:8]}"
+
+
+_SCRIPT = '''"""Takes steps {first} to {place.step} of run {run} again in this process, from {begun}.
+
+Step {place.step}, micro-batch {place.micro_batch} failed there on different workers:
+{error}
+Its samples: {samples}
+
+In the folder that the run was started in:
+
+    PYTHONHASHSEED=0 python {name}
+"""
+
+from pathlib import Path
+
+from lockstep.checkpoint.run_folder import Replay
+from lockstep.proof.replaying import replay_here
+from lockstep.spec.loading import load_spec
+
+
+class Unwatched:
+    """Looks at no row, and wants all steps."""
+
+    def row(self, found):
+        pass
+
+    def enough(self):
+        return False
+
+
+spec = load_spec(Path(__file__).with_name("spec.yaml"))
+replay_here(spec, Replay({run!r}, {storage!r}, {start}, {place.step}), Unwatched())
+'''

@@ -1,0 +1,108 @@
+"""Which workers are to be trusted no more, after attempts whose workers had different bits: pure, so that every case can be tested.
+
+A worker that was wrong is left out of the next attempts, with its node. Where the same step parts once more on other workers, or each of its
+workers contradicts what it had itself, no machine is wrong: the job is not deterministic there, and the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from lockstep.record.events import Corrupted
+
+
+class Verdict(NamedTuple):
+    """What follows from a difference between workers."""
+
+    found: Corrupted
+    """The difference, with who was wrong as far as it can be told by now."""
+    nodes: frozenset[str] = frozenset()
+    """Nodes that are to get no worker any more."""
+    fault_of_job: str = ""
+    """The line that ends the run, where the difference is the job's."""
+
+
+class _Seen(NamedTuple):
+    found: Corrupted
+    workers: Mapping[tuple[str, str, str, int], tuple[int, ...]]
+    """Node, device, UUID and rank of each worker, and its digests."""
+    nodes: Mapping[int, str]
+
+    @property
+    def wrong(self) -> set[tuple[str, str, str, int]]:
+        return {worker for worker in self.workers if worker[3] in self.found.wrong}
+
+
+class Suspects:
+    """The differences between workers in the attempts of one run."""
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+
+    @property
+    def doubts(self) -> tuple[Corrupted, ...]:
+        """The differences between states that name nobody yet: the next attempt may settle them."""
+        return tuple(
+            one.found for one in self._seen if one.found.how == "undecided" and one.found.micro_batch is None
+        )
+
+    def judge(self, found: Corrupted, nodes: Mapping[int, str]) -> Verdict:
+        """What follows from a difference that an attempt told, the nodes of whose workers are given by rank."""
+        if found.how == "recomputation":
+            return self._settle(found)
+        here = {(nodes.get(w.rank, w.host), w.device, w.uuid, w.rank): w.digests for w in found.workers}
+        seen = _Seen(found, here, nodes)
+        before = [one for one in self._seen if self._is_same_place(one.found, found)]
+        self._seen.append(seen)
+        if found.wrong:
+            others = [one for one in before if one.wrong and not one.wrong & seen.wrong]
+            return self._of_job(seen, others[-1]) if others else self._named(seen)
+        if not before and found.micro_batch is None:  # the step that is taken again tells more
+            return Verdict(found)
+        if not before:
+            return self._both(seen)
+        last = before[-1]
+        known = {worker: digests for worker, digests in here.items() if worker in last.workers}
+        contradicted = {worker for worker, digests in known.items() if digests != last.workers[worker]}
+        if contradicted == set(known):
+            return self._of_job(seen, last)
+        if not contradicted:  # each says again what it said before
+            return self._both(seen)
+        wrong = tuple(sorted(worker[3] for worker in contradicted))
+        seen = seen._replace(found=replace(found, wrong=wrong, how="repetition"))
+        self._seen = [*(one for one in self._seen[:-1] if one is not last), seen]
+        return self._named(seen)
+
+    @staticmethod
+    def _is_same_place(one: Corrupted, other: Corrupted) -> bool:
+        return (one.step, one.micro_batch) == (other.step, other.micro_batch) and one.attempt != other.attempt
+
+    def _settle(self, found: Corrupted) -> Verdict:
+        """An attempt whose workers agree has taken the step of a doubt."""
+        doubts = [
+            one
+            for one in self._seen
+            if one.found.how == "undecided"
+            and (one.found.attempt, one.found.step) == (found.attempt, found.step)
+        ]
+        self._seen = [one._replace(found=found) if one in doubts else one for one in self._seen]
+        return self._named(doubts[-1]._replace(found=found)) if doubts else Verdict(found)
+
+    def _both(self, seen: _Seen) -> Verdict:
+        workers = {worker.rank for worker in seen.found.workers}
+        return Verdict(seen.found, frozenset(node for rank, node in seen.nodes.items() if rank in workers))
+
+    def _named(self, seen: _Seen) -> Verdict:
+        return Verdict(
+            seen.found, frozenset(seen.nodes[rank] for rank in seen.found.wrong if rank in seen.nodes)
+        )
+
+    def _of_job(self, seen: _Seen, before: _Seen) -> Verdict:
+        earlier = " and ".join(map(str, before.found.suspects))
+        return Verdict(
+            seen.found,
+            fault_of_job=f"{seen.found}; in attempt {before.found.attempt} it was {earlier}: the same step on other workers, so it is the "
+            "job that is not deterministic there: look for an operator that torch wrongly considers deterministic, or state that the job keeps",
+        )

@@ -1,0 +1,174 @@
+"""Whether all ranks hold the same state, and where they do not, who is wrong.
+
+Each rank makes digests of what it holds (`digests.py`). The ranks compare them in the steps whose rows have digests, after each evaluation
+before it is told, and at every save before anything is copied. Ranks that differ end the attempt there: what was saved before is the last state
+that they agreed on.
+
+Of three ranks or more, those outside a majority are wrong. Of two that differ nobody knows which is. Their digests go to the next attempt,
+which takes the same steps again: where its ranks agree, those that had other digests were wrong.
+
+Not compared: what the job itself keeps (`Job.state_dict`), the best weights of early stopping, and of a sharded optimizer the moments, of which
+each rank has its own part alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import CorruptionError
+from lockstep.record.events import Corrupted, Tell, Witness, tell_nobody
+from lockstep.training.digests import Digester, leaves, model_digest, optimizer_digest
+from lockstep.training.group import Group
+from lockstep.training.sharding import ShardedOptimizer
+from lockstep.training.state import TrainState, tensors, unlisted_buffers
+
+Held = tuple[int, int, int, int]
+"""The digests of what a rank holds, in the order of `QUANTITIES`."""
+
+QUANTITIES = ("weights", "optimizer state", "average of the weights", "other state")
+"""The model's `state_dict`, buffers included; the optimizer's; the average, if any; other buffers, loss scale, schedule and counters."""
+
+
+def witness(group: Group, digests: Sequence[int] = ()) -> Witness:
+    """The rank of this process, as it is named where its bits are not those of the others."""
+    device, uuid = str(group.device), ""
+    if group.device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(group.device)
+        device, uuid = f"{device} {properties.name}", f"GPU-{properties.uuid}"
+    return Witness(group.rank, socket.gethostname(), os.getpid(), device, uuid, tuple(digests))
+
+
+def outvoted(values: Sequence[Any]) -> tuple[int, ...]:
+    """The places of those that are not what more than half of them are; none where no value has so many."""
+    value, count = Counter(values).most_common(1)[0]
+    return tuple(i for i, other in enumerate(values) if other != value) if 2 * count > len(values) else ()
+
+
+def settled(doubt: Corrupted, held: Held) -> Corrupted:
+    """A difference that named nobody, now that ranks which agree hold `held` after the same step."""
+    wrong = tuple(worker.rank for worker in doubt.workers if worker.digests != held)
+    return replace(doubt, wrong=wrong, how="recomputation")
+
+
+class Agreement:
+    """What the ranks of one attempt compare of their states."""
+
+    def __init__(self, group: Group, state: TrainState) -> None:
+        self._group, self._state = group, state
+        self._digester: Digester | None = None
+        self.tell: Tell = tell_nobody
+        self.attempt = 1
+        self.began_at = 0
+        """The step that the attempt starts from."""
+        self._doubts: tuple[Corrupted, ...] = ()
+        self._since = 0
+        """The last step after which the ranks agreed, or the one that the attempt starts from."""
+
+    def begin(self, tell: Tell, attempt: int, doubts: Sequence[Corrupted]) -> None:
+        """Begin attempt number `attempt`, whose ranks agree on the state that they start from. `doubts` are to be settled."""
+        self.tell, self.attempt = tell, attempt
+        self.began_at = self._since = self._state.counters.step
+        self._doubts = tuple(doubt for doubt in doubts if doubt.step > self._since)
+
+    @property
+    def digester(self) -> Digester:
+        if self._digester is None:  # a run that compares nothing needs no workspace
+            self._digester = Digester(self._group.device)
+        return self._digester
+
+    def held(self) -> Held:
+        """The digests of what this rank holds now."""
+        optimizer = self._state.optimizer
+        # Of one that is shared out, the groups are on every rank.
+        saved = (
+            {"param_groups": optimizer.groups_as_saved()}
+            if isinstance(optimizer, ShardedOptimizer)
+            else optimizer.state_dict()
+        )
+        return (
+            model_digest(self.digester, self._state.model.state_dict()),
+            optimizer_digest(self.digester, saved),
+            0 if self._state.average is None else self.digester.digest(self._state.average.weights),
+            optimizer_digest(self.digester, self._others()),
+        )
+
+    def _others(self) -> dict[str, Any]:
+        state = self._state
+        return {
+            "buffer": unlisted_buffers(state.model),
+            "scaler": state.precision.state_dict(),
+            "counters": asdict(state.counters),
+            "schedule": state.schedule.state_dict(),
+        }
+
+    def awaits(self, step: int) -> bool:
+        """Whether a doubt can be settled after this step."""
+        return any(doubt.step == step for doubt in self._doubts)
+
+    def check(self) -> Held | None:
+        """Compare what the ranks hold, and return it; None where there is nothing to compare. All ranks call it.
+
+        CorruptionError where they do not hold the same.
+        """
+        if self._group.size == 1 and not self.awaits(self._state.counters.step):
+            return None
+        every = self._group.gather(self.held())
+        self.compare(every)
+        return every[0]  # type: ignore[no-any-return]
+
+    def compare(self, every: Sequence[Held]) -> None:
+        """The same with what each rank holds, by rank."""
+        if len(set(every)) > 1:
+            found = self._found(every)
+            self.tell(found)
+            raise CorruptionError(
+                f"{found}; no checkpoint has it: the last agreement is after step {self._since}"
+            )
+        step = self._state.counters.step
+        for doubt in self._doubts:
+            if doubt.step == step:
+                self.tell(settled(doubt, every[0]))
+        self._doubts = tuple(doubt for doubt in self._doubts if doubt.step > step)
+        self._since = max(self._since, step)
+
+    def _found(self, every: Sequence[Held]) -> Corrupted:
+        differing = [i for i in range(len(QUANTITIES)) if len({held[i] for held in every}) > 1]
+        wrong = outvoted(every)
+        return Corrupted(
+            step=self._state.counters.step,
+            since=self._since,
+            attempt=self.attempt,
+            quantity=QUANTITIES[differing[0]],
+            tensor=self._first_tensor(),
+            workers=tuple(self._group.gather(witness(self._group, every[self._group.rank]))),
+            wrong=wrong,
+            how="majority" if wrong else "undecided",
+        )
+
+    def _first_tensor(self) -> str:
+        """The name of the first tensor that differs. All ranks call it."""
+        own = {name: self.digester.digest({name: value}) for name, value in self._named().items()}
+        every = self._group.gather(own)
+        return next((name for name in own if len({other.get(name) for other in every}) > 1), "")
+
+    def _named(self) -> dict[str, Tensor]:
+        """The tensors that are compared, by names that mean something to a person."""
+        state = self._state
+        found = tensors(state.model)
+        names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+        if not isinstance(state.optimizer, ShardedOptimizer):
+            for parameter, values in state.optimizer.state.items():
+                owned = leaves(values, "")
+                found |= {f"{path} of {names.get(id(parameter), '?')}": value for path, value in owned}
+        if state.average is not None:
+            found |= {f"average of {name}": value for name, value in state.average.weights.items()}
+        found |= {path.replace("/", " ", 1): value for path, value in leaves(self._others(), "")}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}

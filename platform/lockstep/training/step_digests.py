@@ -1,0 +1,131 @@
+"""The digests of a run's steps: what a row of the ledger and a checkpoint have of them, compared between ranks on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lockstep.plan import Position, clip
+from lockstep.record.events import Digests
+from lockstep.spec.fields import Spec
+from lockstep.training.agreement import Agreement, Held
+from lockstep.training.digests import Summed, held_optimizer_digest, resolved
+from lockstep.training.group import Group
+from lockstep.training.sharding import ShardedOptimizer
+from lockstep.training.state import TrainState
+
+
+def digest_is_due(spec: Spec, position: Position, last: int) -> bool:
+    """Whether the row of a step has digests: each `record.digest_every` steps, where the plan has a checkpoint, and at the end.
+
+    It follows from the plan alone, so the same rows have them in every execution of a run. `last` is the run's last step.
+    """
+    every, cadence = spec.record.digest_every, spec.checkpoint.every
+    if every is None:
+        return False
+    number = position.number
+    return number % every == 0 or number == last or (cadence is not None and cadence.due(position))
+
+
+class StepDigests:
+    """The digests of one worker's steps. `note` takes those of a step's micro-batches; then come `gather`, the update, `taken` and `compare`."""
+
+    def __init__(
+        self, spec: Spec, group: Group, state: TrainState, total_steps: int, agreement: Agreement
+    ) -> None:
+        self._spec, self._group, self._state, self._last = spec, group, state, total_steps
+        self._agreement = agreement
+        self._names = [name for name, p in state.model.named_parameters() if p.requires_grad]
+        self._summed: dict[int, list[Summed]] | None = None
+        """By micro-batch what its gradient adds to its digest, in a step of which that is noted."""
+        self._wanted: frozenset[int] | None = None
+        """The micro-batches that are noted; None for all."""
+        self._at_hand: list[Summed] | None = None
+        self._gradients: dict[int, int] | None = None
+        self._every: tuple[int, ...] | None = None
+        """Of all ranks' micro-batches, in order."""
+        self._held: Held | None = None
+
+    def begin(self, position: Position, rechecked: frozenset[int] = frozenset()) -> None:
+        """Begin a step. Of its micro-batches all are noted if the step has digests, else those that are `rechecked`."""
+        due = digest_is_due(self._spec, position, self._last)
+        self._summed = {} if (due or rechecked) and self._spec.reduction == "exact" else None
+        self._wanted = None if due else rechecked
+        self._at_hand = self._gradients = None
+
+    @property
+    def notes(self) -> bool:
+        """Whether gradients of this step's micro-batches are noted. With `reduction: native` none is kept apart."""
+        return self._summed is not None
+
+    def next_micro_batch(self, m: int) -> None:
+        """The gradients that follow are micro-batch `m`'s."""
+        if self._summed is not None:
+            wanted = self._wanted is None or m in self._wanted
+            self._at_hand = self._summed.setdefault(m, []) if wanted else None
+
+    def note(self, gradients: Sequence[Tensor], indices: Sequence[int] | None = None) -> None:
+        """Gradients of the micro-batch at hand, in logical order: those of the parameters `indices`, or of all."""
+        if self._at_hand is None:
+            return
+        for gradient, i in zip(
+            gradients, range(len(self._names)) if indices is None else indices, strict=True
+        ):
+            self._at_hand.append(self._agreement.digester.summed(self._names[i], gradient))
+
+    def gradients(self) -> dict[int, int]:
+        """The digests of this rank's noted micro-batches, by their numbers."""
+        if self._gradients is None:
+            summed = self._summed or {}
+            self._gradients = dict(zip(summed, resolved(list(summed.values())), strict=True))
+        return self._gradients
+
+    def gather(self, position: Position, ranges: Sequence[range]) -> None:
+        """Hear of the other ranks' micro-batches. Before the update: what a rank that is lost had noted is lost with it."""
+        self._every = None
+        if self._summed is None or self._wanted is not None:
+            return
+        every = self._group.gather(list(self.gradients().values()))
+        counts = [len(clip(assigned, position.micro_batches)) for assigned in ranges]
+        self._every = tuple(
+            value for found, count in zip(every, counts, strict=True) for value in found[:count]
+        )
+
+    def taken(self, position: Position) -> Digests | None:
+        """The digests of the step that has just been updated, as this rank has them; None where it has none."""
+        if not digest_is_due(self._spec, position, self._last):
+            return None
+        self._held = self._agreement.held()
+        weights, optimizer, average = self._for_ledger(self._held)
+        return Digests(weights, optimizer, self._every, average)
+
+    def compare(self) -> None:
+        """Compare what was `taken` with the other ranks. CorruptionError where they do not hold the same state."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._agreement.compare(self._group.gather(held))
+        elif self._agreement.awaits(self._state.counters.step):
+            self._agreement.check()
+
+    def for_checkpoint(self) -> dict[str, str]:
+        """What a checkpoint keeps beside the state: its digests, unless the run has none.
+
+        CorruptionError where the ranks do not hold the same state, which is then not to be saved.
+        """
+        held = self._agreement.check()
+        if self._spec.record.digest_every is None:
+            return {}
+        weights, optimizer, average = self._for_ledger(held or self._agreement.held())
+        return {
+            "weights_digest": f"{weights:016x}",
+            "optimizer_digest": f"{optimizer:016x}",
+            **({} if average is None else {"ema_digest": f"{average:016x}"}),
+        }
+
+    def _for_ledger(self, held: Held) -> tuple[int, int, int | None]:
+        """The digests of weights, optimizer and average; of an optimizer whose state is shared out, that of the whole of it."""
+        weights, optimizer, average, _ = held
+        if isinstance(self._state.optimizer, ShardedOptimizer):
+            optimizer = held_optimizer_digest(self._agreement.digester, self._state.optimizer)
+        return weights, optimizer, None if self._state.average is None else average

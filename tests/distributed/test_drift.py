@@ -1,0 +1,148 @@
+"""Ranks whose bits part during a run: nothing of it is published, who is wrong is named, and the steps are taken again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lockstep.checkpoint.reader import checkpoints
+from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.runs import claim
+from lockstep.checkpoint.storages import open_storage
+from lockstep.errors import CorruptionError
+from lockstep.job.loading import load_job
+from lockstep.record.events import Corrupted, Event
+from lockstep.spec.loading import load_spec
+from lockstep.training.group import Group
+from lockstep.training.loop import fit
+from tests.distributed.pool import Pool
+from tests.distributed.training import Document, Kept, train, train_attempt
+
+RUN = "run"
+
+
+def document(folder: Path, **params: Any) -> Document:
+    """Eight steps of twelve micro-batches, saved after each of them, whatever the plan says of digests."""
+    return {
+        "job": {"use": "tests.distributed.flipped_jobs:Flipped", "params": params},
+        "length": {"steps": 8},
+        "batch": {"global": 24, "micro": 2},
+        "checkpoint": {"storage": str(folder), "every": {"seconds": 1e-6}, "keep_last": 20},
+        "record": {"uri": "off", "digest_every": None},
+    }
+
+
+def saved(folder: Path) -> list[int]:
+    return [found.step for found in checkpoints(RunFolder.open(open_storage(str(folder)), RUN))]
+
+
+def second(folder: Path) -> AttemptOrigin:
+    """The attempt that follows the first."""
+    return claim(str(folder), RUN, None, at_least=2)
+
+
+class Attempted(NamedTuple):
+    """What an attempt came to: its error, the digest of its weights, and what it told of wrong bits."""
+
+    error: str
+    weights: str
+    corrupted: list[Corrupted]
+
+
+def attempted(document: Document, origin: AttemptOrigin) -> Attempted:
+    """One attempt as a worker of the pool, whose end by wrong bits is an answer."""
+    spec, told = load_spec(document), list[Event]()
+    group = Group.join(torch.device("cpu"))
+    error, weights = "", ""
+    try:
+        summary = fit(
+            spec, load_job(spec.job.use, spec.job.params), group, told.append, Kept([], None, RUN), origin
+        )
+        weights = (summary or {})["weights_digest"]
+    except CorruptionError as wrong:
+        error = str(wrong)
+    return Attempted(error, weights, [event for event in told if isinstance(event, Corrupted)])
+
+
+@pytest.mark.parametrize(
+    ("what", "workers"),
+    [
+        ("weight", 2),
+        ("moment", 3),
+        ("buffer", 2),
+        *(
+            pytest.param(what, workers, marks=pytest.mark.exact)
+            for what, workers in (("weight", 3), ("moment", 2), ("buffer", 3))
+        ),
+    ],
+)
+def test_a_mixture_is_never_published(pool: Pool, tmp_path: Path, what: str, workers: int) -> None:
+    """One flipped bit after step 3 on one rank: the newest checkpoint is that of step 2, which all ranks agreed on."""
+    with pytest.raises(CorruptionError):
+        pool.run(workers, train_attempt, document(tmp_path, what=what), RUN, AttemptOrigin())
+    assert max(saved(tmp_path)) == 2
+
+
+def test_the_majority_names_the_one_that_is_wrong_and_the_steps_are_taken_again(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """G1: of three workers one is named with its first tensor; the next attempt ends with an uninterrupted run's bits."""
+    found = pool.run(
+        3, attempted, document(tmp_path, rank=2, until=str(tmp_path / "mended")), AttemptOrigin()
+    )
+    assert len({one.error for one in found}) == 1
+    assert "rank 2 (host " in found[0].error
+    assert "had other weights than the majority of the workers, first in '0.weight'" in found[0].error
+    (told,) = found[0].corrupted
+    assert (told.wrong, told.how, told.step, told.since) == ((2,), "majority", 3, 2)
+    (tmp_path / "mended").touch()
+    again = document(tmp_path, rank=2, until=str(tmp_path / "mended"))
+    taken = pool.run(2, attempted, again, second(tmp_path))
+    assert {one.weights for one in taken} == {train(again).weights_digest}
+    assert not any(one.corrupted for one in taken)
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.exact), 2])
+def test_of_two_workers_the_steps_that_are_taken_again_tell_which_was_wrong(
+    pool: Pool, tmp_path: Path, workers: int
+) -> None:
+    """Two that differ name nobody; the next attempt, of any number of workers, does, and trains on."""
+    given = document(tmp_path, what="moment", rank=1, until=str(tmp_path / "mended"))
+    (doubt,) = pool.run(2, attempted, given, AttemptOrigin())[0].corrupted
+    assert (doubt.wrong, doubt.how, doubt.quantity) == ((), "undecided", "optimizer state")
+    assert doubt.tensor == "exp_avg of 0.weight"
+    (tmp_path / "mended").touch()
+    again = pool.run(workers, attempted, given, replace(second(tmp_path), doubts=(doubt,)))[0]
+    (told,) = again.corrupted
+    assert (told.wrong, told.how, told.step) == ((1,), "recomputation", 3)
+    assert str(told.workers[1]) in str(told)
+    assert str(told.workers[0]) not in str(told)
+    assert again.weights == train(given).weights_digest
+
+
+def test_an_evaluation_is_not_told_of_bits_that_ranks_do_not_share(pool: Pool, tmp_path: Path) -> None:
+    """With neither saves nor digests in the plan, the end of an evaluation is where they compare."""
+    given = document(tmp_path, what="moment", rank=0)
+    given |= {"checkpoint": {"storage": str(tmp_path), "every": None}, "evaluate": {"every": {"steps": 4}}}
+    given["job"]["params"]["evaluated"] = True
+    with pytest.raises(CorruptionError, match=r"after step 4 .* different weights, first in '0\.weight'"):
+        pool.run(2, train_attempt, given, RUN, AttemptOrigin())
+
+
+def test_honest_ranks_tell_of_nothing(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(3, attempted, document(tmp_path, what="nothing"), AttemptOrigin()):
+        assert not found.error
+        assert not found.corrupted
+
+
+def test_sharded_weights_that_part_are_found(pool: Pool, tmp_path: Path) -> None:
+    """What every rank has is compared. A part that a rank alone updates goes to all from there, and is the same on all."""
+    given = document(tmp_path, what="buffer", rank=2)
+    given |= {"optimizer": {"name": "adamw", "sharded": True}}
+    given["job"]["params"]["own_optimizer"] = False
+    with pytest.raises(CorruptionError, match=r"rank 2 \(.* first in '1.running_mean'"):
+        pool.run(3, train_attempt, given, RUN, AttemptOrigin())
