@@ -80,6 +80,19 @@ def test_a_rank_that_is_one_step_ahead_takes_the_state_of_one_that_is_not() -> N
     assert repeated(outlived) == [4]
 
 
+def test_an_evaluation_that_is_left_is_judged_once() -> None:
+    """Its last message is the comparison of the ranks' bits; early stopping counts evaluations after it."""
+    stop = {"early_stop": {"metric": "eval/loss", "mode": "max", "patience": 2}}
+    outlived = outlive(DIGITS | stop, 3, [Fall(2, 6, "gather", 4)])
+    whole = train(DIGITS | stop)
+    check(outlived, whole, [0, 1])
+    for summary in outlived.summaries.values():
+        assert (summary["best_step"], summary["best_digest"], summary["step"]) == (
+            *whole.best,
+            len(whole.rows),
+        )
+
+
 def test_loader_processes_do_not_keep_the_connections_of_a_worker_that_is_lost() -> None:
     """They live on for some seconds; the others are not told of the roll call, and find out by their connections alone."""
     document = CENTRED | {"data": {"loader_processes": 1}}

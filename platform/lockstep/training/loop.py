@@ -173,10 +173,11 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     rule, over = run.spec.early_stop, False
     with run.state.averaged():
         metrics = run.evaluate(run.state.model, lambda: tell(Alive()))
-        # From here on no rank waits for another: the evaluation is noted whole, or made again by those that outlive a lost one.
-        if rule is not None:
-            over = run.state.best.judge(rule, _named(metrics, rule.metric), step, run.state.model)
     run.step.agreement.check()  # before it is told: an evaluation is of bits that all ranks have
+    # From here on no rank waits for another: the evaluation is noted whole, or made again by those that outlive a lost one.
+    if rule is not None:
+        with run.state.averaged():
+            over = run.state.best.judge(rule, _named(metrics, rule.metric), step, run.state.model)
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
     run.state.schedule.evaluated(metrics)
     run.state.counters.evaluated = step
