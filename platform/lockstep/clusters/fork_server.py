@@ -33,11 +33,14 @@ from typing import NoReturn
 PRELOAD = "LOCKSTEP_PRELOAD"
 """The modules that a worker's process is to have imported, with commas between them."""
 
-_READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK")
+_READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_JOB_ID")
 """How the variables begin that no module reads as it is imported."""
 
 _RAYLET_S, _ASK_S = 0.5, 10.0
 """How often the server looks whether its raylet lives, and how long whoever asks may take to say what for."""
+
+IDLE_S = 60.0
+"""How long a server stays that no worker is left of, for the next run."""
 
 _FORK_S, _IMPORT_S = 8.0, 45.0
 """How long a worker waits to be forked, and for a server that still imports: then it starts by itself. Ray gives up a process that has not come after 60 s."""
@@ -52,7 +55,8 @@ def py_executable() -> str:
 
 def start_worker(words: list[str]) -> NoReturn:
     """Become the worker `words`, or have the server fork it."""
-    name, plain = _address(os.environ), [sys.executable, *words]
+    raylet = os.getppid()
+    name, plain = _address(os.environ, raylet), [sys.executable, *words]
     until = time.monotonic() + _IMPORT_S
     while time.monotonic() < until:
         place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -75,16 +79,17 @@ def start_worker(words: list[str]) -> NoReturn:
             place.bind(name)
             place.set_inheritable(True)
             serving = "from lockstep.clusters.fork_server import serve; serve()"
-            os.execv(sys.executable, [sys.executable, "-c", serving, str(place.fileno()), *words])
+            given = [str(place.fileno()), str(raylet), *words]
+            os.execv(sys.executable, [sys.executable, "-c", serving, *given])
         place.close()
         time.sleep(0.02)
     os.execv(sys.executable, plain)
 
 
-def _address(environment: Mapping[str, str]) -> str:
+def _address(environment: Mapping[str, str], raylet: int) -> str:
     """The server's name, which no file system has: the raylet and the environment tell one from another."""
     read = {name: value for name, value in environment.items() if not name.startswith(_READ_LATER)}
-    told = json.dumps([os.getuid(), os.getppid(), read], sort_keys=True)
+    told = json.dumps([os.getuid(), raylet, read], sort_keys=True)
     return f"\0lockstep-workers-{hashlib.sha256(told.encode()).hexdigest()}"
 
 
@@ -97,36 +102,45 @@ def _user(place: socket.socket) -> int:
 
 
 def serve() -> None:
-    """Import what the workers need, and fork them until the raylet has ended. Returns in a worker, once it has done its work."""
-    server, words = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]
+    """Import what the workers need, and fork them until the raylet has ended, or nobody needs it. Returns in a worker, once it has done its work."""
+    server, raylet, words = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
     sys.path[0] = str(Path(words[0]).parent)  # as python has it for a script
     for name in os.environ[PRELOAD].split(","):
         with suppress(Exception):  # the worker imports it again, and tells what is wrong with it
             importlib.import_module(name)
     server.listen(128)
-    sys.argv = _forked(server, words)
+    sys.argv = _forked(server, raylet, words)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _forked(server: socket.socket, words: list[str]) -> list[str]:
+def _forked(server: socket.socket, raylet: int, words: list[str]) -> list[str]:
     """In each child the words of its worker: of the one that this process was started for, then of those that ask."""
-    raylet = os.getppid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
-    if _in_child(server):
+    if not (pid := _fork(server)):
         return words
+    workers, needed_at = {pid}, time.monotonic()
     while os.getppid() == raylet:
+        workers = {pid for pid in workers if Path(f"/proc/{pid}").exists()}
+        if workers:
+            needed_at = time.monotonic()
+        elif time.monotonic() - needed_at > IDLE_S:
+            break
         if not select.select([server], [], [], _RAYLET_S)[0]:
             continue
         asked, _ = server.accept()
         with asked, suppress(OSError):  # whoever asked was killed meanwhile
             asked.settimeout(_ASK_S)
-            if _user(asked) == os.getuid() and (found := _asked(server, asked)):
+            if _user(asked) != os.getuid():
+                continue
+            found = _asked(server, asked)
+            if isinstance(found, list):
                 return found
+            workers |= {found} if found else set()
     os._exit(0)
 
 
-def _asked(server: socket.socket, asked: socket.socket) -> list[str]:
-    """Fork the worker that is asked for. In the child its words, here nothing."""
+def _asked(server: socket.socket, asked: socket.socket) -> list[str] | int | None:
+    """Fork the worker that is asked for. In the child its words, here its process id; None where nobody waits for it any more."""
     first, files, _, _ = socket.recv_fds(asked, 1 << 16, 3)
     try:
         (size,) = struct.unpack("!Q", first[:8])
@@ -135,10 +149,10 @@ def _asked(server: socket.socket, asked: socket.socket) -> list[str]:
             given += more
         words, environment, folder = json.loads(given)
         if _has_left(asked):
-            return []
-        if not _in_child(server):
+            return None
+        if pid := _fork(server):
             asked.send(b"1")
-            return []
+            return pid
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.environ.clear()
@@ -155,14 +169,14 @@ def _has_left(asked: socket.socket) -> bool:
     return bool(select.select([asked], [], [], 0.0)[0]) and not asked.recv(1)
 
 
-def _in_child(server: socket.socket) -> bool:
-    """Fork; whether this is the child. Ray ends a worker's process group, which is therefore its own."""
-    if os.fork():
-        return False
+def _fork(server: socket.socket) -> int:
+    """The child's process id, and 0 in the child. Ray ends a worker's process group, which is therefore its own."""
+    if pid := os.fork():
+        return pid
     server.close()
     os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    return True
+    return 0
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ told = {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "wor
 print(json.dumps(told), flush=True)
 if sys.argv[-1] == "fails":
     raise ValueError("no luck")
+if sys.argv[-1] == "waits":
+    import time; time.sleep(60)
 """
 
 
@@ -106,6 +108,11 @@ def test_a_worker_that_needs_no_modules_does_not_wait_for_them(start: Start) -> 
     assert (forked["parent"], forked["there"]) == (server["parent"], True)
 
 
+def test_the_next_job_of_a_cluster_has_the_same_server(start: Start) -> None:
+    first = start(**{PRELOAD: "colorsys", "RAY_JOB_ID": "01000000"})
+    assert start(**{PRELOAD: "colorsys", "RAY_JOB_ID": "02000000"})["parent"] == first["parent"]
+
+
 def test_a_lost_server_is_replaced(start: Start) -> None:
     first = start(**{PRELOAD: "colorsys"})
     os.kill(first["parent"], signal.SIGKILL)
@@ -159,17 +166,47 @@ def test_a_worker_that_fails_tells_why_in_its_own_file(start: Start, tmp_path: P
         time.sleep(0.01)
 
 
-def test_the_server_ends_with_its_raylet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["print(first.told()['parent'])", "importing(first)"])
+def test_the_server_ends_with_its_raylet(tmp_path: Path, then: str) -> None:
+    """One that is lost while the server imports, too."""
     text = (
-        "import sys; from pathlib import Path; from tests.unit.clusters.test_fork_server import PRELOAD, Started; "
-        "print(Started(Path(sys.argv[1], 'one'), **{PRELOAD: 'colorsys'}).told()['parent'])"
+        "import sys; from pathlib import Path; from tests.unit.clusters.test_fork_server import *; "
+        f"first = Started(Path(sys.argv[1], 'one'), **{{PRELOAD: 'colorsys,slow', 'PYTHONPATH': sys.argv[2]}}); {then}"
+    )
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, time; pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid())); time.sleep(0.5)"
     )
     paths = os.pathsep.join([str(ROOT / "platform"), str(ROOT)])
     raylet = subprocess.run(
-        [sys.executable, "-c", text, str(tmp_path)],
+        [sys.executable, "-c", text, str(tmp_path), os.pathsep.join([paths, str(tmp_path)])],
         env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     until = time.monotonic() + 30
     while psutil.pid_exists(int(raylet.stdout)):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def importing(started: Started) -> None:
+    """Print the server's process id while it imports."""
+    path = started.folder.parent / "pid"
+    while not path.exists() or not path.read_text():
+        time.sleep(0.01)
+    print(path.read_text(), flush=True)
+    os._exit(0)
+
+
+def test_the_server_ends_when_nobody_needs_it_any_more(start: Start, tmp_path: Path) -> None:
+    """As long as a worker of it lives it is needed."""
+    (tmp_path / "short.py").write_text("from lockstep.clusters import fork_server; fork_server.IDLE_S = 0.3")
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(tmp_path)]), PRELOAD: "short"}
+    first = start("waits", **paths)
+    server = psutil.Process(first["parent"])
+    time.sleep(2.0)
+    assert server.is_running() and server.status() != psutil.STATUS_ZOMBIE
+    os.kill(first["pid"], signal.SIGKILL)
+    until = time.monotonic() + 30
+    while server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert start(**paths)["parent"] != server.pid
