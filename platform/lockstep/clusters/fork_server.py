@@ -33,7 +33,7 @@ from typing import NoReturn
 PRELOAD = "LOCKSTEP_PRELOAD"
 """The modules that a worker's process is to have imported, with commas between them."""
 
-_READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_JOB_ID")
+_READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_JOB_ID", "RAY_WARN_")
 """How the variables begin that no module reads as it is imported."""
 
 _RAYLET_S, _ASK_S = 0.5, 10.0
