@@ -13,18 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.attempts.attempt_summary import AttemptSummary
+from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_watch import ClusterWatch, can_grow, find_place, most_resources
 from lockstep.attempts.mailbox import LOST, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement, each_of
-from lockstep.attempts.policy import FailedNodes, RetryBudget, outcome_of
+from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
-from lockstep.attempts.repeats import Repeats, repeat
 from lockstep.attempts.room import RoomRequest
 from lockstep.attempts.stages import breakdown, underway
 from lockstep.attempts.standby import Standbys
-from lockstep.attempts.suspects import Suspects
 from lockstep.attempts.watchdog import Patience, end
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checkpoint.errors import StaleAttemptError
@@ -36,8 +35,8 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, DriftError, LockstepError, RecordError, SilentError, SpecError
-from lockstep.record.events import AttemptsSummarised, Corrupted, Document, Failed, Finished, TakenOver
+from lockstep.errors import ClusterError, LockstepError, RecordError, SilentError, SpecError
+from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver
 from lockstep.spec.fields import Spec
 
 POLL_S = 0.3
@@ -76,12 +75,7 @@ class Supervisor:
         self._outlived: set[int] = set()
         """Ranks of the worker group at hand whose loss the others have outlived, and which are told."""
         self._standbys = Standbys(self._warn)
-        self._failed_nodes = FailedNodes()
-        self._suspects = Suspects()
-        self._repeats = Repeats()
-        self._judged: Corrupted | None = None
-        """The last difference between workers that was looked at."""
-        self._fault_of_job: DriftError | None = None
+        self._blame = Blame(spec.checkpoint.storage, self._warn, lambda event: self._recording.tell(event))
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
         self._named = False
@@ -183,52 +177,11 @@ class Supervisor:
             view.error = self._recording.reopen(lost)
         self._before = attempt.moments.at
         self.summaries[-1].ended = time.time()
-        self._leave_out(view)
-        self._judge(view)
-        view.error = self._fault_of_job or self._repeated(view) or view.error
+        at_fault = self._blame.end(view, self.summaries[-1], self._recording.run_id, self._saved_step)
+        view.error = at_fault or view.error
         if view.summary is None and view.error is None:
             view.error = attempt.error or ClusterError("the workers ended without a result")
         return view
-
-    def _leave_out(self, view: RunView) -> None:
-        """Count the nodes on which a device failed; one with too many failures gets no worker any more."""
-        nodes = {view.members[rank].node for rank in view.device_ranks if rank in view.members}
-        failed = sorted(self._failed_nodes.failed(nodes))
-        self.summaries[-1].left_out = sorted({*self.summaries[-1].left_out, *failed})
-        for node in failed:
-            self._warn(f"node {node[:8]} is left out from now on: its devices have failed twice in this run")
-
-    def _repeated(self, view: RunView) -> LockstepError | None:
-        """The error that ends the run, where a micro-batch failed as it did on another worker before; a file takes it again."""
-        for broke in view.broken:
-            assert broke.place is not None
-            member, run_id = view.members.get(broke.rank), self._recording.run_id
-            worker = ("" if member is None else member.node, broke.rank)
-            who = self._repeats.failed(broke.place, worker, self.origin.attempt)
-            if who and run_id is not None:
-                storage, start = self.spec.checkpoint.storage, self._saved_step()
-                found = repeat(broke.error, broke.place, who, run_id, storage, start)
-                self._recording.tell(Document(found.name, found.text))
-                return found.error
-        return None
-
-    def _judge(self, view: RunView) -> frozenset[str]:
-        """See to a difference between the bits of workers, once: the nodes that are left out for it."""
-        if view.corrupted is None or view.corrupted == self._judged:
-            return frozenset()
-        self._judged = view.corrupted
-        verdict = self._suspects.judge(view.corrupted, {rank: one.node for rank, one in view.members.items()})
-        left_out = self._failed_nodes.computed_wrong(verdict.nodes)
-        account = self.summaries[-1]
-        account.corrupted.append(str(verdict.found))
-        account.left_out = sorted({*account.left_out, *left_out})
-        names = ", ".join(node[:8] for node in sorted(left_out))
-        self._warn(f"{verdict.found}{f'; node {names} is left out from now on' if names else ''}")
-        if verdict.fault_of_job:
-            self._fault_of_job = DriftError(verdict.fault_of_job)
-        elif verdict.found != view.corrupted:  # two attempts together tell more than this one knew
-            self._recording.tell(verdict.found)
-        return left_out
 
     def _leave(self, nodes: frozenset[str], view: RunView) -> None:
         """Have an attempt that goes on move away from nodes that were found to be wrong before, where there is room elsewhere."""
@@ -245,7 +198,7 @@ class Supervisor:
     def _watch(self, attempt: WorkerGroup, place: WorkerPlacement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
         self._moving = None
-        cluster = self._cluster = ClusterWatch(self.spec, place, self._failed_nodes.left_out)
+        cluster = self._cluster = ClusterWatch(self.spec, place, self._blame.left_out)
         self._outlived = set()
         try:
             self._watch_until_over(attempt, cluster)
@@ -276,7 +229,7 @@ class Supervisor:
                 lost_at = time.monotonic()
             elif time.monotonic() - lost_at > self.spec.faults.longest_silence_s:
                 attempt.give_up()  # a worker has not come to the roll call, and nothing tells why
-            self._leave(self._judge(status.view), status.view)
+            self._leave(self._blame.judge(status.view, self.summaries[-1]), status.view)
             if self._moving is None and not told and self.summaries[-1].last_step:
                 self._tend(attempt, cluster, status.view)
 
@@ -422,7 +375,7 @@ class Supervisor:
         each = each_of(self.spec, most_resources())
         while True:
             try:
-                return find_place(self.spec, self._failed_nodes.left_out)
+                return find_place(self.spec, self._blame.left_out)
             except SpecError as error:
                 request.want(1, each, together=self.spec.workers.min)
                 if time.monotonic() >= until or self.stop.asked:
@@ -449,13 +402,13 @@ class Supervisor:
         run_id = self._recording.run_id
         if run_id is None:  # it ended before there was a run
             return AttemptOrigin(
-                None, self.origin.attempt + 1, replay=self.origin.replay, doubts=self._suspects.doubts
+                None, self.origin.attempt + 1, replay=self.origin.replay, doubts=self._blame.doubts
             )
         storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
         claimed = patiently(
             lambda: claim(storage, run_id, None, at_least=least), self.stop.wait, self.progress.say
         )
-        return replace(claimed, replay=self.origin.replay, doubts=self._suspects.doubts)
+        return replace(claimed, replay=self.origin.replay, doubts=self._blame.doubts)
 
     def _close(self, ended: RunView) -> RecordError | None:
         """The run has ended by itself or by a signal: have that recorded, and let the recorder write what is left."""

@@ -79,8 +79,9 @@ def start_worker(words: list[str]) -> NoReturn:
             place.bind(name)
             place.set_inheritable(True)
             serving = "from lockstep.clusters.fork_server import serve; serve()"
-            given = [str(place.fileno()), str(raylet), *words]
-            os.execv(sys.executable, [sys.executable, "-c", serving, *given])
+            os.execv(
+                sys.executable, [sys.executable, "-c", serving, str(place.fileno()), str(raylet), *words]
+            )
         place.close()
         time.sleep(0.02)
     os.execv(sys.executable, plain)
