@@ -236,8 +236,8 @@ class Mailbox:
         self._kept.append((self._told, event))
 
 
-class Keeper:
-    """One worker's way to the roll calls of the mailbox (`training.meeting.RollCallKeeper`)."""
+class MailboxRollCalls:
+    """One worker's way to the roll calls of the mailbox (`training.meeting.RollCallClient`)."""
 
     def __init__(self, mailbox: Any, attempt: int, worker: int) -> None:
         self._mailbox, self._first, self._worker = mailbox, attempt, worker

@@ -11,7 +11,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from lockstep.attempts.mailbox import Keeper, wait_for_run_id, wait_until_named
+from lockstep.attempts.mailbox import MailboxRollCalls, wait_for_run_id, wait_until_named
 from lockstep.attempts.sender import Sender
 from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
@@ -68,8 +68,8 @@ class Place:
         def seated(group: Group, attempt: int, before: Seat) -> Seat:
             return self.seated(group, attempt, next_attempt(before.origin, attempt))
 
-        keeper = Keeper(self._mailbox, self._first, self._number)
-        return Meeting(self._first, self._number, ray.util.get_node_ip_address(), keeper, seated)
+        client = MailboxRollCalls(self._mailbox, self._first, self._number)
+        return Meeting(self._first, self._number, ray.util.get_node_ip_address(), client, seated)
 
     def seated(self, group: Group, attempt: int, origin: AttemptOrigin | None) -> Seat:
         """The place in a group: its rank 0 tells of the run, and hears what is asked of it."""

@@ -31,7 +31,7 @@ CONNECT_S = 30.0
 """How long members of a new group may take to connect; one that is lost meanwhile never does."""
 
 
-class RollCallKeeper(Protocol):
+class RollCallClient(Protocol):
     """The way to whoever keeps the roll calls (`training.roll_call.RollCalls`), for one worker."""
 
     def ready(self) -> None: ...
@@ -51,12 +51,12 @@ class Meeting:
         attempt: int,
         worker: int,
         host: str,
-        keeper: RollCallKeeper,
+        client: RollCallClient,
         seated: Callable[[Group, int, Seat], Seat],
     ) -> None:
         """`worker` is this one's number, `host` its machine's address; `seated` is given the new group, its attempt and the place before."""
         self._attempt, self._worker, self._host = attempt, worker, host
-        self._keeper, self._seated = keeper, seated
+        self._client, self._seated = client, seated
         self._group: Group | None = None
         """The group at hand, as long as this worker has not left it."""
         self._lock = threading.Lock()
@@ -66,7 +66,7 @@ class Meeting:
     def ready(self, seat: Seat) -> None:
         """Come to roll calls from now on."""
         self._group = seat.group
-        self._keeper.ready()
+        self._client.ready()
         self._thread = threading.Thread(target=self._listen, name="lockstep-roll-call", daemon=True)
         self._thread.start()
 
@@ -76,8 +76,8 @@ class Meeting:
             self._group = None
         timeout = timedelta(seconds=CONNECT_S)
         own = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._keeper.arrive(self._attempt, Arrival(progress, self._host, own.port))
-        while (answer := self._keeper.ask(self._attempt)) is None:
+        self._client.arrive(self._attempt, Arrival(progress, self._host, own.port))
+        while (answer := self._client.ask(self._attempt)) is None:
             time.sleep(ASK_S)
         if isinstance(answer, Refused):
             return None
@@ -109,7 +109,7 @@ class Meeting:
         """Break the group off where a roll call is on, and this worker still waits for one that is lost."""
         heard: int | None = None
         while not self._over.wait(LISTEN_S):
-            called = self._keeper.called()
+            called = self._client.called()
             with self._lock:
                 # The second time: one that only has to finish what it computes finds out by itself.
                 if called is not None and called == heard == self._attempt and self._group is not None:
