@@ -103,6 +103,7 @@ def _run(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))  # as a new interpreter has it
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)

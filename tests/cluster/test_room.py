@@ -25,15 +25,14 @@ pytestmark = [
 def demand() -> Counter[float]:
     """The CPUs of each bundle that the GCS tells an autoscaler is waited for."""
     import ray
-    from ray._raylet import GcsClient
-    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+    from ray.autoscaler.v2.sdk import get_cluster_status
 
-    state = get_cluster_resource_state(GcsClient(address=ray.get_runtime_context().gcs_address))
-    return Counter(
-        request.resources_bundle["CPU"]
-        for gang in state.pending_gang_resource_requests
-        for request in gang.requests
-    )
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    found = Counter[float]()
+    for group in status.resource_demands.placement_group_demand:
+        for request in group.bundles_by_count:
+            found[request.bundle["CPU"]] += request.count
+    return found
 
 
 def settles(look: Callable[[], object], wanted: object) -> None:
