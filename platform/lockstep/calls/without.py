@@ -11,7 +11,7 @@ from lockstep.calls.resumption import fetch_copy, recorded_and_asked, refuse_cha
 from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import whole_steps
-from lockstep.data.sampler import FirstUse, LeftOut, MicroBatchSampler
+from lockstep.data.sampler import FirstUse, LeftOut
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
@@ -19,7 +19,7 @@ from lockstep.job.loading import dataset_size, load_job
 from lockstep.record.stores import find_copies, find_history
 from lockstep.spec.fields import Fork, Spec
 from lockstep.spec.sample_ids import parse, written
-from lockstep.training.job_data import open_data
+from lockstep.training.job_data import make_sampler, open_data
 from lockstep.training.setup import make_plan
 
 
@@ -80,15 +80,7 @@ def _first_use(spec: Spec, wanted: LeftOut, run_id: str) -> FirstUse:
         raise SpecError(
             f"without: got id {wanted.last}, wanted samples of train_data, which has {plan.samples}, counted from 0"
         )
-    sampler = MicroBatchSampler(
-        train_data,
-        plan,
-        range(plan.micro_batches),
-        seed=spec.seed,
-        shuffle=spec.data.shuffle,
-        window=spec.data.window,
-    )
-    found = sampler.first_use(wanted)
+    found = make_sampler(spec, plan, train_data).first_use(wanted)
     if found is None:
         raise SpecError(
             f"without: run {run_id} uses none of these samples; it is what it would be without them"

@@ -26,7 +26,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group, local_device
-from lockstep.training.job_data import check_rules, open_data
+from lockstep.training.job_data import check_rules, make_sampler, open_data
 from lockstep.training.rehearsal.micro_batch import check_loss
 from lockstep.training.setup import make_model, make_plan, make_state
 from lockstep.training.state import TrainState
@@ -81,17 +81,7 @@ class Bench:
 
     def sampler(self, assigned: range, plan: Plan | None = None, start: int = 0) -> MicroBatchSampler:
         """The micro-batches of a worker from step `start` on."""
-        data = self.spec.data
-        return MicroBatchSampler(
-            self.data[0],
-            plan or self.plan,
-            assigned,
-            seed=self.spec.seed,
-            shuffle=data.shuffle,
-            window=data.window,
-            start=start,
-            without=data.without,
-        )
+        return make_sampler(self.spec, plan or self.plan, self.data[0], assigned, start)
 
     @property
     def epoch_steps(self) -> int:

@@ -6,11 +6,10 @@ from typing import Any
 
 from lockstep.data.dataset import is_table
 from lockstep.data.leakage import Leakage, find_leakage, leaked_rows
-from lockstep.data.sampler import MicroBatchSampler
 from lockstep.job.loading import dataset_size, load_job
 from lockstep.plan import Plan, nodes
 from lockstep.spec.fields import Spec
-from lockstep.training.job_data import check_rules, open_data
+from lockstep.training.job_data import check_rules, make_sampler, open_data
 from lockstep.training.setup import make_plan
 
 LEAKAGE_S = 20.0
@@ -50,11 +49,7 @@ def dry_run(spec: Spec) -> dict[str, Any]:
 
 def check_order(train_data: Any, plan: Plan, spec: Spec) -> None:
     """Draw the first micro-batch's samples, without fetching them. Raises the SpecError that training would."""
-    data = spec.data
-    sampler = MicroBatchSampler(
-        train_data, plan, range(1), seed=spec.seed, shuffle=data.shuffle, window=data.window
-    )
-    next(iter(sampler))
+    next(iter(make_sampler(spec, plan, train_data, range(1))))
 
 
 def _leakage(train_data: Any, eval_data: Any, seed: int) -> dict[str, int] | None:

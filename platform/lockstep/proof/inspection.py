@@ -14,13 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lockstep.data.sampler import MicroBatchSampler
 from lockstep.job.loading import dataset_size, load_job
 from lockstep.plan import Position
 from lockstep.proof.microscope import Look, Microscope
 from lockstep.record.events import StepRow
 from lockstep.spec.fields import Spec
-from lockstep.training.job_data import open_data
+from lockstep.training.job_data import make_sampler, open_data
 from lockstep.training.memory import tensors_in
 from lockstep.training.setup import make_plan
 
@@ -120,18 +119,8 @@ def sample_ids(spec: Spec, step: int) -> dict[int, list[int]]:
     """The samples of each micro-batch of a step (from 0), in order."""
     train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
-    batches = MicroBatchSampler(
-        train_data,
-        plan,
-        range(plan.micro_batches),
-        seed=spec.seed,
-        shuffle=spec.data.shuffle,
-        window=spec.data.window,
-        start=step,
-        without=spec.data.without,
-    )
     found: dict[int, list[int]] = {}
-    for batch in batches:
+    for batch in make_sampler(spec, plan, train_data, start=step):
         if batch.step != step:
             break
         found[batch.micro_batch] = [int(i) for i in batch.ids]

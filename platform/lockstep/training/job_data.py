@@ -8,8 +8,10 @@ import numpy as np
 import torch.utils.data
 from torch.utils.data import Dataset
 
+from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import JobError, LockstepError, SpecError
 from lockstep.job.interface import Job
+from lockstep.plan import Plan
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error
@@ -33,6 +35,22 @@ def open_data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
     if eval_data is not None:
         _check(eval_data, "eval_data")
     return train_data, eval_data
+
+
+def make_sampler(
+    spec: Spec, plan: Plan, samples: Dataset[Any], assigned: range | None = None, start: int = 0
+) -> MicroBatchSampler:
+    """What names the micro-batches of a worker to which `assigned` of each step are assigned (None: all), from step `start` on."""
+    return MicroBatchSampler(
+        samples,
+        plan,
+        range(plan.micro_batches) if assigned is None else assigned,
+        seed=spec.seed,
+        shuffle=spec.data.shuffle,
+        window=spec.data.window,
+        start=start,
+        without=spec.data.without,
+    )
 
 
 def warnings_of(train_data: object) -> list[str]:

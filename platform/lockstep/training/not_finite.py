@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
-from lockstep.data.sampler import MicroBatch, MicroBatchSampler
+from lockstep.data.sampler import MicroBatch
 from lockstep.errors import LockstepError, NumericsError
 from lockstep.randomness import seed_all
 from lockstep.record.events import Document, Tell, Warned
+from lockstep.training.job_data import make_sampler
 from lockstep.training.memory import tensors_in
 from lockstep.training.setup import Run
 
@@ -121,16 +122,7 @@ def _keys(run: Run, error: NumericsError) -> list[MicroBatch]:
     """The micro-batches of the step: the one whose loss was not finite, or all of them."""
     assert error.step is not None
     position = run.plan.position(error.step)
-    every = MicroBatchSampler(
-        run.batches.samples,
-        run.plan,
-        range(run.plan.micro_batches),
-        seed=run.spec.seed,
-        shuffle=run.spec.data.shuffle,
-        window=run.spec.data.window,
-        start=error.step,
-        without=run.spec.data.without,
-    )
+    every = make_sampler(run.spec, run.plan, run.batches.samples, start=error.step)
     keys = list(islice(every, position.micro_batches))
     return keys if error.micro_batch is None else [keys[error.micro_batch]]
 

@@ -19,7 +19,6 @@ from lockstep.data.dataset import is_table
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
-from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.job.identity import identity_digest, identity_fields
 from lockstep.job.interface import Job
@@ -46,7 +45,7 @@ from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
-from lockstep.training.job_data import check_rules, open_data, warnings_of
+from lockstep.training.job_data import check_rules, make_sampler, open_data, warnings_of
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.parameters import short_parameters
 from lockstep.training.precision import Precision
@@ -97,9 +96,8 @@ class Run:
 
     def loader(self) -> Loader:
         """The worker's micro-batches from the state's step to the end of the run."""
-        sampler = make_sampler(
-            self.spec, self.plan, self.batches, self.step.assigned, self.state.counters.step
-        )
+        samples, start = self.batches.samples, self.state.counters.step
+        sampler = make_sampler(self.spec, self.plan, samples, self.step.assigned, start)
         return Loader(
             self.batches, sampler, self.group.device, self.spec.data.loader_processes, self.group.let_go
         )
@@ -197,7 +195,7 @@ def watch_bits(
     origin: AttemptOrigin | None,
 ) -> None:
     """Have a worker's steps look out for wrong bits, and name the samples of a micro-batch that fails."""
-    sampler = make_sampler(spec, plan, batches, range(plan.micro_batches))
+    sampler = make_sampler(spec, plan, batches.samples)
     step.samples = lambda position, m: sampler.at(position, m).ids
     if spec.recheck:
         step.recheck = Recheck(
@@ -205,22 +203,6 @@ def watch_bits(
         )
     if origin is not None:
         step.agreement.begin(tell, origin.attempt, origin.doubts)
-
-
-def make_sampler(
-    spec: Spec, plan: Plan, batches: MicroBatches, assigned: range, start: int = 0
-) -> MicroBatchSampler:
-    """What names the micro-batches of a worker to which `assigned` are assigned, from step `start` on."""
-    return MicroBatchSampler(
-        batches.samples,
-        plan,
-        assigned,
-        seed=spec.seed,
-        shuffle=spec.data.shuffle,
-        window=spec.data.window,
-        start=start,
-        without=spec.data.without,
-    )
 
 
 def make_state(

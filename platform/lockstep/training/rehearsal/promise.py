@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.data.dataset import is_fingerprinted
 from lockstep.data.fingerprint import check_repeats
 from lockstep.data.loader import Loader, MicroBatches
-from lockstep.data.sampler import MicroBatch, MicroBatchSampler
+from lockstep.data.sampler import MicroBatch
 from lockstep.errors import DeterminismError, JobError, LockstepError
 from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
@@ -32,6 +32,7 @@ from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.determinism import filled_memory
 from lockstep.training.digest import tree_digest
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.job_data import make_sampler
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
@@ -112,17 +113,8 @@ class StepRehearsal:
 
     def _keys(self) -> list[MicroBatch]:
         """Micro-batches 0 and 1 of the first step; only the first where it has one. Those that `data.without` leaves empty are passed over."""
-        data = self.spec.data
         count = range(min(2, self.plan.position(0).micro_batches))
-        every = MicroBatchSampler(
-            self.batches.samples,
-            self.plan,
-            count,
-            seed=self.spec.seed,
-            shuffle=data.shuffle,
-            window=data.window,
-            without=data.without,
-        )
+        every = make_sampler(self.spec, self.plan, self.batches.samples, count)
         return list(islice((key for key in every if len(key.ids)), len(count)))
 
     def _fetch(self, key: MicroBatch) -> Any:
