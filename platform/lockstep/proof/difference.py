@@ -92,9 +92,7 @@ class Difference:
         return {
             "same": self.same,
             "steps": self.steps,
-            "fields": [
-                {"field": one.field, "recorded": one.recorded, "found": one.found} for one in self.fields
-            ],
+            "fields": [one._asdict() for one in self.fields],
             "source": self.source,
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
             "note": self.note,

@@ -164,9 +164,7 @@ class Guarded:
             "same": self.same,
             "steps": self.steps,
             "base": self.base,
-            "fields": [
-                {"field": one.field, "recorded": one.recorded, "found": one.found} for one in self.fields
-            ],
+            "fields": [one._asdict() for one in self.fields],
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
             "commit": self.commit,
             "title": self.title,
