@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -250,7 +250,7 @@ class Stepper:
             self.probe.batch(position, m, batch)
             loss = self._forward(self.wrapped, position, m, batch)
             self.probe.loss(position, m, loss.total)
-        try:
+        with self._of_job(position, m):
             self.exchange.put(loss)
             if m == 0:
                 self.exchange.flag(self.buffers.keep())
@@ -259,24 +259,15 @@ class Stepper:
             scaled = self.state.precision.scaled(loss.total * scale_down)
             self.probe.backward(position, m)
             torch.autograd.backward(scaled)
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:  # a job may end the process
-            raise self._failed(error, position, m) from error
         self.watched.check(self._where(position, m))
         self.buffers.restore()
 
     def _forward(self, module: nn.Module, position: Position, m: int, batch: Any) -> Loss:
         seed_all(self.spec.seed, "step", position.step, m, cuda=self._cuda)
-        try:
-            with self.state.precision.autocast():
-                loss: Loss = module(batch)
-            if batch is None:  # data.without leaves this micro-batch no sample
-                loss = replace(loss, parts=dict.fromkeys(self.exchange.parts, Mean(0.0, 0.0)))
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:  # a job may end the process
-            raise self._failed(error, position, m) from error
+        with self._of_job(position, m), self.state.precision.autocast():
+            loss: Loss = module(batch)
+        if batch is None:  # data.without leaves this micro-batch no sample
+            loss = replace(loss, parts=dict.fromkeys(self.exchange.parts, Mean(0.0, 0.0)))
         return loss
 
     def recomputed(self, position: Position, m: int, batch: Any) -> list[Tensor]:
@@ -288,12 +279,8 @@ class Stepper:
         self._forget_gradients()
         # Past DDP, which has its gradients by now and expects none.
         loss = self._forward(self.module, position, m, batch)
-        try:
+        with self._of_job(position, m):
             torch.autograd.backward(self.state.precision.scaled(loss.total * self.scale_down(position)))
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:  # a job may end the process
-            raise self._failed(error, position, m) from error
         self.watched.check(self._where(position, m))
         self.buffers.restore()
         gradients = self._take_gradients(position, m)
@@ -389,6 +376,16 @@ class Stepper:
             pace=agreed.pace,
             digests=self.digests.taken(position),
         )
+
+    @contextmanager
+    def _of_job(self, position: Position, m: int) -> Iterator[None]:
+        """What the job raises in a micro-batch, or that it ends the process, is told with its place."""
+        try:
+            yield
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._failed(error, position, m) from error
 
     def _failed(self, error: BaseException, position: Position, m: int) -> LockstepError:
         """What went wrong in a micro-batch, as it is told, with the place of what another worker may come to as well."""
