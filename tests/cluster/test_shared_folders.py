@@ -1,4 +1,4 @@
-"""A folder that is another one on another node is found out before training, with the field to change."""
+"""A folder that is another one on another node is found out before training, with the field to change; and a node is lost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from lockstep import train
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import json, logging, os, sys, tempfile
+import json, logging, os, sys, tempfile, threading, time
+from pathlib import Path
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 import ray
@@ -21,60 +24,111 @@ from ray.cluster_utils import Cluster
 from lockstep import train
 from lockstep.errors import LockstepError
 
-here, there, storage = sys.argv[1:]
+here, there, *runs = sys.argv[1:]
+
+def kill(cluster, node, storage, go_on):
+    while not list(Path(storage).glob("*/step-*/manifest.json")):
+        time.sleep(0.05)
+    cluster.remove_node(node, allow_graceful=False)
+    while all(node["Alive"] for node in ray.nodes()):
+        time.sleep(0.1)
+    time.sleep(1.0)
+    Path(go_on).touch()
+
 with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
     os.chdir(here)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": own, "include_dashboard": False})
     os.chdir(there)
-    cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
+    node = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
     os.chdir(here)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        result = train(
-            {
-                "job": {"use": "jobs.digits.job:Digits", "params": {"width": 4}},
-                "length": {"steps": 2}, "workers": {"min": 2, "max": 2}, "evaluate": {"every": {"steps": 2}},
-                "checkpoint": {"storage": storage}, "record": {"uri": "off"},
-            }
-        )
-        told = {"status": result.status, "workers": result.workers, "warnings": result.warnings}
-    except LockstepError as error:
-        told = {"error": str(error)}
-    print(json.dumps(told))
+    told = []
+    for spec in map(json.loads, runs):
+        if spec.pop("node is killed", False):
+            places = spec["checkpoint"]["storage"], spec["job"]["params"]["until"]
+            threading.Thread(target=kill, args=(cluster, node, *places), daemon=True).start()
+        try:
+            result = train(spec)
+            told.append({"status": result.status, "workers": result.workers, "attempts": result.attempts, "weights_digest": result.weights_digest})
+        except LockstepError as error:
+            told.append({"error": str(error)})
+    lost = [node for node in ray.nodes() if not node["Alive"]]
+    tried = [group["stats"]["scheduling_attempt"] for group in ray.util.placement_group_table().values()]
+    print(json.dumps({"runs": told, "lost": len(lost), "tried": tried}))
     ray.shutdown()
     cluster.shutdown()
 """
 
 
-def trained(folder: Path, storage: str) -> dict[str, Any]:
-    """What became of a run on two nodes with working directories of their own, each with a worker."""
+def spec(storage: str, **more: Any) -> dict[str, Any]:
+    return {
+        "job": {"use": "jobs.digits.job:Digits", "params": {"width": 4}},
+        "length": {"steps": 2},
+        "workers": {"min": 2, "max": 2},
+        "evaluate": {"every": {"steps": 2}},
+        "checkpoint": {"storage": storage},
+        "record": {"uri": "off"},
+        **more,
+    }
+
+
+def trained(folder: Path, *specs: dict[str, Any]) -> dict[str, Any]:
+    """What became of runs on two nodes with working directories of their own, each with a worker; how many nodes were lost; how often each group was placed."""
     for name in ("here", "there"):
         (folder / name).mkdir(exist_ok=True)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder / "here"), str(folder / "there"), storage],
+        [sys.executable, "-c", SCRIPT, str(folder / "here"), str(folder / "there"), *map(json.dumps, specs)],
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONHASHSEED": "0", "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (line,) = [
+        line for line in done.stdout.splitlines() if line.startswith('{"runs"')
+    ]  # Ray tells of lost nodes too
+    told: dict[str, Any] = json.loads(line)
     return told
 
 
-def test_a_folder_that_the_other_node_does_not_see_is_refused(tmp_path: Path) -> None:
-    """`/proc/self/cwd` leads each process to its own working directory, and a raylet hands on its own."""
-    told = trained(tmp_path, "/proc/self/cwd/runs")
+def test_a_folder_that_the_other_node_does_not_see_is_refused_and_a_lost_node_costs_no_bit(
+    tmp_path: Path,
+) -> None:
+    """`/proc/self/cwd` leads each process to its own working directory, and a raylet hands on its own.
+
+    Then a run whose folder both see, of which a node is killed: G1 and G4.
+    """
+    go_on = str(tmp_path / "go on")
+    held = {
+        "job": {"use": "tests.cluster.broken_jobs:Held", "params": {"width": 4, "until": go_on}},
+        "length": {"steps": 120},
+        "batch": {"global": 64, "micro": 32},
+        "workers": {"min": 1, "max": 2},
+        "evaluate": {"every": {"steps": 60}},
+    }
+    shared = spec(str(tmp_path / "runs"), **held)
+    checkpoint = {**shared["checkpoint"], "every": {"steps": 2}}
+    told = trained(
+        tmp_path,
+        spec("/proc/self/cwd/runs"),
+        {**shared, "checkpoint": checkpoint, "node is killed": True},
+    )
+    refused, lost = told["runs"]
     assert (
         "'/proc/self/cwd/runs' on this node is another folder on 127.0.0.2, where workers run"
-        in told["error"]
+        in refused["error"]
     )
-    assert "set record.folder to a folder that all nodes share" in told["error"]
+    assert "set record.folder to a folder that all nodes share" in refused["error"]
     assert not list(tmp_path.glob("*/runs/*"))
+    whole = train(spec(str(tmp_path / "whole"), **held), local=True)
+    assert (lost["status"], lost["workers"], lost["attempts"]) == ("FINISHED", 1, 2)
+    assert lost["weights_digest"] == whole.weights_digest
+    assert told["lost"] == 1
+    assert max(told["tried"]) < 10, "a place that cannot be filled is tried without a pause"
 
 
 @pytest.mark.exact  # the control of the one above
 def test_a_folder_that_both_nodes_see_is_taken(tmp_path: Path) -> None:
-    told = trained(tmp_path, str(tmp_path / "runs"))
-    assert (told["status"], told["workers"]) == ("FINISHED", 2)
+    (told,) = trained(tmp_path, spec(str(tmp_path / "runs")))["runs"]
+    assert (told["status"], told["workers"], told["attempts"]) == ("FINISHED", 2, 1)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from lockstep.errors import SpecError
@@ -29,14 +29,26 @@ def anywhere_but(nodes: Collection[str]) -> dict[str, str] | None:
     return {NODE_ID: f"!in({','.join(sorted(nodes))})"} if nodes else None
 
 
-def only_on(nodes: Sequence[str]) -> tuple[dict[str, str], ...]:
-    """Ray's selector of each of these nodes."""
-    return tuple({NODE_ID: node} for node in nodes)
-
-
 def room_for(each: Mapping[str, float], resources: Mapping[str, float]) -> int:
     """How many workers of `each` so much fit into these resources."""
     return min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
+
+
+def nodes_for(
+    place: WorkerPlacement, free: Mapping[str, Mapping[str, float]], first: bool = True
+) -> list[dict[str, str]] | None:
+    """Ray's selector of one node for each worker, by what is free on the nodes; None where there is no room for all of them.
+
+    Those of `place.first`, where `first` says so, and then the nodes with the most room, as few as hold the others.
+    """
+    room = {node: room_for(place.each, free[node]) for node in free.keys() & place.fit}
+    nodes = list(place.first) if first else []
+    room = {node: fit - nodes.count(node) for node, fit in room.items()}
+    if any(room.get(node, -1) < 0 for node in nodes):
+        return None
+    for node in sorted(room, key=lambda node: (node not in nodes, -room[node], node)):
+        nodes += [node] * min(room[node], place.workers - len(nodes))
+    return [{NODE_ID: node} for node in nodes] if len(nodes) == place.workers else None
 
 
 def each_of(spec: Spec, resources: Mapping[str, float]) -> dict[str, float]:

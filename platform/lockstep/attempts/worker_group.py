@@ -8,11 +8,12 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.attempts.mailbox import ANSWER_S, LOST
-from lockstep.attempts.placement import WorkerPlacement, anywhere_but, only_on
+from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
 from lockstep.attempts.stages import Moments
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.answers import answer_of
@@ -135,15 +136,15 @@ class WorkerGroup:
                 run_config=RunConfig(**run),
             )
         from lockstep.attempts.worker_main import worker_main
+        from lockstep.clusters.ray_internals.chosen_nodes import ChosenNodes
         from lockstep.clusters.ray_internals.driver_trainer import DriverTrainer
         from lockstep.clusters.ray_internals.losses import Losses
-        from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
         from lockstep.clusters.ray_internals.stage_times import StageTimes
 
         return DriverTrainer(
             worker_main,
             train_loop_config=self._config,
-            scaling_config=PreferredNodes(**scaling, preferred=only_on(place.first)),
+            scaling_config=ChosenNodes(**scaling, choose=partial(nodes_for, place)),
             torch_config=torch_config,
             run_config=RunConfig(**run, callbacks=[StageTimes(self.moments.note), Losses(self._outlived)]),
         )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lockstep.attempts.placement import WorkerPlacement, anywhere_but, only_on
+from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
 from lockstep.attempts.standby import Standbys
-from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
 from lockstep.record.events import Joined
 
 
@@ -37,11 +36,29 @@ def test_workers_go_first_where_processes_stand_by() -> None:
     assert standing_by().first(placed(4, "a")).first == ()
 
 
-def test_the_first_workers_have_a_node_each_and_the_others_any() -> None:
-    scaling = PreferredNodes(num_workers=3, preferred=only_on(("a", "b")))
-    node = "ray.io/node-id"
-    assert scaling.narrowed(None) == [{node: "a"}, {node: "b"}, {}]
-    assert scaling.narrowed([{node: "!in(x)"}] * 3) == [{node: "a"}, {node: "b"}, {node: "!in(x)"}]
+def test_each_worker_has_a_node_by_what_is_free() -> None:
+    """The first ones where processes stand by, the others on as few nodes as hold them, and none on a node that goes."""
+    free = {
+        node: {"CPU": cpus, "memory": 9.0}
+        for node, cpus in {"a": 1.0, "b": 2.0, "c": 4.0, "gone": 8.0}.items()
+    }
+
+    def nodes(place: WorkerPlacement, first: bool = True) -> str | None:
+        found = nodes_for(place, free, first)
+        return found and "".join(selector["ray.io/node-id"] for selector in found)
+
+    assert nodes(placed(1, "a", "b", "c")) == "c"
+    assert nodes(placed(5, "a", "b", "c")) == "ccccb"
+    assert nodes(placed(7, "a", "b", "c")) == "ccccbba"
+    assert nodes(placed(8, "a", "b", "c")) is None
+    assert nodes(placed(3, "a", "b")._replace(first=("a", "b"))) == "abb"
+    assert nodes(placed(3, "a", "b", "c")._replace(first=("b",))) == "bbc"
+    held = placed(3, "a", "b", "c")._replace(first=("a", "a"))  # of what they held before, one is free yet
+    assert nodes(held) is None
+    assert nodes(held, first=False) == "ccc"
+    assert nodes(placed(1, "a", "d")._replace(first=("d",))) is None
+    halves = placed(3, "a", "b")._replace(each={"CPU": 0.5, "memory": 4.0})
+    assert nodes(halves) == "aab"
 
 
 def test_a_worker_stood_by_if_its_imports_were_done_when_it_was_asked_for() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,17 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision, F
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
+from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals.chosen_nodes import ChosenNodes
 from lockstep.clusters.ray_internals.losses import Losses
-from lockstep.clusters.ray_internals.preferred_nodes import PreferredNodes
+from lockstep.clusters.ray_internals.nodes import free_resources
 from lockstep.clusters.ray_internals.stage_times import StageTimes
 
 FIRST_S = 3.0
 """How long the nodes that are tried first may take to have room: what the attempt before held is free only when Ray has noticed."""
+
+LOOK_S = 0.05
+"""Pause between two looks at what is free."""
 
 CONTEXT_S = 300.0
 """How long the workers may take to be told what they are."""
@@ -49,19 +55,19 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 self._clear_state()
             raise
 
-    def _create_placement_group(self, scaling_config: PreferredNodes, worker_group_context: Any) -> Any:
-        """On the nodes that are to be tried first, if there is room at once; else wherever there is."""
+    def _create_placement_group(self, scaling_config: ChosenNodes, worker_group_context: Any) -> Any:
+        """On nodes that are chosen here, if there is room soon; else wherever Ray finds it."""
         handle = self._handle_of(scaling_config, worker_group_context)
         for callback in self._callbacks:
             if isinstance(callback, StageTimes):
                 callback.placement = handle
         return handle
 
-    def _handle_of(self, scaling_config: PreferredNodes, worker_group_context: Any) -> Any:
-        if scaling_config.preferred:
-            narrowed = scaling_config.narrowed(worker_group_context.label_selector)
+    def _handle_of(self, scaling_config: ChosenNodes, worker_group_context: Any) -> Any:
+        chosen = _chosen(scaling_config)
+        if chosen is not None:
             handle = super()._create_placement_group(
-                scaling_config, replace(worker_group_context, label_selector=narrowed)
+                scaling_config, replace(worker_group_context, label_selector=chosen)
             )
             if handle.wait(FIRST_S):
                 return handle
@@ -112,6 +118,17 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
             for worker in self.get_workers():
                 ray.kill(worker.actor)
         super().shutdown()
+
+
+def _chosen(scaling_config: ChosenNodes) -> list[dict[str, str]] | None:
+    """A selector for each worker: with the nodes that are tried first if they have room soon, else of any; None without room."""
+    choose = scaling_config.choose
+    if choose is None or unavailable("nodes"):
+        return None
+    until = time.monotonic() + FIRST_S
+    while (found := choose(free_resources(), True)) is None and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    return found or choose(free_resources(), False)
 
 
 class DriverController(TrainController):  # type: ignore[misc]
