@@ -80,11 +80,25 @@ def all_is_given_back() -> None:
 
 
 def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Path) -> None:
+    """One of the processes that train is killed meanwhile."""
     space = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}, "precision": {"grid": ["fp32", "bf16"]}}
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     given = document(tmp_path, space=space, trials=2, spec={"record": {"uri": uri}, "workers": {"min": 2}})
+    given["spec"]["job"]["params"]["pause_s"] = 0.02
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
+            time.sleep(0.05)
+        victim = trial_workers()[-1]
+        victim.kill()
+        killed.append(victim.pid)
+
+    threading.Thread(target=kill_one, daemon=True).start()
     first = sweep(given)
     assert (first.status, first.counts) == ("FINISHED", {"finished": 2})
+    assert killed
+    assert sum(trial["restarts"] for trial in first.trials) == 1
     all_is_given_back()
 
     alone = train(Path(first.folder, "best.yaml"), ["record.uri=off"], local=True)
@@ -119,7 +133,7 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
             assert [(point.step, point.value) for point in history] == [tuple(p) for p in trial["curve"]]
 
 
-@pytest.mark.exact  # a minute; a sweep that is killed halves as well
+@pytest.mark.exact  # a minute
 def test_halving_stops_trials_and_gives_all_back(tmp_path: Path) -> None:
     """Of two workers a trial: the peer of one that is stopped in mid-step is free for the next trial at once."""
     given = document(
@@ -327,6 +341,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
+@pytest.mark.exact  # a minute each
 @pytest.mark.parametrize(
     "changes",
     [
@@ -335,10 +350,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
             "trials": 4,
             "scheduler": {"name": "asha", "grace_steps": 5, "reduction_factor": 2},
         },
-        pytest.param(
-            {"trials": 4, "scheduler": {"name": "pbt", "every_steps": 5, "quantile": 0.5}},
-            marks=pytest.mark.exact,
-        ),
+        {"trials": 4, "scheduler": {"name": "pbt", "every_steps": 5, "quantile": 0.5}},
     ],
     ids=["optuna-asha", "pbt"],
 )

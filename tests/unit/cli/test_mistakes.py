@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import lockstep.driver.local  # noqa: F401 - what it imports is not what is timed here
+from tests.empty_store import put_empty_store
 from tests.in_process import here
 from tests.unit.cli.test_command import ROOT, command, environment
 
@@ -477,6 +478,7 @@ class Wrong(Right):
 @pytest.mark.parametrize("uri", ["off", "sqlite:///record.db"])
 def test_the_runs_id_is_told_before_the_first_step(uri: str, call: Call, tmp_path: Path) -> None:
     """There is no run while it is rehearsed, and no step before whoever looks on can name the run to resume."""
+    put_empty_store(tmp_path / "record.db")
     code, _, err = call("train", "spec.yaml", "--local", source=WITNESS, rehearsal="off", record={"uri": uri})
     assert code == 0, err
     (run,) = (tmp_path / "runs").glob("*")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from tests.empty_store import put_empty_store
 from tests.forked import Forked
 
 
@@ -32,7 +33,7 @@ class Server:
             self.port = probe.getsockname()[1]
         self.uri = f"http://127.0.0.1:{self.port}"
         self._folder = folder
-        self._backend = backend or f"sqlite:///{folder}/server.db"
+        self._backend = backend or put_empty_store(folder / "server.db")
         self._app = ["--app-name", app] if app else []
         place = artifacts or str(folder / "artifacts")
         self._artifacts = (

@@ -24,6 +24,7 @@ import pytest
 from lockstep.calls.ui import guarded
 from lockstep.errors import SpecError
 from lockstep.record.ledger import read_parquet
+from tests.empty_store import put_empty_store
 from tests.forked import lockstep
 
 ROOT = Path(__file__).parents[3]
@@ -123,7 +124,7 @@ class Shown(NamedTuple):
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder = tmp_path_factory.mktemp("shown")
-    uri = f"sqlite:///{folder}/mlflow.db"
+    uri = put_empty_store(folder / "mlflow.db")
     trained = lockstep(
         "train", "jobs/digits/train.yaml", "--local", "--json", "--uri", uri,
         "length.epochs=2", "job.params.width=8", "checkpoint.every.epochs=1", "record.checkpoints=artifact",
