@@ -71,9 +71,9 @@ def test_json_is_one_object_on_one_line_of_standard_output(short: subprocess.Com
 def test_two_runs_of_one_spec_have_one_digest_and_another_seed_has_another(
     short: subprocess.CompletedProcess[str], tmp_path: Path
 ) -> None:
-    """G1 over repeats, in processes with random string hashing of their own; the seed is the negative control."""
+    """G1 over repeats, one in an interpreter with random string hashing of its own; the seed is the negative control."""
     first = json.loads(short.stdout)
-    second = json.loads(call(tmp_path, *TRAIN_SHORT).stdout)
+    second = json.loads(answer(tmp_path, *TRAIN_SHORT).stdout)
     other = json.loads(answer(tmp_path, *TRAIN_SHORT, "seed=18").stdout)
     assert first["weights_digest"] == second["weights_digest"] != other["weights_digest"]
     assert first["identity"] == second["identity"] != other["identity"]
