@@ -125,7 +125,7 @@ def test_every_kind_has_one_value_on_any_number_of_workers(
 ) -> None:
     """From the beginning, and from the checkpoint that one worker left after a step."""
     own = HELD if workers == 1 else ALL
-    runs = [on(kind, processes, tmp_path) for kind in own]
+    runs = [{**on(kind, processes, tmp_path), "rehearsal": "off"} for kind in own]  # `alone` had one
     origins = [AttemptOrigin() for _ in runs]
     if stopped:
         train_attempts(list(zip(runs, origins, strict=True)), stopped)
