@@ -64,6 +64,9 @@ def on(kind: type[Kind], processes: int, storage: Path) -> dict[str, Any]:
     return document(kind, data=data, checkpoint={"storage": str(storage / kind.__name__), "every": None})
 
 
+AT_ONCE = 20
+"""Runs of a call of the pool."""
+
 WORKERS = [(2, 1), (1, 2), (3, 1), (1, 3)]
 """Of the attempts before and after a run was stopped. Each kind takes one of these pairs by default."""
 
@@ -101,10 +104,14 @@ def test_every_kind_has_one_value(
 def attempts(
     pool: Pool, workers: int, runs: list[tuple[Any, AttemptOrigin]], stop_after: int | None
 ) -> list[Any]:
-    """What each rank has of an attempt of each run; one worker is this process."""
+    """What each rank has of an attempt of each run; one worker is this process. A call of the pool has its time limit: a few runs each."""
     if workers == 1:
         return [train_attempts(runs, stop_after)]
-    return pool.run(workers, train_attempts, runs, stop_after)
+    calls = [
+        pool.run(workers, train_attempts, runs[at : at + AT_ONCE], stop_after)
+        for at in range(0, len(runs), AT_ONCE)
+    ]
+    return [[one for call in calls for one in call[rank]] for rank in range(workers)]
 
 
 def check(kind: type[Kind], whole: Any, ranks: list[Any], start: int, stop: int) -> None:
