@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from lockstep.checkpoint.runs import claim
 from lockstep.checks.bench import Bench
 from lockstep.checks.findings import Finding, advised, failed, passed, warned
 from lockstep.checks.preflight import check_storage
-from lockstep.errors import DriftError, RecordError
+from lockstep.checks.tracking_store import database_opens
+from lockstep.errors import DriftError
 from lockstep.job.loading import load_job
 from lockstep.record.documents import without_password
 from lockstep.record.events import Event, StepRow
@@ -207,20 +207,6 @@ def record_answers(spec: Spec) -> str:
     if uri == RECORD_OFF:
         return "record.uri is off: runs are recorded in folders alone"
     if uri.startswith("sqlite"):
-        return _database_opens(Path(uri.partition(":///")[2]))
+        return database_opens(Path(uri.partition(":///")[2]))
     found = reader(uri, spec.folder).runs(None, 1)
     return f"{without_password(uri)} answers" + (f"; its newest run is {found[0].run_id}" if found else "")
-
-
-def _database_opens(path: Path) -> str:
-    if not path.exists():
-        return f"{path} is not there yet: the first run makes it"
-    try:
-        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
-            connection.execute("select count(*) from sqlite_master").fetchone()
-        connection.close()
-    except sqlite3.Error as error:
-        raise RecordError(
-            f"record.uri: {str(path)!r} is no SQLite database that can be opened ({error}); name another with --uri"
-        ) from error
-    return f"{path} opens"

@@ -51,11 +51,8 @@ def check_storage(spec: Spec) -> None:
     else:
         check_object_storage(spec.checkpoint.storage)
     for field, name in folders.items():
-        folder = Path(name)
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent  # what is not there is made once the run exists
         try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-"):
+            with tempfile.NamedTemporaryFile(dir=existing(Path(name)), prefix=".lockstep-"):
                 pass
         except OSError as error:
             if name == spec.checkpoint.storage:
@@ -64,6 +61,13 @@ def check_storage(spec: Spec) -> None:
             raise StorageError(
                 f"{field}: cannot write in {name!r}: {reason}; name a writable folder"
             ) from error
+
+
+def existing(folder: Path) -> Path:
+    """`folder`, or the nearest one above it that is there: the rest is made once the run exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def check_object_storage(uri: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import checks, cluster, proofs, records, sweeps
+from lockstep.cli import checks, cluster, proofs, records, starting, sweeps
 from lockstep.cli.answers import (
     Address,
     Json,
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    invoke_without_command=True, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 
+_TOLD_VERSIONS = ("lockstep", "python", "torch", "ray", "mlflow")
 
 Local = Annotated[
     bool, typer.Option("--local", help="train in this process, without Ray; works under torchrun")
@@ -86,8 +87,28 @@ def run() -> None:
 
 
 @app.callback()
-def lockstep() -> None:
+def lockstep(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the versions of lockstep and of what it stands on")
+    ] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="with --version: as one JSON object; a command has its own --json")
+    ] = False,
+) -> None:
     """Distributed training for PyTorch in which a run is exact: the same spec gives the same bits."""
+    if version:
+        with answered(json_, verbose=False) as answer:
+            from lockstep.record.versions import versions
+
+            found = {name: versions().get(name) for name in _TOLD_VERSIONS}
+            lines = [f"{name:<9} {number or 'not installed'}" for name, number in found.items()]
+            answer(dict(found), lambda: "\n".join(lines))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.fail("Missing command.")
+    if json_:
+        context.fail("--json: wanted after the command, or with --version")
 
 
 @app.command()
@@ -263,5 +284,5 @@ def _result_text(run: Result) -> str:
     return "\n".join(lines)
 
 
-for commands in (sweeps, checks, records, proofs, cluster):
+for commands in (starting, sweeps, checks, records, proofs, cluster):
     commands.register(app)

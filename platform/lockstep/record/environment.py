@@ -5,25 +5,19 @@ These are facts to record. The host's name is one of them and never a part of a 
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
 import socket
 import subprocess
-import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lockstep.record.system import nvml
+from lockstep.record.versions import versions
 from lockstep.spec.fields import Spec
 
-_DISTRIBUTIONS = {
-    "lockstep": "lockstep-train",
-    **{name: name for name in ("torch", "numpy", "ray", "mlflow", "pyarrow", "pydantic", "safetensors")},
-}
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "PYTHONHASHSEED",
@@ -37,22 +31,11 @@ _LONGEST_DIFF = 2_000_000
 
 def environment(spec: Spec) -> dict[str, Any]:
     """Flat facts of this process and its machine. Call it in a worker: it looks at the device, which begins CUDA there."""
-    return {**_versions(), **_machine(), **_device(spec), **_determinism()}
+    return {**versions(), **machine(), **_device(spec), **_determinism()}
 
 
-@cache
-def _versions() -> dict[str, str]:
-    """Of the libraries, without importing them; one that is not installed is left out."""
-    found = {"python": platform.python_version(), "python_implementation": sys.implementation.name}
-    for name, distribution in _DISTRIBUTIONS.items():
-        try:
-            found[name] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # the record may do without MLflow, and a plain process without Ray
-    return found
-
-
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """The processor, the memory and the system, as flat facts."""
     import psutil  # type: ignore[import-untyped]
 
     return {

@@ -78,11 +78,11 @@ def _holds(data: object, part: int | str) -> bool:
     return isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
 
 
-def _kinds(annotation: Any) -> list[_Model]:
+def sections_of(annotation: Any) -> list[_Model]:
     """Every section that a field may hold, such as AdamW, Adam and SGD for `optimizer`."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
-    return [kind for argument in get_args(annotation) for kind in _kinds(argument)]
+    return [kind for argument in get_args(annotation) for kind in sections_of(argument)]
 
 
 def _label(kind: _Model) -> str:
@@ -101,7 +101,7 @@ def _sections(model: _Model, path: _Path, location: _Path) -> tuple[list[_Model]
     for part in path[:-1]:
         field = _fields(chosen).get(str(part))
         if field is not None:
-            kinds = _kinds(field.annotation)
+            kinds = sections_of(field.annotation)
             chosen = [kind for kind in kinds if len(kinds) == 1 or _label(kind) in location] or kinds
             others = [kind for kind in kinds if kind not in chosen]
     return chosen, others
@@ -181,13 +181,13 @@ def _known_keys(model: _Model, path: _Path, location: _Path, field: str) -> str:
             f"change {section}.name, or leave the key out ({section}={{name: {kind}}} replaces the section)"
         )
     fields = _fields(chosen)
-    below = [f"{name}.{key}" for name, held in fields.items() if key in _fields(_kinds(held.annotation))]
+    below = [f"{name}.{key}" for name, held in fields.items() if key in _fields(sections_of(held.annotation))]
     return nearest(key, fields) if not below else f"; did you mean {below[0]!r}?"
 
 
 def _keys_below(model: _Model, path: _Path, location: _Path) -> str:
     field = _fields(_sections(model, path, location)[0]).get(str(path[-1])) if path else None
-    keys = _fields(_kinds(field.annotation)) if field else {}
+    keys = _fields(sections_of(field.annotation)) if field else {}
     return f" of fields: {', '.join(keys)}" if keys else " of fields"
 
 

@@ -1,0 +1,54 @@
+"""Whether a job can be imported and made, tried in a process of its own: it is a user's code, and may do anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.errors import LockstepError
+
+_REFUSED = 2
+
+
+def import_problem(use: str, params: Mapping[str, Any], limit_s: float) -> str | None:
+    """Why the job that `use` names cannot be made with `params`, in a line; None where it can."""
+    command = [sys.executable, "-m", "lockstep.checks.job_import", use, json.dumps(dict(params))]
+    try:
+        done = subprocess.run(
+            command,
+            env={"PYTHONHASHSEED": "0", **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"job.use: {use!r} was not imported within {limit_s:.0f} s"
+    if done.returncode == 0:
+        return None
+    told = [line for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode == _REFUSED and told:
+        return told[-1]
+    return f"job.use: the process that imported {use!r} ended with {done.returncode}{f': {told[-1]}' if told else ''}"
+
+
+def _main() -> None:
+    from lockstep.job.loading import load_job
+
+    use, params = sys.argv[1:]
+    try:
+        load_job(use, json.loads(params))
+    except LockstepError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(_REFUSED) from None
+
+
+if __name__ == "__main__":
+    _main()

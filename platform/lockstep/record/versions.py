@@ -1,0 +1,28 @@
+"""The versions of what is installed, from the metadata of the packages: nothing is imported for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from functools import cache
+
+DISTRIBUTION = "lockstep-train"
+"""The name under which Lockstep is installed."""
+
+_DISTRIBUTIONS = {
+    "lockstep": DISTRIBUTION,
+    **{name: name for name in ("torch", "numpy", "ray", "mlflow", "pyarrow", "pydantic", "safetensors")},
+}
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of Python and the libraries, by name; a library that is not installed is left out."""
+    found = {"python": platform.python_version(), "python_implementation": sys.implementation.name}
+    for name, distribution in _DISTRIBUTIONS.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # the record may do without MLflow, and a plain process without Ray
+    return found
