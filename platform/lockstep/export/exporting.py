@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ExportError, SpecError, first_line
+from lockstep.errors import ExportError, SpecError, StorageError, first_line
 from lockstep.export.artifact import (
     BATCH,
     SUFFIX,
@@ -239,13 +239,16 @@ def _kept(folder: Path, file: Path, made: Callable[[Path], Artifact]) -> Path:
 
     The description comes last, and has the sha256 of the artifact: one of another is found when it is read.
     """
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as aside:
-        path = Path(aside, file.name)
-        artifact = made(path)
-        description(path).write_text(artifact.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        make_folder(file.parent)
-        for one in (path, description(path)):
-            flush(one)
-            one.replace(file.with_name(one.name))
-        flush(file.parent)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as aside:
+            path = Path(aside, file.name)
+            artifact = made(path)
+            description(path).write_text(artifact.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            make_folder(file.parent)
+            for one in (path, description(path)):
+                flush(one)
+                one.replace(file.with_name(one.name))
+            flush(file.parent)
+    except OSError as error:
+        raise StorageError(f"export: cannot write {str(file)!r}: {error.strerror or error}") from error
     return file

@@ -89,7 +89,7 @@ def write(
                     torch.export.save(program, path)
                 else:
                     _write_onnx(program, example, outputs, path, fixed=fixed)
-    except ExportError:
+    except (ExportError, OSError):
         raise
     except Exception as error:  # tracing runs the job's own code, and torch's exporters raise anything
         raise ExportError(
