@@ -99,7 +99,8 @@ def exported_as_text(found: Exported) -> str:
     """An artifact that was written, for a person."""
     from lockstep.export.arrays import shape_text
 
-    artifact, parity = found.artifact, found.artifact.parity
+    artifact, parity, path = found.artifact, found.artifact.parity, Path(found.path)
+    here = Path.cwd()
     lines = [
         f"exported: {artifact.weights} weights of run {artifact.run}, step {artifact.step}, as {artifact.format}"
     ]
@@ -115,7 +116,7 @@ def exported_as_text(found: Exported) -> str:
         [
             *lines,
             f"weights_digest    {artifact.weights_digest}",
-            f"written           {found.path}",
+            f"written           {path.relative_to(here) if path.is_relative_to(here) else path}",
         ]
     )
 
