@@ -408,6 +408,7 @@ def test_the_commands_say_what_they_have_done(
 
 
 @pytest.mark.exact
+@pytest.mark.filterwarnings("default")  # those of MLflow and SQLAlchemy, about each other
 def test_a_recorded_run_of_the_digits_predicts_what_its_model_does_and_has_the_artifact_in_its_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
