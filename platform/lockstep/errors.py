@@ -7,6 +7,7 @@
     ├── DataError            the data cannot be read, or are not what the job wants
     ├── DeterminismError     `determinism: strict` cannot be kept here
     ├── NumericsError        a loss or a gradient is not finite
+    ├── ExportError          a model cannot be exported, or its artifact computes something else
     ├── DriftError           ranks that must agree do not
     │   └── CorruptionError  the bits of a worker are wrong: what follows from them is taken again
     ├── StorageError         a file or folder of the run cannot be read or written
@@ -73,6 +74,10 @@ class NumericsError(LockstepError):
     """The step, from 0, that all ranks left with this error, before its update; None where it is not one of training."""
     micro_batch: int | None = None
     """That of the first loss that was not finite, where it is known."""
+
+
+class ExportError(LockstepError):
+    """A model cannot be exported, or its artifact computes something else. Example: a batch size that is written into the model."""
 
 
 class DriftError(LockstepError):

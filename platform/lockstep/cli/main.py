@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import checks, cluster, proofs, records, starting, sweeps
+from lockstep.cli import checks, cluster, exports, proofs, records, starting, sweeps
 from lockstep.cli.answers import (
     Address,
     Json,
@@ -284,5 +284,5 @@ def _result_text(run: Result) -> str:
     return "\n".join(lines)
 
 
-for commands in (starting, sweeps, checks, records, proofs, cluster):
+for commands in (starting, sweeps, checks, records, proofs, exports, cluster):
     commands.register(app)

@@ -31,7 +31,7 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:lockstep-train:run:v1"
 """The type of what is said; docs/attest.md describes it."""
 
-_WEIGHTS = {"final": "weights_digest", "ema": "ema_digest", "best": "best_digest"}
+DIGEST_OF = {"final": "weights_digest", "ema": "ema_digest", "best": "best_digest"}
 """Which digest of a run's summary belongs to which file of weights."""
 
 
@@ -46,7 +46,7 @@ class Disagreement(NamedTuple):
 def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The statement of a finished run whose `summary` and `folder` these are. SpecError where its weights are not there."""
     files = {
-        name: folder / "weights" / f"{name}.safetensors" for name in _WEIGHTS if summary.get(_WEIGHTS[name])
+        name: folder / "weights" / f"{name}.safetensors" for name in DIGEST_OF if summary.get(DIGEST_OF[name])
     }
     for path in files.values():
         if not path.is_file():
@@ -124,8 +124,8 @@ def contradictions(
     if source_digest(run.source) != run.fields.get("job.source"):
         yield Disagreement("source", run.fields.get("job.source"), source_digest(run.source))
     for name, digest in found["predicate"]["weights"].items():
-        if digest != summary[_WEIGHTS[name]]:
-            yield Disagreement(f"weights/{name}", summary[_WEIGHTS[name]], digest)
+        if digest != summary[DIGEST_OF[name]]:
+            yield Disagreement(f"weights/{name}", summary[DIGEST_OF[name]], digest)
 
 
 def final_weights(run: RecordedRun, folder: Path) -> Disagreement | None:

@@ -78,6 +78,18 @@ def find_files(uri: str, run_id: str, names: Sequence[str], folder: Path, there:
         files_from_mlflow(uri, run_id, names, there)
 
 
+def keep_files(uri: str, run_id: str, files: Sequence[Path], folder: str) -> None:
+    """Keep copies of files with a recorded run in the store at `uri`, under `folder`; nothing for RECORD_OFF. Raises RecordError."""
+    from lockstep.record.mlflow_store import MlflowStore
+
+    if uri == RECORD_OFF:
+        return
+    store = MlflowStore(uri, "", "")
+    store.open(run_id)
+    for file in files:
+        store.log_file(file, folder)
+
+
 def find_history(uri: str, run_id: str, folder: Path) -> Rows:
     """All rows of a finished run, from its folder or else from its store."""
     from lockstep.record.mlflow_store import files_from_mlflow

@@ -1,0 +1,246 @@
+"""Taking a recorded run's model out of Lockstep: what `lockstep export` and `lockstep predict` do, for Python."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import nn
+
+from lockstep.calls.verification import job_source
+from lockstep.driver.options import RunOptions
+from lockstep.errors import ExportError, JobError, NoSuchRunError, SpecError
+from lockstep.export import arrays
+from lockstep.export.artifact import FORMATS, Artifact, Format, description, place, read
+from lockstep.export.example import example_of
+from lockstep.export.exporting import Model, Weights, export_model, export_weights
+from lockstep.export.formats import check_installed, loaded
+from lockstep.export.prediction import batch_size, predicted
+from lockstep.files import private
+from lockstep.job.interface import Job
+from lockstep.job.loading import load_job
+from lockstep.job.recorded_source import imported_from
+from lockstep.proof.recorded_run import recorded_run
+from lockstep.proof.statement import DIGEST_OF
+from lockstep.randomness import seed_all
+from lockstep.record.run_store import Recorded
+from lockstep.record.stores import find_run, keep_files
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+from lockstep.spec.locations import RECORD_OFF, tracking_uri
+from lockstep.training.determinism import determinism
+from lockstep.training.digest import weights_digest
+from lockstep.training.failure import as_lockstep_error
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An artifact that was written, and where it lies."""
+
+    path: str
+    artifact: Artifact
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"path": self.path, **self.artifact.model_dump(mode="json")}
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Outputs that were written: for so many rows, from calls of `batch` rows."""
+
+    path: str
+    rows: int
+    batch: int
+    artifact: Artifact
+
+    def as_dict(self) -> dict[str, Any]:
+        told = self.artifact.model_dump(
+            mode="json", include={"run", "step", "weights", "weights_digest", "format"}
+        )
+        return {"path": self.path, "rows": self.rows, "batch": self.batch, **told}
+
+
+def export(
+    run_id: str,
+    *,
+    form: str = "pt2",
+    best: bool = False,
+    fixed_batch: bool = False,
+    inputs: str | Path | None = None,
+    rtol: float | None = None,
+    uri: str | None = None,
+    storage: str | Path = "runs",
+    options: RunOptions | None = None,
+) -> Exported:
+    """Export a run's weights, the final ones or the `best`, in a format, and compare the artifact with eager mode.
+
+    The final weights are their average where the run has one. It is compared on the job's example, and on the `inputs` of a file where
+    one is given; `rtol` is the relative difference that is allowed. The artifact goes into the run's folder, and to its store. SpecError
+    where there is no such run, format or weights; ExportError where the model cannot be exported or the artifact computes something else.
+    """
+    options = options or RunOptions(local=True)
+    wanted = _format(form)
+    if rtol is not None and not 0 <= rtol < 1:
+        raise SpecError(f"rtol: got {rtol:g}, wanted a relative difference from 0 to below 1")
+    check_installed(wanted)
+    store, storage = tracking_uri(uri), Path(storage).absolute()
+    found, spec, folder = _found(run_id, store, storage)
+    weights = _weights(found, folder, best=best)
+    with private(spec.record.private), determinism("fast", spec.threads):
+        if wanted == "safetensors":
+            file = export_weights(weights, folder)
+        else:
+            file = _export_model(
+                weights, wanted, store, folder, inputs, options, fixed=fixed_batch, rtol=rtol
+            )
+    keep_files(store, run_id, (file, description(file)), f"export/{wanted}")
+    return Exported(str(file), read(file))
+
+
+def predict(
+    run_id: str,
+    file: str | Path,
+    *,
+    form: str = "pt2",
+    best: bool = False,
+    out: str | Path | None = None,
+    batch: int | None = None,
+    uri: str | None = None,
+    storage: str | Path = "runs",
+) -> Predicted:
+    """Run the exported model of a run on the rows of a file, `batch` at a time, and write its outputs to `out`.
+
+    The job is not needed. `out` is `<name>.outputs` beside the file where it is not given. SpecError where there is no such run, artifact
+    or file, or the inputs do not fit; ExportError where the artifact is damaged or fails.
+    """
+    wanted, given = _format(form), Path(file)
+    if wanted == "safetensors":
+        raise SpecError("format: safetensors has weights alone; predict from pt2, onnx or torchscript")
+    check_installed(wanted)
+    arrays.check_suffix("inputs", given)
+    found, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
+    path = place(folder, wanted, _name(found, best=best))
+    command = f"lockstep export {run_id} --format {wanted}{' --best' if best else ''}"
+    if not path.exists():
+        raise SpecError(f"predict: run {run_id} has no {path.relative_to(folder)}; make it with `{command}`")
+    artifact = read(path)
+    if artifact.weights_digest != found.summary[DIGEST_OF[artifact.weights]]:
+        raise SpecError(
+            f"predict: {path.name} is of step {artifact.step}, and the run has other weights since; make it again with `{command}`"
+        )
+    several = given.suffix == ".npy" and len(artifact.outputs) > 1
+    target = Path(out or given.with_name(f"{given.stem}.outputs{'.npz' if several else given.suffix}"))
+    arrays.check_outputs(target, artifact)
+    size = batch_size(artifact, batch)
+    inputs = arrays.inputs_of(arrays.read(given), artifact.inputs, artifact.fixed_batch)
+    with determinism("fast", spec.threads):
+        outputs = predicted(loaded(artifact, path), artifact, inputs, size)
+    arrays.write(target, outputs)
+    return Predicted(str(target), inputs.rows, size, artifact)
+
+
+def _format(given: str) -> Format:
+    for known in FORMATS:
+        if given == known:
+            return known
+    raise SpecError(f"format: got {given!r}, wanted {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+
+
+def _found(run_id: str, store: str, storage: Path) -> tuple[Recorded, Spec, Path]:
+    """A run's record, its spec and its folder. SpecError where there is no such run, or no folder of it here."""
+    try:
+        found = find_run(store, run_id, storage)
+    except NoSuchRunError as error:
+        raise SpecError(str(error)) from error
+    if owner := found.summary.get("reused_from"):
+        raise SpecError(f"run {run_id} stands for run {owner}, whose weights it has; name that one")
+    spec = load_spec(found.spec)
+    folder = storage / run_id if store == RECORD_OFF or (storage / run_id).is_dir() else spec.folder / run_id
+    if not folder.is_dir():
+        raise SpecError(
+            f"run {run_id}: its folder {str(folder)!r} is not here; name the folder of runs with --storage"
+        )
+    return found, spec, folder
+
+
+def _name(found: Recorded, *, best: bool) -> str:
+    """Which file of weights is meant. SpecError where the run has none."""
+    if best:
+        if not found.summary.get(DIGEST_OF["best"]):
+            raise SpecError(
+                f"best: run {found.run_id} has no best weights; a run with early_stop keeps them; leave out --best"
+            )
+        return "best"
+    if not found.summary.get(DIGEST_OF["final"]):
+        raise SpecError(
+            f"run {found.run_id} is {found.status} and has no final weights; they are written when a run ends: wait, or resume it"
+        )
+    return "ema" if found.summary.get(DIGEST_OF["ema"]) else "final"
+
+
+def _weights(found: Recorded, folder: Path, *, best: bool) -> Weights:
+    """The weights of a run, which are those of its record: else ExportError."""
+    name = _name(found, best=best)
+    path = folder / "weights" / f"{name}.safetensors"
+    try:
+        state = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise SpecError(f"weights: cannot read {str(path)!r}: {error}") from error
+    digest = weights_digest(state)
+    if digest != (recorded := found.summary[DIGEST_OF[name]]):
+        raise ExportError(
+            f"weights: {str(path)!r} has the digest {digest}, and the run's record {recorded}; restore the file"
+        )
+    step = found.summary["best_step" if best else "step"]
+    return Weights(found.run_id, int(step), name, digest, state)
+
+
+def _export_model(
+    weights: Weights,
+    form: Format,
+    store: str,
+    folder: Path,
+    inputs: str | Path | None,
+    options: RunOptions,
+    *,
+    fixed: bool,
+    rtol: float | None,
+) -> Path:
+    run = recorded_run(weights.run, store, folder.parent)
+    source = job_source(run, options)
+    with imported_from(source) if source else nullcontext():
+        job = load_job(run.spec.job.use, run.spec.job.params)
+
+        def make() -> nn.Module:
+            return _model(job, run.spec.seed, weights)
+
+        example = example_of(job, make())
+        if example is None:
+            raise SpecError(
+                f"format: {form} needs an example of the model's input, and {run.spec.job.use!r} has no example_input; "
+                "write one and train, or export safetensors"
+            )
+        further = None
+        if inputs is not None:
+            values = example.values(example.rows if fixed else None)
+            further = arrays.inputs_of(arrays.read(Path(inputs)), values, example.rows if fixed else None)
+        return export_model(weights, Model(make, example, further), form, folder, fixed=fixed, rtol=rtol)
+
+
+def _model(job: Job, seed: int, weights: Weights) -> nn.Module:
+    """The job's model in eval mode; what its state_dict leaves out is drawn as it was for the run."""
+    seed_all(seed, "model")
+    try:
+        model = job.model()
+    except (Exception, SystemExit) as error:  # the job's own code
+        raise as_lockstep_error(error, "while its model was made") from error
+    try:
+        model.load_state_dict(weights.state)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise JobError(f"job.model: the weights of run {weights.run} do not fit it: {text}") from error
+    return model.eval()

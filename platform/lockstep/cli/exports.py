@@ -1,0 +1,143 @@
+"""The commands that take a model out of Lockstep: `export` and `predict`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli.answers import Json, Uri, Verbose, answered, began, running
+
+if TYPE_CHECKING:
+    from lockstep.calls.exporting import Exported, Predicted
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
+Best = Annotated[bool, typer.Option("--best", help="the weights of the best evaluation, with early_stop")]
+Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command()(export)
+    app.command()(predict)
+
+
+def export(
+    run: RunId,
+    format_: Annotated[
+        str, typer.Option("--format", help="pt2, onnx, torchscript or safetensors (weights alone)")
+    ] = "pt2",
+    best: Best = False,
+    fixed_batch: Annotated[
+        bool, typer.Option("--fixed-batch", help="it takes as many rows as the example, and no other number")
+    ] = False,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="compare on these inputs as well: .npy, .npz or .safetensors"),
+    ] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(metavar="R", help="relative difference that is allowed; default: 0, for onnx 1e-4"),
+    ] = None,
+    uri: Uri = None,
+    storage: Storage = Path("runs"),
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Export a run's model, and compare what was written with the model itself."""
+    began_at = began()
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.exporting import export as export_run
+
+        with running(json_, began_at, True, None, verbose, None) as options:
+            found = export_run(
+                run,
+                form=format_,
+                best=best,
+                fixed_batch=fixed_batch,
+                inputs=inputs,
+                rtol=rtol,
+                uri=uri,
+                storage=storage,
+                options=options,
+            )
+        answer(found.as_dict(), lambda: exported_as_text(found))
+
+
+def predict(
+    run: RunId,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="inputs, a row each: .npy, .npz or .safetensors")
+    ],
+    format_: Annotated[
+        str, typer.Option("--format", help="the artifact that is run: pt2, onnx or torchscript")
+    ] = "pt2",
+    best: Best = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="default: <name>.outputs beside FILE, of its kind")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="rows in one call; default: 256")
+    ] = None,
+    uri: Uri = None,
+    storage: Storage = Path("runs"),
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run the exported model of a run on a file of inputs. The job is not needed."""
+    with answered(json_, verbose) as answer:
+        from lockstep.calls.exporting import predict as predict_file
+
+        found = predict_file(
+            run, file, form=format_, best=best, out=output, batch=batch, uri=uri, storage=storage
+        )
+        answer(found.as_dict(), lambda: predicted_as_text(found))
+
+
+def exported_as_text(found: Exported) -> str:
+    """An artifact that was written, for a person."""
+    from lockstep.export.arrays import shape_text
+
+    artifact, parity, path = found.artifact, found.artifact.parity, Path(found.path)
+    here = Path.cwd()
+    lines = [
+        f"exported: {artifact.weights} weights of run {artifact.run}, step {artifact.step}, as {artifact.format}"
+    ]
+    for kind, values in (("input", artifact.inputs), ("output", artifact.outputs)):
+        lines += [f"{kind:17} {one.name}: {one.dtype} {shape_text(one)}" for one in values]
+    if not artifact.inputs:
+        lines.append(f"compared          {parity.elements} weights, read again: every bit is equal")
+    else:
+        sizes = ", ".join(map(str, parity.batch_sizes))
+        lines.append(f"compared          with eager mode, on {sizes} rows: {_difference(found)}")
+    lines += [f"warned            {note}" for note in artifact.notes]
+    return "\n".join(
+        [
+            *lines,
+            f"weights_digest    {artifact.weights_digest}",
+            f"written           {path.relative_to(here) if path.is_relative_to(here) else path}",
+        ]
+    )
+
+
+def _difference(found: Exported) -> str:
+    parity = found.artifact.parity
+    if not parity.differing:
+        return "every bit is equal"
+    return (
+        f"{parity.differing} of {parity.elements} elements differ, by up to {parity.largest_difference:.2g} "
+        f"(allowed: rtol {parity.rtol:g}, atol {parity.atol:g})"
+    )
+
+
+def predicted_as_text(found: Predicted) -> str:
+    """Outputs that were written, for a person."""
+    artifact = found.artifact
+    return "\n".join(
+        [
+            f"predicted: {found.rows} rows, {found.batch} at a time, by the {artifact.format} of run {artifact.run}, step {artifact.step}",
+            f"weights_digest    {artifact.weights_digest}",
+            f"written           {found.path}",
+        ]
+    )

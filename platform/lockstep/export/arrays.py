@@ -1,0 +1,112 @@
+"""Files of inputs and outputs: .npy (one array), .npz and .safetensors (arrays by name). Nothing in them is executed."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lockstep.errors import SpecError, StorageError, nearest
+from lockstep.export.artifact import Artifact, Value, dtype_name
+from lockstep.export.example import Example
+from lockstep.files import replacing
+
+SUFFIXES = (".npy", ".npz", ".safetensors")
+_KINDS = f"wanted {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The arrays of a file by name; that of a .npy has none, which is the name "". SpecError where it cannot be read."""
+    check_suffix("inputs", path)
+    try:
+        if path.suffix == ".safetensors":
+            return dict(safetensors.torch.load_file(path))
+        found = np.load(path, allow_pickle=False)
+        arrays = {"": found} if isinstance(found, np.ndarray) else dict(found)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        zipfile.BadZipFile,
+        safetensors.SafetensorError,
+    ) as error:
+        raise SpecError(
+            f"inputs: {str(path)!r} cannot be read: {' '.join(str(error).split())}; wanted arrays of numbers"
+        ) from error
+
+
+def check_suffix(what: str, path: Path) -> None:
+    """SpecError where a file's name does not say which kind it is."""
+    if path.suffix not in SUFFIXES:
+        raise SpecError(f"{what}: got {str(path)!r}, {_KINDS}")
+
+
+def inputs_of(arrays: Mapping[str, Tensor], values: tuple[Value, ...], fixed_batch: int | None) -> Example:
+    """The arrays of a file as the inputs that are described, in their order. SpecError where they do not fit."""
+    names = tuple(value.name for value in values)
+    if set(arrays) == {""} and len(names) == 1:
+        arrays = {names[0]: arrays[""]}
+    if "" in arrays:
+        raise SpecError(
+            f"inputs: a .npy holds one array, and the model takes {', '.join(names)}; give a .npz or .safetensors with these names"
+        )
+    for name in arrays:
+        if name not in names:
+            raise SpecError(f"inputs: the model has no input {name!r}{nearest(name, names)}")
+    rows: dict[str, int] = {}
+    for value in values:
+        if value.name not in arrays:
+            raise SpecError(f"inputs: {value.name!r} is missing; wanted {', '.join(names)}")
+        given = arrays[value.name]
+        start = int(value.has_rows(fixed_batch))
+        if dtype_name(given.dtype) != value.dtype:
+            raise SpecError(
+                f"inputs: {value.name!r} is {dtype_name(given.dtype)}, wanted {value.dtype}; convert it when you write the file"
+            )
+        if given.dim() != len(value.shape) or tuple(given.shape[start:]) != value.shape[start:]:
+            raise SpecError(f"inputs: {value.name!r} is {tuple(given.shape)}, wanted {shape_text(value)}")
+        if start:
+            rows[value.name] = len(given)
+    if len(set(rows.values())) > 1 or not min(rows.values()):
+        told = ", ".join(f"{name} {count}" for name, count in rows.items())
+        raise SpecError(f"inputs: wanted the same number of rows in each, and at least one; got {told}")
+    return Example(names, tuple(arrays[name] for name in names), tuple(name in rows for name in names))
+
+
+def shape_text(value: Value) -> str:
+    """A shape for a person: `(batch, 1, 8, 8)`."""
+    return f"({', '.join('?' if size is None else str(size) for size in value.shape)}{',' * (len(value.shape) == 1)})"
+
+
+def check_outputs(path: Path, artifact: Artifact) -> None:
+    """SpecError where a file cannot hold the artifact's outputs."""
+    check_suffix("output", path)
+    if path.suffix == ".npy" and len(artifact.outputs) > 1:
+        names = ", ".join(value.name for value in artifact.outputs)
+        raise SpecError(
+            f"output: a .npy holds one array, and the model gives {names}; name a .npz or .safetensors"
+        )
+    if path.suffix != ".safetensors" and any(value.dtype == "bfloat16" for value in artifact.outputs):
+        raise SpecError("output: numpy has no bfloat16; name a .safetensors")
+
+
+def write(path: Path, arrays: Mapping[str, Tensor]) -> None:
+    """Write arrays, whole or not at all. StorageError where the file cannot be written."""
+    try:
+        with replacing(path) as file:
+            if path.suffix == ".safetensors":
+                file.write(safetensors.torch.save({name: one.contiguous() for name, one in arrays.items()}))
+            elif path.suffix == ".npz":
+                np.savez(file, **{name: one.numpy() for name, one in arrays.items()})  # type: ignore[arg-type]
+            else:
+                np.save(file, next(iter(arrays.values())).numpy(), allow_pickle=False)
+    except OSError as error:
+        raise StorageError(f"output: cannot write {str(path)!r}: {error.strerror or error}") from error

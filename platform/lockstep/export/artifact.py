@@ -1,0 +1,118 @@
+"""What lies beside an exported model: which weights it has, how it is called, and how it was compared. One JSON file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal, get_args
+
+import pydantic
+import torch
+
+from lockstep.errors import ExportError
+
+Format = Literal["pt2", "onnx", "torchscript", "safetensors"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+SUFFIX: dict[Format, str] = {
+    "pt2": ".pt2",
+    "onnx": ".onnx",
+    "torchscript": ".pt",
+    "safetensors": ".safetensors",
+}
+
+BATCH = "batch"
+"""Stands in a shape for the number of rows, where any number will do."""
+
+
+class _Part(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Value(_Part):
+    """An input or an output. A size is a number, BATCH, or None where it follows from the batch in another way."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | Literal["batch"] | None, ...]
+
+    def has_rows(self, fixed_batch: int | None) -> bool:
+        """Whether its first dimension counts the rows of a batch."""
+        return bool(self.shape) and self.shape[0] == (fixed_batch or BATCH)
+
+
+class Parity(_Part):
+    """How the artifact, loaded again, compares with eager mode: |found - expected| ≤ atol + rtol · |expected|."""
+
+    rtol: float
+    atol: float
+    batch_sizes: tuple[int, ...]
+    elements: int
+    """Elements of all outputs that were compared; of weights alone, the elements of the weights."""
+    differing: int
+    """How many of them have other bits."""
+    largest_difference: float
+    largest_relative: float
+    """The largest |found - expected| / |expected|, where the expected value is not 0."""
+
+
+class Artifact(_Part):
+    """An exported model."""
+
+    run: str
+    step: int
+    weights: str
+    """`final`, `ema` or `best`: the file of weights that it was made of."""
+    weights_digest: str
+    format: Format
+    file: str
+    bytes: int
+    sha256: str
+    torch: str
+    runtime: str
+    """What loaded it for the comparison."""
+    device: str
+    fixed_batch: int | None
+    """The only number of rows that it takes, or None where it takes any."""
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    parity: Parity
+    notes: tuple[str, ...]
+    """What the exporter warned of."""
+
+
+def place(folder: Path, form: Format, weights: str) -> Path:
+    """The file of an artifact in the folder of its run."""
+    return folder / "export" / form / f"{weights}{SUFFIX[form]}"
+
+
+def description(file: Path) -> Path:
+    """The JSON file beside an artifact."""
+    return file.with_suffix(".json")
+
+
+def read(file: Path) -> Artifact:
+    """What lies beside the artifact `file`. ExportError where it cannot be read, or is not of this file."""
+    again = "export it again"
+    try:
+        found = Artifact.model_validate_json(description(file).read_bytes())
+        digest = sha256(file)
+    except (OSError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise ExportError(f"export: {str(file)!r} cannot be read: {text}; {again}") from error
+    if digest != found.sha256:
+        raise ExportError(
+            f"export: {str(file)!r} has the sha256 {digest}, and {description(file).name} says {found.sha256}; {again}"
+        )
+    return found
+
+
+def sha256(file: Path) -> str:
+    """The sha256 of a file's content."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")

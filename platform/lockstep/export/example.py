@@ -1,0 +1,83 @@
+"""The inputs with which a model is traced and compared: a job's example, whose rows are taken in any number and order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import JobError
+from lockstep.export.artifact import BATCH, Value, dtype_name
+from lockstep.job.interface import Job
+from lockstep.training.failure import as_lockstep_error
+
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Arguments of a model by the names of its parameters. Those of `has_rows` have a row for each sample."""
+
+    names: tuple[str, ...]
+    tensors: Inputs
+    has_rows: tuple[bool, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many samples there are."""
+        return len(self.tensors[self.has_rows.index(True)])
+
+    def take(self, rows: Sequence[int]) -> Inputs:
+        """These rows of each argument that has rows, and the others whole."""
+        index = torch.tensor(rows)
+        pairs = zip(self.tensors, self.has_rows, strict=True)
+        return tuple(one[index] if has_rows else one for one, has_rows in pairs)
+
+    def values(self, fixed_batch: int | None) -> tuple[Value, ...]:
+        """How the arguments are described beside an artifact."""
+        return tuple(
+            Value(
+                name=name,
+                dtype=dtype_name(one.dtype),
+                shape=(BATCH, *one.shape[1:]) if fixed_batch is None and has_rows else tuple(one.shape),
+            )
+            for name, one, has_rows in zip(self.names, self.tensors, self.has_rows, strict=True)
+        )
+
+
+def example_of(job: Job, model: nn.Module) -> Example | None:
+    """The job's example input as arguments of `model`; None where the job gives none. JobError for one that is none.
+
+    The first argument has rows, and so have others that are as long.
+    """
+    try:
+        given = job.example_input()
+    except (Exception, SystemExit) as error:  # the job's own code
+        raise as_lockstep_error(error, "in example_input") from error
+    if given is None:
+        return None
+    tensors = given if isinstance(given, tuple) else (given,)
+    for one in tensors:
+        if not isinstance(one, Tensor):
+            raise JobError(
+                f"job.example_input: got {type(one).__name__} among the arguments, wanted a tensor or a tuple of tensors"
+            )
+    if not tensors or not tensors[0].dim() or not len(tensors[0]):
+        raise JobError(
+            "job.example_input: wanted a first argument with a row for each sample; give two samples or more"
+        )
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    names = [*named, *(f"input_{i}" for i in range(len(named), len(tensors)))][: len(tensors)]
+    has_rows = tuple(one.dim() > 0 and len(one) == len(tensors[0]) for one in tensors)
+    return Example(tuple(names), tuple(one.detach().contiguous() for one in tensors), has_rows)
+
+
+def slices(rows: int, size: int, *, padded: bool) -> Iterator[list[int]]:
+    """The rows in batches of `size`. The last one is shorter, or `padded` with its last row again."""
+    for start in range(0, rows, size):
+        taken = list(range(start, min(start + size, rows)))
+        yield taken + [taken[-1]] * (size - len(taken) if padded else 0)

@@ -1,0 +1,254 @@
+"""Making an artifact of a run's weights: written aside, loaded again, compared with eager mode, and only then given its name."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ExportError, SpecError, StorageError, first_line
+from lockstep.export.artifact import (
+    BATCH,
+    SUFFIX,
+    Artifact,
+    Format,
+    Parity,
+    Value,
+    description,
+    dtype_name,
+    place,
+    sha256,
+)
+from lockstep.export.example import Example, Inputs, slices
+from lockstep.export.formats import (
+    SIZES,
+    Outputs,
+    check_installed,
+    load,
+    named_outputs,
+    runtime_of,
+    write,
+)
+from lockstep.export.parity import Tolerance, compare
+from lockstep.files import flush, make_folder
+from lockstep.job.frames import place_in_job
+from lockstep.training.digest import weights_digest
+from lockstep.training.failure import as_lockstep_error
+
+AT_ONCE = 256
+"""Rows of a file that are compared, or predicted, in one call where nobody says."""
+
+_LARGEST_ONNX = 2_000_000_000
+"""Bytes of weights: an ONNX file is one message of Protocol Buffers, which holds less than 2 GiB."""
+
+
+class Weights(NamedTuple):
+    """Weights of a run: which, of which step, and the digest that the run's record has of them."""
+
+    run: str
+    step: int
+    name: str
+    digest: str
+    state: Mapping[str, Tensor]
+
+
+class Model(NamedTuple):
+    """What is exported: `make` gives it anew with the weights, in eval mode. `further` inputs are compared besides the example."""
+
+    make: Callable[[], nn.Module]
+    example: Example
+    further: Example | None = None
+
+
+def export_weights(weights: Weights, folder: Path) -> Path:
+    """Write weights alone, as safetensors with their origin as metadata, into the run's folder. The file."""
+    metadata = {"run": weights.run, "step": str(weights.step), "weights": weights.name}
+
+    def made(path: Path) -> Artifact:
+        safetensors.torch.save_file(
+            dict(weights.state), path, {**metadata, "weights_digest": weights.digest, "format": "pt"}
+        )
+        again = weights_digest(safetensors.torch.load_file(path))
+        if again != weights.digest:
+            raise ExportError(f"export: safetensors: read again, the weights have the digest {again}")
+        elements = sum(tensor.numel() for tensor in weights.state.values())
+        parity = Parity(
+            rtol=0.0,
+            atol=0.0,
+            batch_sizes=(),
+            elements=elements,
+            differing=0,
+            largest_difference=0.0,
+            largest_relative=0.0,
+        )
+        return _artifact(weights, "safetensors", path, None, (), (), parity, ())
+
+    return _kept(folder, place(folder, "safetensors", weights.name), made)
+
+
+def export_model(
+    weights: Weights, model: Model, form: Format, folder: Path, *, fixed: bool, rtol: float | None
+) -> Path:
+    """Write a model in a format into the run's folder; the file. With `fixed` it takes as many rows as the example, else any number.
+
+    ExportError where it cannot be exported, or computes something else than eager mode: nothing is left behind then.
+    """
+    check_installed(form)
+    example = model.example
+    size = sum(tensor.nbytes for tensor in weights.state.values())
+    if form == "onnx" and size > _LARGEST_ONNX:
+        raise SpecError(
+            f"format: the weights have {size} bytes, and an ONNX file holds less than 2 GiB; export pt2"
+        )
+    batches = list(_batches(example, fixed=fixed))
+    if model.further is not None:
+        batches += _further(model.further, example.rows if fixed else AT_ONCE, padded=fixed)
+    sizes = [len(batch[0]) for batch in batches]
+    within = Tolerance.of(form, rtol)
+    expected = _eager(model.make(), batches)
+    names = list(expected[0])
+
+    def made(path: Path) -> Artifact:
+        notes = write(form, model.make(), example, names, path, fixed=fixed)
+        found = _artifacts_own(form, path, batches, fixed=fixed)
+        parity = compare(form, sizes, expected, found, within)
+        fixed_batch = example.rows if fixed else None
+        return _artifact(
+            weights,
+            form,
+            path,
+            fixed_batch,
+            example.values(fixed_batch),
+            tuple(_value(name, sizes, [one[name] for one in expected], fixed=fixed) for name in names),
+            parity,
+            notes,
+        )
+
+    return _kept(folder, place(folder, form, weights.name), made)
+
+
+def _batches(example: Example, *, fixed: bool) -> Iterator[Inputs]:
+    """The example as it is; then 1, 2, as many and more than twice as many of its rows, from the first and from the middle one on."""
+    yield example.tensors
+    rows = example.rows
+    sizes = [rows] if fixed else sorted({1, 2, rows, 2 * rows + 1})
+    for size in sizes:
+        for start in sorted({0, rows // 2}):
+            yield example.take([(start + i) % rows for i in range(size)])
+
+
+def _further(given: Example, size: int, *, padded: bool) -> Iterator[Inputs]:
+    return (given.take(rows) for rows in slices(given.rows, size, padded=padded))
+
+
+def _eager(model: nn.Module, batches: Sequence[Inputs]) -> list[Outputs]:
+    """What the model itself computes; the first batch is the example."""
+    found = []
+    with torch.no_grad():
+        for batch in batches:
+            try:
+                value = model(*_own(batch))
+            except Exception as error:  # the job's own code
+                if len(batch[0]) == len(batches[0][0]):
+                    raise as_lockstep_error(error, "in eval mode, on the example input") from error
+                raise ExportError(
+                    f"export: the model does not take any number of rows: on {len(batch[0])} it fails{place_in_job(error)}: "
+                    f"{first_line(error)}; {SIZES}"
+                ) from error
+            found.append(named_outputs(value))
+    return found
+
+
+def _artifacts_own(form: Format, path: Path, batches: Sequence[Inputs], *, fixed: bool) -> list[Outputs]:
+    try:
+        call = load(form, path)
+    except Exception as error:
+        raise ExportError(
+            f"export: {form}: what was written cannot be loaded again: {first_line(error)}; nothing was kept"
+        ) from error
+    found = []
+    with torch.no_grad():
+        for batch in batches:
+            try:
+                found.append(call(_own(batch)))
+            except Exception as error:
+                advice = "" if fixed else f"; {SIZES}"
+                raise ExportError(
+                    f"export: {form}: the artifact fails on {len(batch[0])} rows: {first_line(error)}; nothing was kept{advice}"
+                ) from error
+    return found
+
+
+def _own(batch: Inputs) -> Inputs:
+    """A copy: a model may write to its input."""
+    return tuple(one.clone() for one in batch)
+
+
+def _value(name: str, sizes: Sequence[int], tensors: Sequence[Tensor], *, fixed: bool) -> Value:
+    """How an output is described: a size that is the batch's in every call is BATCH, one that changes otherwise None."""
+    if len({one.dim() for one in tensors}) > 1:
+        raise ExportError(
+            f"export: output {name!r} has another number of dimensions for other batch sizes; squeeze by dimension in forward"
+        )
+    shape: list[int | str | None] = []
+    for of_dim in zip(*(one.shape for one in tensors), strict=True):
+        if not fixed and list(of_dim) == list(sizes):
+            shape.append(BATCH)
+        else:
+            shape.append(of_dim[0] if len(set(of_dim)) == 1 else None)
+    return Value.model_validate({"name": name, "dtype": dtype_name(tensors[0].dtype), "shape": shape})
+
+
+def _artifact(
+    weights: Weights,
+    form: Format,
+    path: Path,
+    fixed_batch: int | None,
+    inputs: tuple[Value, ...],
+    outputs: tuple[Value, ...],
+    parity: Parity,
+    notes: tuple[str, ...],
+) -> Artifact:
+    return Artifact(
+        run=weights.run,
+        step=weights.step,
+        weights=weights.name,
+        weights_digest=weights.digest,
+        format=form,
+        file=f"{weights.name}{SUFFIX[form]}",
+        bytes=path.stat().st_size,
+        sha256=sha256(path),
+        torch=torch.__version__,
+        runtime=runtime_of(form),
+        device="cpu",
+        fixed_batch=fixed_batch,
+        inputs=inputs,
+        outputs=outputs,
+        parity=parity,
+        notes=notes,
+    )
+
+
+def _kept(folder: Path, file: Path, made: Callable[[Path], Artifact]) -> Path:
+    """Have an artifact made in a folder of its own, and give it and its description their names once it is whole.
+
+    The description comes last, and has the sha256 of the artifact: one of another is found when it is read.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as aside:
+            path = Path(aside, file.name)
+            artifact = made(path)
+            description(path).write_text(artifact.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            make_folder(file.parent)
+            for one in (path, description(path)):
+                flush(one)
+                one.replace(file.with_name(one.name))
+            flush(file.parent)
+    except OSError as error:
+        raise StorageError(f"export: cannot write {str(file)!r}: {error.strerror or error}") from error
+    return file

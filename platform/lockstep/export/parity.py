@@ -1,0 +1,114 @@
+"""Whether an artifact computes what eager mode computes: bit for bit, or within a tolerance that is stated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ExportError
+from lockstep.export.artifact import Format, Parity
+from lockstep.export.formats import Outputs
+
+ONNX_RTOL = 1e-4
+"""ONNX Runtime adds in another order, and has functions such as tanh of its own. In float32 that is some 1e-6."""
+
+
+class Tolerance(NamedTuple):
+    """`|found - expected| ≤ atol + rtol · |expected|`; none at all where both are 0."""
+
+    rtol: float
+    atol: float
+
+    @staticmethod
+    def of(form: Format, rtol: float | None) -> Tolerance:
+        """That of a format where `rtol` is not given; `atol` is a tenth of it."""
+        chosen = (ONNX_RTOL if form == "onnx" else 0.0) if rtol is None else rtol
+        return Tolerance(chosen, chosen / 10)
+
+
+class _Difference(NamedTuple):
+    elements: int
+    differing: int
+    beyond: int
+    absolute: float
+    relative: float
+
+
+def compare(
+    form: Format,
+    sizes: Sequence[int],
+    expected: Sequence[Outputs],
+    found: Sequence[Outputs],
+    within: Tolerance,
+) -> Parity:
+    """Hold the outputs of an artifact against those of eager mode, batch by batch. ExportError where one is beyond the tolerance."""
+    every: list[_Difference] = []
+    for size, wanted, got in zip(sizes, expected, found, strict=True):
+        if list(wanted) != list(got):
+            raise ExportError(f"export: {form}: wanted the outputs {', '.join(wanted)}, got {', '.join(got)}")
+        for name, one in wanted.items():
+            other = got[name]
+            if (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise ExportError(
+                    f"export: {form}: output {name!r} for {size} rows: wanted {tuple(one.shape)} of {one.dtype} as in "
+                    f"eager mode, got {tuple(other.shape)} of {other.dtype}; nothing was kept"
+                )
+            every.append(_difference(one, other, within))
+            if every[-1].beyond:
+                raise ExportError(_told(form, name, size, every[-1], within))
+    return Parity(
+        rtol=within.rtol,
+        atol=within.atol,
+        batch_sizes=tuple(sorted(set(sizes))),
+        elements=sum(one.elements for one in every),
+        differing=sum(one.differing for one in every),
+        largest_difference=max((one.absolute for one in every), default=0.0),
+        largest_relative=max((one.relative for one in every), default=0.0),
+    )
+
+
+def _told(form: Format, name: str, size: int, difference: _Difference, within: Tolerance) -> str:
+    allowed = f"rtol {within.rtol:g} and atol {within.atol:g}" if within.rtol else "no difference"
+    advice = (
+        "a trace keeps the branches that the example took: take them out of forward, or export pt2"
+        if form == "torchscript"
+        else "look for what forward does otherwise when it is traced, or allow a difference with --rtol"
+    )
+    return (
+        f"export: {form}: output {name!r} for {size} rows is not that of eager mode: {difference.differing} of "
+        f"{difference.elements} elements have other bits, by up to {difference.absolute:.3g}, where {allowed} is allowed; "
+        f"nothing was kept: {advice}"
+    )
+
+
+def _difference(expected: Tensor, found: Tensor, within: Tolerance) -> _Difference:
+    other = _bits_differ(expected, found)
+    differing = int(other.sum())
+    if not differing:
+        return _Difference(expected.numel(), 0, 0, 0.0, 0.0)
+    # In float64, which holds every float32 and every difference of two.
+    one, two = expected.flatten()[other].double(), found.flatten()[other].double()
+    apart = (two - one).abs()
+    apart[one == two] = 0.0  # 0 and -0; two that are infinite
+    apart[one.isnan() & two.isnan()] = 0.0
+    apart = apart.nan_to_num(nan=torch.inf)  # NaN on one side alone
+    allowed = within.atol + within.rtol * one.abs()
+    tolerant = within.rtol and expected.is_floating_point()
+    beyond = int(((apart > allowed) | apart.isinf()).sum()) if tolerant else differing
+    relative = (apart / one.abs())[one != 0]
+    return _Difference(
+        expected.numel(),
+        differing,
+        beyond,
+        float(apart.max()),
+        float(relative.max()) if len(relative) else 0.0,
+    )
+
+
+def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
+    """Which elements have other bits, as a mask of one dimension."""
+    rows = [tensor.detach().cpu().contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (one, other)]
+    return (rows[0] != rows[1]).any(dim=1)

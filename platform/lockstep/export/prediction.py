@@ -1,0 +1,47 @@
+"""Calling an artifact on many rows, batch by batch."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.errors import ExportError, SpecError, first_line
+from lockstep.export.artifact import Artifact
+from lockstep.export.example import Example, slices
+from lockstep.export.exporting import AT_ONCE
+from lockstep.export.formats import Call, Outputs
+
+
+def batch_size(artifact: Artifact, asked: int | None) -> int:
+    """How many rows go into one call. SpecError where the artifact takes another number than is asked for."""
+    fixed = artifact.fixed_batch
+    if fixed is not None and asked not in (None, fixed):
+        raise SpecError(
+            f"batch: got {asked}, and the artifact takes {fixed} rows at a time; leave out --batch"
+        )
+    return fixed or asked or AT_ONCE
+
+
+def predicted(call: Call, artifact: Artifact, inputs: Example, size: int) -> Outputs:
+    """The outputs for all rows, from calls of `size` rows. The last call of an artifact that takes no fewer is filled up.
+
+    SpecError where an output has no row for each row of the inputs, and one call is not enough.
+    """
+    fixed, rows = artifact.fixed_batch, inputs.rows
+    whole = [value.name for value in artifact.outputs if not value.has_rows(fixed)]
+    if whole and (rows > size or fixed is not None):
+        raise SpecError(
+            f"batch: output {whole[0]!r} has no row for each row of the inputs, so one call has to take all {rows}; "
+            f"export without --fixed-batch and give --batch {rows}"
+        )
+    parts: list[Outputs] = []
+    with torch.no_grad():
+        for taken in slices(rows, size, padded=fixed is not None):
+            try:
+                parts.append(call(inputs.take(taken)))
+            except Exception as error:
+                raise ExportError(
+                    f"predict: {artifact.format}: rows {taken[0]} to {taken[-1]} fail: {first_line(error)}"
+                ) from error
+    if whole:
+        return parts[0]
+    return {name: torch.cat([part[name] for part in parts])[:rows] for name in parts[0]}

@@ -1,0 +1,439 @@
+"""What is exported computes what the run's model computes, bit for bit where that is promised; else nothing is left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lockstep import train
+from lockstep.calls.exporting import Exported, export, predict
+from lockstep.errors import ExportError, LockstepError, SpecError
+from lockstep.export import exporting, formats
+from lockstep.job.loading import load_job
+from lockstep.training.digest import weights_digest
+from tests.empty_store import put_empty_store
+from tests.forked import script
+from tests.in_process import here
+from tests.unit.export.exported_jobs import EVALUATED, PLANTED, Pair, points
+
+
+def document(storage: Path, job: str, **more: Any) -> dict[str, Any]:
+    return {
+        "job": {"use": f"tests.unit.export.exported_jobs:{job}"},
+        "seed": 3,
+        "length": {"steps": 4},
+        "batch": {"global": 12, "micro": 12},
+        "checkpoint": {"storage": str(storage)},
+        "record": {"uri": "off"},
+        "rehearsal": "off",
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose model has one input. It has best weights, of its first evaluation."""
+    stop = {"metric": "eval/loss", "mode": "min", "patience": 9}
+    rate = {"name": "sgd", "lr": 50.0}  # so that it gets worse
+    found = train(
+        document(
+            tmp_path_factory.mktemp("one"),
+            "One",
+            evaluate={"every": {"steps": 1}},
+            early_stop=stop,
+            optimizer=rate,
+        ),
+        local=True,
+    )
+    return Path(found.folder)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with three inputs, of which two have rows, two outputs, and averaged weights."""
+    return Path(train(document(tmp_path_factory.mktemp("two"), "Two", ema=0.9), local=True).folder)
+
+
+@pytest.fixture
+def run(one: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(one, tmp_path / one.name))
+
+
+@pytest.fixture(autouse=True)
+def nothing_planted() -> Iterator[None]:
+    PLANTED.clear()
+    yield
+    PLANTED.clear()
+
+
+def exported(folder: Path, **more: Any) -> Exported:
+    return export(folder.name, uri="off", storage=folder.parent, **more)
+
+
+def predicted(folder: Path, file: Path, **more: Any) -> dict[str, Tensor]:
+    found = predict(folder.name, file, uri="off", storage=folder.parent, **more)
+    if found.path.endswith(".safetensors"):
+        return dict(load_file(found.path))
+    arrays = np.load(found.path)
+    return {"": torch.from_numpy(arrays)} if isinstance(arrays, np.ndarray) else dict(arrays)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file and folder below, with the sha256 of files."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+# --- equal ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_gives_the_loss_that_the_run_recorded(run: Path, tmp_path: Path) -> None:
+    """Bit for bit, though nothing of the job is there: weights, mode, and what was drawn with the model are the run's."""
+    found = exported(run).artifact
+    assert (found.weights, found.weights_digest) == ("final", summary(run)["weights_digest"])
+    assert (found.parity.differing, found.parity.largest_difference) == (0, 0.0)
+    assert found.parity.batch_sizes == (1, 2, 3, 7)
+    assert [value.model_dump() for value in (*found.inputs, *found.outputs)] == [
+        {"name": "x", "dtype": "float32", "shape": ("batch", 8)},
+        {"name": "output", "dtype": "float32", "shape": ("batch", 3)},
+    ]
+    x, y = points(EVALUATED, 2)
+    np.save(tmp_path / "x.npy", x.numpy())
+    done = script(
+        "import sys\nfrom lockstep.calls.exporting import predict\n"
+        f"predict({run.name!r}, {str(tmp_path / 'x.npy')!r}, uri='off', storage={str(run.parent)!r})\n"
+        "assert not [name for name in sys.modules if name.startswith('tests.unit')]\n"
+    )
+    assert done.wait() == 0, done.communicate()
+    logits = torch.from_numpy(np.load(tmp_path / "x.outputs.npy"))
+    loss = float(F.cross_entropy(logits, y, reduction="sum")) / EVALUATED
+    assert loss == summary(run)["metrics"]["eval/loss"]
+
+
+def test_the_best_weights_are_others(run: Path, tmp_path: Path) -> None:
+    best, final = exported(run, best=True), exported(run)
+    assert best.artifact.step == summary(run)["best_step"] != final.artifact.step
+    assert best.artifact.weights_digest == summary(run)["best_digest"] != final.artifact.weights_digest
+    x, y = points(EVALUATED, 2)
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    losses = [
+        float(F.cross_entropy(predicted(run, tmp_path / "x.safetensors", best=it)["output"], y))
+        for it in (True, False)
+    ]
+    assert losses[0] < losses[1]
+
+
+@pytest.mark.parametrize("form", ["pt2", "torchscript", pytest.param("onnx", marks=pytest.mark.exact)])
+def test_several_inputs_and_outputs(two: Path, tmp_path: Path, form: str) -> None:
+    """The averaged weights, any number of rows, and an input that all rows share."""
+    found = exported(two, form=form).artifact
+    assert (found.weights, found.weights_digest) == ("ema", summary(two)["ema_digest"])
+    shapes = {value.name: value.shape for value in (*found.inputs, *found.outputs)}
+    assert shapes == {
+        "x": ("batch", 4), "words": ("batch", 2), "positions": (2,), "logits": ("batch", 3), "mean": ("batch",)
+    }  # fmt: skip
+    job = load_job("tests.unit.export.exported_jobs:Two", {})
+    x, words, _ = job.train_data()[:24]  # type: ignore[index]
+    given = {"x": x.contiguous(), "words": words, "positions": torch.arange(1.0, 3.0)}
+    np.savez(tmp_path / "given.npz", **{name: one.numpy() for name, one in given.items()})
+    save_file(given, tmp_path / "given.safetensors")
+    model = Pair().eval()
+    model.load_state_dict(load_file(two / "weights" / "ema.safetensors"))
+    with torch.no_grad():
+        wanted = [
+            model(x[rows], words[rows], given["positions"])
+            for rows in (slice(0, 10), slice(10, 20), slice(20, 24))
+        ]
+    for name in ("given.npz", "given.safetensors"):
+        got = predicted(two, tmp_path / name, form=form, batch=10)
+        for output in ("logits", "mean"):
+            expected, other = torch.cat([one[output] for one in wanted]), torch.as_tensor(got[output])
+            if form == "onnx":
+                torch.testing.assert_close(other, expected, rtol=1e-4, atol=1e-5)
+            else:
+                assert torch.equal(other, expected)
+
+
+def test_onnx_is_within_its_tolerance_and_says_how_far_off(run: Path, tmp_path: Path) -> None:
+    found = exported(run, form="onnx").artifact
+    assert (found.parity.rtol, found.parity.atol) == (1e-4, 1e-5)
+    assert found.parity.batch_sizes == (1, 2, 3, 7)
+    assert found.runtime.startswith("onnxruntime ")
+    np.save(tmp_path / "x.npy", points(5, 7)[0].numpy())
+    assert predicted(run, tmp_path / "x.npy", form="onnx")[""].shape == (5, 3)
+
+
+def test_weights_alone_say_where_they_are_from_and_need_no_job(run: Path) -> None:
+    PLANTED.add("no example")
+    found = exported(run, form="safetensors")
+    with safe_open(found.path, "pt") as file:
+        metadata = file.metadata()
+    digest = summary(run)["weights_digest"]
+    assert metadata == {
+        "run": run.name, "step": "4", "weights": "final", "weights_digest": digest, "format": "pt"
+    }  # fmt: skip
+    assert weights_digest(load_file(found.path)) == digest == found.artifact.weights_digest
+
+
+def test_more_inputs_are_compared_where_they_are_given(run: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", points(300, 7)[0].numpy())
+    found = exported(run, form="torchscript", inputs=tmp_path / "x.npy").artifact
+    assert found.parity.batch_sizes == (1, 2, 3, 7, 44, 256)
+
+
+def test_a_fixed_batch_takes_any_number_of_rows_all_the_same(run: Path, tmp_path: Path) -> None:
+    PLANTED.add("three rows")
+    before = contents(run)
+    with pytest.raises(
+        ExportError, match=r"does not take any number of rows: .* or export it with --fixed-batch$"
+    ):
+        exported(run)
+    assert contents(run) == before
+    found = exported(run, fixed_batch=True).artifact
+    assert (found.fixed_batch, found.inputs[0].shape, found.parity.batch_sizes) == (3, (3, 8), (3,))
+    x = points(7, 7)[0]
+    np.save(tmp_path / "x.npy", x.numpy())
+    whole = predicted(run, tmp_path / "x.npy")[""]
+    np.save(tmp_path / "x.npy", x[:6].numpy())
+    assert torch.equal(predicted(run, tmp_path / "x.npy")[""], whole[:6]) and len(whole) == 7
+    with pytest.raises(SpecError, match=r"^batch: got 7, and the artifact takes 3 rows at a time"):
+        predicted(run, tmp_path / "x.npy", batch=7)
+
+
+# --- not equal: nothing is left behind --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "planted", "message"),
+    [
+        ("torchscript", "branch", "is not that of eager mode: .* take them out of forward"),
+        ("torchscript", "traced", "is not that of eager mode"),
+        ("pt2", "one bit", "elements have other bits, by up to .*, where no difference is allowed; nothing was kept"),
+        ("pt2", "branch", r"the model cannot be traced, tests/unit/export/exported_jobs.py:\d+ in forward: "),
+        ("pt2", "sizes", "does not take any number of rows: .* or export it with --fixed-batch"),
+        ("torchscript", "sizes", "the artifact fails on 1 rows: .* or export it with --fixed-batch"),
+        ("pt2", "nested", "output 'a' of the model is list, wanted a tensor"),
+    ],
+)  # fmt: skip
+def test_an_artifact_that_computes_something_else_is_an_error(
+    run: Path, form: str, planted: str, message: str
+) -> None:
+    PLANTED.add(planted)
+    before = contents(run)
+    with pytest.raises(ExportError, match=message) as caught:
+        exported(run, form=form)
+    assert caught.value.exit_code == 1
+    assert len(str(caught.value).splitlines()) == 1
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    "form", ["torchscript", *(pytest.param(form, marks=pytest.mark.exact) for form in ("pt2", "onnx"))]
+)
+def test_weights_that_change_on_their_way_into_the_artifact_are_found(
+    run: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """In an artifact that is there already: it stays as it is."""
+    exported(run, form=form)
+    before = contents(run)
+
+    def altered(form: Any, model: nn.Module, *more: Any, **options: Any) -> tuple[str, ...]:
+        with torch.no_grad():
+            model.get_parameter("out.bias")[1] += 2**-6
+        return formats.write(form, model, *more, **options)
+
+    monkeypatch.setattr(exporting, "write", altered)
+    with pytest.raises(ExportError, match="is not that of eager mode"):
+        exported(run, form=form)
+    assert contents(run) == before
+
+
+def test_a_difference_that_is_allowed_is_recorded(run: Path) -> None:
+    PLANTED.add("one bit")
+    found = exported(run, rtol=1e-5).artifact.parity
+    assert found.differing == found.elements > 0
+    assert 0 < found.largest_relative < 1e-6 and found.largest_difference > 0
+    assert (found.rtol, found.atol) == (1e-5, 1e-5 / 10)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_those_of_the_record_are_not_exported(run: Path) -> None:
+    path = run / "weights" / "final.safetensors"
+    weights = load_file(path)
+    weights["out.bias"][0] += 1
+    save_file(weights, path)
+    with pytest.raises(ExportError, match=r"^weights: .* has the digest .*, and the run's record "):
+        exported(run)
+
+
+def test_an_artifact_that_was_changed_or_outlived_is_not_run(run: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", points(5, 7)[0].numpy())
+    path = Path(exported(run, form="torchscript").path)
+    told = summary(run)
+    (run / "summary.json").write_text(json.dumps({**told, "weights_digest": "0" * 64}))
+    with pytest.raises(
+        SpecError,
+        match="is of step 4, and the run has other weights since; make it again with `lockstep export",
+    ):
+        predicted(run, tmp_path / "x.npy", form="torchscript")
+    (run / "summary.json").write_text(json.dumps(told))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ExportError, match=r"has the sha256 .*, and final.json says .*; export it again"):
+        predicted(run, tmp_path / "x.npy", form="torchscript")
+
+
+def stopped(run: Path) -> None:
+    (run / "summary.json").unlink()
+
+
+def without_best(run: Path) -> None:
+    (run / "summary.json").write_text(json.dumps({**summary(run), "best_digest": None}))
+
+
+MISTAKES: dict[str, tuple[list[str], Any, str]] = {
+    "no such run": (["export", "0" * 32], None, f"run {'0' * 32}: no record of it in"),
+    "no such format": (["export", "RUN", "--format", "keras"], None, "format: got 'keras', wanted pt2, onnx, torchscript or safetensors"),
+    "no final weights": (["export", "RUN"], stopped, "is FINISHED and has no final weights; they are written when a run ends"),
+    "no best weights": (["export", "RUN", "--best"], without_best, "best: run RUN has no best weights; a run with early_stop keeps them"),
+    "no example": (["export", "RUN"], lambda run: PLANTED.add("no example"), "has no example_input; write one and train, or export safetensors"),
+    "no tolerance": (["export", "RUN", "--rtol", "1.5"], None, "rtol: got 1.5, wanted a relative difference from 0 to below 1"),
+    "not exported": (["predict", "RUN", "x.npy", "--best"], None, "has no export/pt2/best.pt2; make it with `lockstep export RUN --format pt2 --best`"),
+    "weights alone": (["predict", "RUN", "x.npy", "--format", "safetensors"], None, "format: safetensors has weights alone"),
+    "no such kind of file": (["predict", "RUN", "x.csv"], None, "inputs: got 'x.csv', wanted .npy, .npz or .safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(
+    mistake: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words, plant, message = MISTAKES[mistake]
+    if plant is not None:
+        plant(run)
+    before = contents(tmp_path)
+    words = [word.replace("RUN", run.name) for word in words]
+    code, out, err = here(monkeypatch, capfd, tmp_path, *words, "--uri", "off", "--storage", str(run.parent))
+    (line,) = err.splitlines()
+    assert (code, out) == (2, ""), line
+    assert message.replace("RUN", run.name) in line
+    assert contents(tmp_path) == before
+
+
+def test_inputs_that_do_not_fit_are_one_line_each(run: Path, tmp_path: Path) -> None:
+    exported(run, form="torchscript")
+    x = points(5, 7)[0].numpy()
+    wrong: dict[str, tuple[Any, str]] = {
+        "a.npz": ({"y": x}, "inputs: the model has no input 'y'; known here: x"),
+        "b.npy": (
+            x.astype(np.float64),
+            "inputs: 'x' is float64, wanted float32; convert it when you write the file",
+        ),
+        "c.npy": (x[:, :5], "inputs: 'x' is (5, 5), wanted (batch, 8)"),
+        "d.npy": (x[:0], "inputs: wanted the same number of rows in each, and at least one; got x 0"),
+        "e.npy": (np.array(["a"]), "cannot be read: "),
+        "f.npz": ({}, "inputs: 'x' is missing; wanted x"),
+        "g.npy": (None, "inputs: "),
+    }
+    for name, (content, message) in wrong.items():
+        path = tmp_path / name
+        if isinstance(content, dict):
+            np.savez(path, **content)
+        elif content is not None:
+            np.save(path, content)
+        with pytest.raises(SpecError) as caught:
+            predicted(run, path, form="torchscript")
+        assert message in str(caught.value), str(caught.value)
+    np.save(tmp_path / "x.npy", x)
+    with pytest.raises(SpecError, match=r"^output: got .*, wanted .npy, .npz or .safetensors"):
+        predicted(run, tmp_path / "x.npy", form="torchscript", out=tmp_path / "x.csv")
+
+
+def test_a_format_whose_packages_are_missing_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    message = (
+        r"^format: onnx needs onnxruntime; pip install 'lockstep-train\[onnx\]', or choose another format$"
+    )
+    with pytest.raises(LockstepError, match=message):
+        exported(run, form="onnx")
+
+
+# --- through the command, and in a store ------------------------------------------------------------------------
+
+
+def test_the_commands_say_what_they_have_done(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--uri", "off", "--storage", str(run.parent))
+    code, out, err = here(monkeypatch, capfd, tmp_path, "export", run.name, "--format", "torchscript", *where)
+    assert code == 0, err
+    assert out.splitlines()[0] == f"exported: final weights of run {run.name}, step 4, as torchscript"
+    assert "compared          with eager mode, on 1, 2, 3, 7 rows: every bit is equal" in out
+    np.save(tmp_path / "x.npy", points(5, 7)[0].numpy())
+    words = ["predict", run.name, "x.npy", "--format", "torchscript", "--output", "y.npz", "--json", *where]
+    code, out, err = here(monkeypatch, capfd, tmp_path, *words)
+    assert code == 0, err
+    assert json.loads(out) == {
+        "path": "y.npz", "rows": 5, "batch": 256, "run": run.name, "step": 4, "weights": "final",
+        "weights_digest": summary(run)["weights_digest"], "format": "torchscript",
+    }  # fmt: skip
+    assert np.load(tmp_path / "y.npz")["output"].shape == (5, 3)
+
+
+@pytest.mark.exact
+@pytest.mark.filterwarnings("default")  # those of MLflow and SQLAlchemy, about each other
+def test_a_recorded_run_of_the_digits_predicts_what_its_model_does_and_has_the_artifact_in_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = put_empty_store(tmp_path / "mlflow.db")
+    found = train(
+        "jobs/digits/train.yaml",
+        ["length.epochs=1", f"checkpoint.storage={tmp_path / 'runs'}"],
+        local=True,
+        uri=uri,
+    )
+    for form in ("pt2", "onnx"):
+        export(found.run_id, form=form, uri=uri, storage=tmp_path / "runs")
+    job = load_job("jobs.digits.job:Digits", {})
+    images = torch.stack([image for image, _ in job.eval_data()])  # type: ignore[union-attr,attr-defined]
+    np.save(tmp_path / "images.npy", images.numpy())
+    predict(found.run_id, tmp_path / "images.npy", batch=100, uri=uri, storage=tmp_path / "runs")
+    model = job.model()
+    model.load_state_dict(load_file(Path(found.folder, "weights", "final.safetensors")))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        wanted = torch.cat([model.eval()(part) for part in images.split(100)])
+    torch.set_num_threads(threads)
+    assert torch.equal(torch.from_numpy(np.load(tmp_path / "images.outputs.npy")), wanted)
+    from mlflow import MlflowClient
+
+    there = MlflowClient(uri).list_artifacts(found.run_id, "export/onnx")
+    assert [file.path for file in there] == ["export/onnx/final.json", "export/onnx/final.onnx"]
