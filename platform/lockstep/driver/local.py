@@ -102,6 +102,7 @@ class LocalRun:
             self._named = True
             run_id = self.recorder.run_id()
             self._progress.say(f"run {run_id}")
+            self.show()
             self._on_run_id(run_id)
         return True
 
@@ -189,6 +190,7 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
             summary = fit(spec, load_job(spec.job.use, spec.job.params), group, run.tell, run, origin)
         run.show()
     except BaseException as error:
+        run.show()
         if not recorder.started:
             recorder.close()
             if isinstance(error, LockstepError):
