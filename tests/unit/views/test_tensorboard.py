@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from lockstep.record.events import EvaluationRow, Sealed, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.ledger import read_history
 from lockstep.record.points import evaluation_points, step_points
-from lockstep.views.curves import curves_of
+from lockstep.views import tensorboard
+from lockstep.views.curves import Curves, curves_of
 from lockstep.views.tensorboard import Written, write_events
 from tests.in_process import here
 from tests.unit.record.rows import corrupted, evaluation_row, step_row
@@ -99,6 +101,25 @@ def test_a_second_call_adds_what_is_new_alone(tmp_path: Path) -> None:
         before, have, inode = now.read_bytes(), count, now.stat().st_ino
     assert before == expected
     assert in_file(written.file) == in_ledger(STEPS, EVALUATIONS)
+
+
+def test_a_writer_that_does_not_look_at_what_is_there_writes_it_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of all these: the comparison sees doubles."""
+
+    def add(file: BinaryIO, curves: Curves) -> tuple[int, int]:
+        file.seek(0, os.SEEK_END)
+        records = list(tensorboard._records(curves))
+        file.writelines(records)
+        return len(records), len(records)
+
+    monkeypatch.setattr(tensorboard, "_add", add)
+    record(tmp_path, rows(12))
+    write_events(curves(tmp_path), tmp_path / "logs")
+    found = in_file(write_events(curves(tmp_path), tmp_path / "logs").file)
+    assert found != in_ledger(STEPS[:12], EVALUATIONS[:1])
+    assert len(found["train/loss"]) == 24
 
 
 def test_a_file_that_was_cut_off_is_made_whole(tmp_path: Path) -> None:
