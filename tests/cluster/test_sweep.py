@@ -181,14 +181,10 @@ def test_a_budget_ends_the_sweep(tmp_path: Path, budget: dict[str, float]) -> No
 
 def test_a_trial_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     given = document(tmp_path, space={"optimizer.lr": {"grid": [1e-3, 1e30, 3e-3]}}, trials=None)
-    result = sweep(
-        given, notify=f"echo $LOCKSTEP_EVENT $LOCKSTEP_STATUS $LOCKSTEP_RUN_ID >> '{tmp_path}/told'"
-    )
+    result = sweep(given)
     assert [t["status"] for t in result.trials] == ["finished", "failed", "finished"]
     assert "not finite" in result.trials[1]["reason"] or "nan" in result.trials[1]["reason"]
     assert statuses(result)[1] == "FAILED"
-    sweep_id = result.sweep_id
-    assert (tmp_path / "told").read_text() == f"start RUNNING {sweep_id}\nend FINISHED {sweep_id}\n"
 
 
 def trial_workers() -> list[psutil.Process]:

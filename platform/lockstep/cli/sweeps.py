@@ -12,7 +12,6 @@ import typer
 from lockstep.cli.answers import (
     Address,
     Json,
-    Notify,
     Overrides,
     SpecFile,
     Uri,
@@ -44,7 +43,6 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the sweep and its trials, and train nothing")
     ] = False,
-    notify: Notify = None,
     verbose: Verbose = False,
 ) -> None:
     """Search learning rate, precision or any other field with Ray Tune."""
@@ -60,9 +58,7 @@ def sweep(
             return
         from lockstep.sweeps.driver import run_sweep
 
-        with running(
-            json_, began_at, local=False, address=address, verbose=verbose, chaos=None, notify=notify
-        ) as options:
+        with running(json_, began_at, local=False, address=address, verbose=verbose, chaos=None) as options:
             result = run_sweep(options, loaded)
         answer(result.as_dict(), lambda: as_text(result))
     if result.signal_number is not None:

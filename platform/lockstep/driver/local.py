@@ -190,7 +190,6 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
             summary = fit(spec, load_job(spec.job.use, spec.job.params), group, run.tell, run, origin)
         run.show()
     except BaseException as error:
-        run.show()
         if not recorder.started:
             recorder.close()
             if isinstance(error, LockstepError):
@@ -199,6 +198,7 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
         recorder.tell(_ended(error))
         with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
             recorder.close()
+        run.show()
         if isinstance(error, LockstepError) and recorder.opened:
             raise with_run(error, recorder.run_id(), spec.folder) from error
         raise

@@ -29,6 +29,9 @@ LIMIT_S = 30.0
 VARIABLE = "LOCKSTEP_NOTIFY"
 """Environment variable with the command, where no option gives one. The command itself does not inherit it."""
 
+_LONGEST_VARIABLE = 10_000
+"""Characters; Linux refuses a variable of 128 KiB."""
+
 _TOLD_CHARACTERS = 200
 """Of what a command that fails has printed last."""
 
@@ -63,18 +66,18 @@ class Notifications:
         self.warnings: list[str] = []
         """How the command failed, the first time that it did."""
 
-    def began(self, run_id: str, step: int = 0) -> None:
+    def began(self, run_id: str, step: int) -> None:
         """The run exists, and goes on after `step`. Returns at once."""
         self._run_id = run_id
         self._tell("start", "RUNNING", step)
 
-    def ended(self, status: str, step: int = 0) -> None:
+    def ended(self, status: str, step: int) -> None:
         """The run came to its end, or was stopped. Returns when the command has ended."""
         self._wait()  # for the start: what is told comes in order
         self._tell("end", status, step)
         self._wait()
 
-    def failed(self, error: BaseException, step: int = 0) -> None:
+    def failed(self, error: BaseException, step: int) -> None:
         """What this command did of the run ended with an error, likewise.
 
         Not told is that another command has taken the run over, for its end is that one's to tell, and a mistake that was found
@@ -134,7 +137,7 @@ class Notifications:
 def _started(command: str | Sequence[str], facts: Facts) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """The command's process, and what it prints. Files, for a pipe is also held by what the command leaves behind."""
     values: dict[str, Any] = asdict(facts)
-    variables = {f"LOCKSTEP_{name.upper()}": str(value) for name, value in values.items()}
+    variables = {f"LOCKSTEP_{name.upper()}": _variable(str(value)) for name, value in values.items()}
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the thread that waits
     with tempfile.TemporaryFile() as given:
@@ -156,6 +159,11 @@ def _started(command: str | Sequence[str], facts: Facts) -> tuple[subprocess.Pop
         except BaseException:
             output.close()
             raise
+
+
+def _variable(text: str) -> str:
+    """A text as an environment takes it, whatever an error quotes: without NUL, and not longer than the system allows."""
+    return text.replace("\0", "").encode(errors="replace").decode()[:_LONGEST_VARIABLE]
 
 
 def _last_line(output: IO[bytes]) -> str:

@@ -8,9 +8,9 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from lockstep.checkpoint.holder import Hold, holding
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
-from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.signals import StopSignal
@@ -77,14 +76,13 @@ def sweep(
     uri: str | None = None,
     progress: Progress | None = None,
     verbose: bool = False,
-    notify: str | Sequence[str] | None = None,
 ) -> SweepResult:
     """Search the space of a sweep with Ray Tune, on the cluster at `address` or a local one.
 
     `source` is a SweepSpec, a YAML file or plain data. A SIGTERM or SIGINT ends its trials after their next step with a
-    checkpoint. `notify` is a command, words or a text for the shell, that is told of the sweep's start, failure and end. Raises LockstepError.
+    checkpoint. Raises LockstepError.
     """
-    options = RunOptions(progress=progress or Silent(), address=address, verbose=verbose, notify=notify)
+    options = RunOptions(progress=progress or Silent(), address=address, verbose=verbose)
     loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
     return run_sweep(options, loaded)
 
@@ -106,21 +104,12 @@ def run_sweep(
     from lockstep.clusters.keeper import kept
 
     verbose, say = options.verbose, options.progress.say
-    notifications = Notifications(options.notify, base.folder, say, sweep_id)
-    with StopSignal() as stop:
-        try:
-            with (
-                connected(
-                    options.address, verbose=verbose, for_workers=True, preload=PRELOADED, stop=stop, say=say
-                ),
-                kept(options.retries, say),
-            ):
-                result = _Driver(spec, sweep_id, options, stop, warnings, hold, notifications).run()
-        except BaseException as error:
-            notifications.failed(error)
-            raise
-        notifications.ended(result.status)
-    return replace(result, warnings=[*result.warnings, *notifications.warnings])
+    with (
+        StopSignal() as stop,
+        connected(options.address, verbose=verbose, for_workers=True, preload=PRELOADED, stop=stop, say=say),
+        kept(options.retries, say),
+    ):
+        return _Driver(spec, sweep_id, options, stop, warnings, hold).run()
 
 
 def resume_sweep(
@@ -167,12 +156,10 @@ class _Driver:
         stop: StopSignal,
         warnings: list[str],
         hold: Hold | None,
-        notifications: Notifications,
     ) -> None:
         self.spec, self.options, self.stop, self.warnings = spec, options, stop, warnings
         self.progress = options.progress
         self._sweep_id, self._hold = sweep_id, hold
-        self._notifications = notifications
 
     def run(self) -> SweepResult:
         """Search until the trials, the budget or a signal end it."""
@@ -205,7 +192,6 @@ class _Driver:
         hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
         hold.when_taken(self.stop.ask)
         self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
-        self._notifications.began(sweep_id)
 
         decisions = Decisions(Path(folder))
         board = SweepTable(self.spec, decisions, recorders, self.progress, self.stop)

@@ -85,7 +85,7 @@ def told_at_once(path: Path) -> list[dict[str, Any]]:
 def test_an_error_is_told_unless_the_run_goes_on_elsewhere_or_never_was(
     tmp_path: Path, error: BaseException, run_id: str | None, expected: list[tuple[str, str]]
 ) -> None:
-    Notifications(telling(tmp_path / "given"), tmp_path, print, run_id).failed(error)
+    Notifications(telling(tmp_path / "given"), tmp_path, print, run_id).failed(error, 4)
     assert [(facts["event"], facts["status"]) for facts in told(tmp_path / "given")] == expected
 
 
@@ -100,7 +100,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(
         said.append,
     )
     began = time.monotonic()
-    notifications.began(RUN)
+    notifications.began(RUN, 0)
     assert time.monotonic() - began < 0.5, "the run does not wait for it"
     notifications.ended("FINISHED", 1)
     (warning,) = notifications.warnings
@@ -114,7 +114,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(
 def test_what_a_command_leaves_behind_holds_nothing_up(tmp_path: Path) -> None:
     notifications = Notifications("setsid sleep 20 &", tmp_path, print)
     began = time.monotonic()
-    notifications.ended("FINISHED")
+    notifications.ended("FINISHED", 1)
     assert time.monotonic() - began < 10
     assert notifications.warnings == []
 
@@ -123,7 +123,7 @@ def test_a_command_that_fails_is_a_warning_told_once(tmp_path: Path) -> None:
     said: list[str] = []
     command = "echo first; echo \"curl: (6) no host, password='hunter2-hunter2'\" >&2; exit 1"
     notifications = Notifications(command, tmp_path, said.append)
-    notifications.began(RUN)
+    notifications.began(RUN, 0)
     notifications.ended("FINISHED", 2)
     assert notifications.warnings == [
         "notify: the command for the start of the run ended with exit code 1: curl: (6) no host, "
@@ -132,9 +132,17 @@ def test_a_command_that_fails_is_a_warning_told_once(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
+def test_an_error_of_any_form_can_be_told(tmp_path: Path) -> None:
+    notifications = Notifications(telling(tmp_path / "given"), tmp_path, print, RUN)
+    notifications.failed(JobError("a\0b \ud800 " + "x" * 1_000_000), 1)
+    assert notifications.warnings == []
+    (facts,) = told(tmp_path / "given")
+    assert facts["error"] == "a\0b \ud800 " + "x" * 1_000_000
+
+
 def test_a_command_that_cannot_be_started_is_a_warning(tmp_path: Path) -> None:
     notifications = Notifications([str(tmp_path / "nothing")], tmp_path, print)
-    notifications.ended("FINISHED")
+    notifications.ended("FINISHED", 1)
     assert notifications.warnings == [
         "notify: the command for the end of the run cannot be started: No such file or directory"
     ]
