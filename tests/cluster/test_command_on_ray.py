@@ -27,6 +27,8 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(tmp_path: Path) -> None:
         "--address",
         "local",
         "--json",
+        "--notify",
+        f"echo $LOCKSTEP_EVENT $LOCKSTEP_STATUS >> '{tmp_path}/told'",
         "length.epochs=100000",
         "record.uri=off",
     ]
@@ -51,6 +53,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(tmp_path: Path) -> None:
     assert json.loads(line)["status"] == "KILLED"
     (record,) = tmp_path.glob("*/run.json")
     assert json.loads(record.read_text())["status"] == "KILLED"
+    assert (tmp_path / "told").read_text() == "start RUNNING\nend KILLED\n"
 
 
 def test_wrong_params_are_told_before_a_run_exists(tmp_path: Path) -> None:

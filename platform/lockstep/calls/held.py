@@ -31,18 +31,22 @@ def held_run(
 
 
 class HeldProgress:
-    """Progress that also tells others how far the run is."""
+    """Progress that also knows, and tells others, how far the run is."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self.hold: Hold | None = None
+        self.step = 0
+        """The last step that is done."""
 
     def say(self, text: str) -> None:
         self._progress.say(text)
 
     def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
-        if self.hold is not None and step is not None:
-            self.hold.reached(step.step, step.attempt)
+        if step is not None:
+            self.step = step.step
+            if self.hold is not None:
+                self.hold.reached(step.step, step.attempt)
         self._progress.show(step, evaluation, total_steps)
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:

@@ -40,6 +40,7 @@ def resume(
     began_at: float | None = None,
     chaos: str | None = None,
     takeover: bool = False,
+    notify: str | Sequence[str] | None = None,
 ) -> Result:
     """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
 
@@ -47,7 +48,7 @@ def resume(
     new run starts from the state. A run that is finished is left as it is, and its result returned. The run is looked
     up in the MLflow store at `uri`; for `off` in the folder that `record.folder` or `checkpoint.storage` names.
     SpecError where another command works on the run; with `takeover` that one is asked to end after its next step, and
-    stopped where it does not answer. Raises LockstepError.
+    stopped where it does not answer. `notify` is as for `train`. Raises LockstepError.
     """
     options = RunOptions(
         progress=progress or Silent(),
@@ -55,6 +56,7 @@ def resume(
         address=address,
         verbose=verbose,
         chaos=chaos,
+        notify=notify,
         began_at=began_at or time.time(),
     )
     return resume_with(options, run_id, list(overrides), step=step, fork=fork, uri=uri, takeover=takeover)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.calls.held import HeldProgress, held_run
+from lockstep.calls.held import HeldProgress, held_run, leads
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result
@@ -37,13 +38,15 @@ def train(
     began_at: float | None = None,
     on_run_id: Callable[[str], None] | None = None,
     chaos: str | None = None,
+    notify: str | Sequence[str] | None = None,
 ) -> Result:
     """Train one run to its end.
 
     `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `local` trains in this one
     process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. A SIGTERM or SIGINT
     stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. `chaos`, such
-    as `worker:0.02`, kills parts of the run on purpose. Raises LockstepError.
+    as `worker:0.02`, kills parts of the run on purpose. `notify` is a command, words or a text for the shell, that is told of
+    the run's start, failure and end. Raises LockstepError.
     """
     options = RunOptions(
         progress=progress or Silent(),
@@ -51,6 +54,7 @@ def train(
         address=address,
         verbose=verbose,
         chaos=chaos,
+        notify=notify,
         began_at=began_at or time.time(),
     )
     loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
@@ -79,6 +83,8 @@ def run_attempt(
         raise SpecError("chaos: kills what runs on Ray; leave out --local")
     shown = HeldProgress(options.progress)
     options = replace(options, progress=shown)
+    command = options.notify if leads() else None
+    notifications = Notifications(command, spec.folder, shown.say, origin.run_id)
     with ExitStack() as stack, StopSignal() as stop:
 
         def keep(held: Hold | None) -> None:
@@ -91,18 +97,24 @@ def run_attempt(
                 keep(stack.enter_context(held_run(spec, run_id, shown)))
             if on_run_id is not None:
                 on_run_id(run_id)
+            notifications.began(run_id, shown.step)
 
         keep(hold)
-        if options.local:
-            from lockstep.driver.local import train_here
+        try:
+            if options.local:
+                from lockstep.driver.local import train_here
 
-            result = train_here(spec, options, stop, origin, warnings, begun)
-        else:
-            from lockstep.attempts.on_ray import train_on_ray
+                result = train_here(spec, options, stop, origin, warnings, begun)
+            else:
+                from lockstep.attempts.on_ray import train_on_ray
 
-            result = train_on_ray(spec, options, stop, origin, warnings, begun)
-        if result is not None and result.status == "KILLED" and shown.hold is not None:
-            shown.hold.ensure()
-    if result is None:
-        raise SystemExit(0)  # a rank of torchrun that has nothing to tell
-    return result
+                result = train_on_ray(spec, options, stop, origin, warnings, begun)
+            if result is not None and result.status == "KILLED" and shown.hold is not None:
+                shown.hold.ensure()
+        except BaseException as error:
+            notifications.failed(error, shown.step)
+            raise
+        if result is None:
+            raise SystemExit(0)  # a rank of torchrun that has nothing to tell
+        notifications.ended(result.status, result.step)
+    return replace(result, warnings=[*result.warnings, *notifications.warnings])

@@ -36,6 +36,15 @@ Retries = Annotated[
         help="for a job: how often the run is started again where its driver, or the driver's node, is lost",
     ),
 ]
+Notify = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND",
+        envvar="LOCKSTEP_NOTIFY",
+        show_envvar=False,
+        help="a command, run by the shell, that is told of start, failure and end; default: LOCKSTEP_NOTIFY",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
 
 
@@ -89,6 +98,7 @@ def running(
     verbose: bool,
     chaos: str | None,
     retries: int = 0,
+    notify: str | None = None,
 ) -> Iterator[RunOptions]:
     """What a command was given, as one value. The live line is shown meanwhile; nothing with `--json`."""
     if retries:
@@ -107,6 +117,7 @@ def running(
             verbose=verbose,
             chaos=chaos,
             retries=retries,
+            notify=notify,
             began_at=began_at,
         )
 

@@ -138,6 +138,10 @@ def submit(
         bool, typer.Option("--installed", help="use the cluster's Lockstep instead of sending this one")
     ] = False,
     retries: Retries = 3,
+    notify: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="on the cluster: told of the run's start, failure and end"),
+    ] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="submit, and return at once")] = False,
     attach: Annotated[
         str | None, typer.Option(metavar="JOB", help="follow this job instead of submitting one")
@@ -159,6 +163,7 @@ def submit(
             name=run_name,
             installed=installed,
             retries=retries,
+            notify=notify,
             say=_say,
         )
         _say(f"job {job}")

@@ -19,6 +19,7 @@ from lockstep.cli import checks, cluster, exports, proofs, records, starting, sw
 from lockstep.cli.answers import (
     Address,
     Json,
+    Notify,
     Overrides,
     Retries,
     SpecFile,
@@ -123,6 +124,7 @@ def train(
     chaos: ChaosRates = None,
     takeover: Takeover = False,
     retries: Retries = 0,
+    notify: Notify = None,
     dry_run: DryRun = False,
     verbose: Verbose = False,
 ) -> None:
@@ -146,7 +148,7 @@ def train(
             raise SpecError(
                 "retries: a run that is started again is found by its name; give it one with --run"
             )
-        with running(json_, began_at, local, address, verbose, chaos, retries) as options:
+        with running(json_, began_at, local, address, verbose, chaos, retries, notify) as options:
             result = train_named(options, loaded, run_name, takeover=takeover or kept_job())
         answer(result.as_dict(), lambda: _result_text(result))
     _exit(result)
@@ -177,6 +179,7 @@ def resume(
     chaos: ChaosRates = None,
     takeover: Takeover = False,
     retries: Retries = 0,
+    notify: Notify = None,
     verbose: Verbose = False,
 ) -> None:
     """Resume a run from its newest good checkpoint, bit for bit."""
@@ -198,13 +201,13 @@ def resume(
                 )
             from lockstep.calls.without import resume_without
 
-            with running(json_, began_at, local, address, verbose, chaos) as options:
+            with running(json_, began_at, local, address, verbose, chaos, notify=notify) as options:
                 forked = resume_without(options, run_id, without, overrides or [], uri=uri)
             answer(forked.as_dict(), lambda: _result_text(forked))
             _exit(forked)
             return
         takeover = takeover or kept_job()
-        with running(json_, began_at, local, address, verbose, chaos, retries) as options:
+        with running(json_, began_at, local, address, verbose, chaos, retries, notify) as options:
             try:
                 result = resume_with(
                     options, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover

@@ -1,8 +1,9 @@
-"""Commands on what is recorded: `runs`, `show`, `pin`, `record sync`, `record check`."""
+"""Commands on what is recorded: `runs`, `show`, `pin`, `record sync`, `record check`, `record tensorboard`."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.answers import Json, Uri, Verbose, answered
+from lockstep.errors import NoSuchRunError, SpecError
 
 if TYPE_CHECKING:
     from lockstep.record.run_store import RunInfo
+    from lockstep.views.curves import Curves
+    from lockstep.views.terminal import Screen
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
 Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
@@ -48,13 +52,28 @@ def runs(
 
 def show(
     run: RunId,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="with --plot: which")] = None,
+    plot: Annotated[
+        bool,
+        typer.Option("--plot", help="draw curves instead: loss, evaluation and rate, or those of each KEY"),
+    ] = False,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Show what is recorded of one run."""
+    screen = _screen() if plot else None  # before standard output leads to standard error
     with answered(json_, verbose) as answer:
+        if screen is not None:
+            from lockstep.views.terminal import drawn, series_of
+
+            series = series_of(_curves(run, uri, storage), keys or [])
+            curves = {one.key: {"steps": one.steps, "values": one.values} for one in series}
+            answer({"run_id": run, "curves": curves}, lambda: drawn(series, screen))
+            return
+        if keys:
+            raise SpecError(f"show: got {' '.join(keys)!r} after the run; keys are for --plot")
         from lockstep.record.stores import reader
         from lockstep.spec.locations import tracking_uri
 
@@ -127,6 +146,48 @@ def check(
         )
         if left:
             raise typer.Exit(1)
+
+
+@record.command()
+def tensorboard(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="the ids of runs")],
+    logdir: Annotated[Path, typer.Option(help="folder of the event files, a folder a run")] = Path(
+        "tensorboard"
+    ),
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the curves of runs, as far as they are recorded, for TensorBoard. Again: what is new is added."""
+    with answered(json_, verbose) as answer:
+        from lockstep.views.tensorboard import check_installed, write_events
+
+        check_installed()
+        found = [_curves(run, uri, storage) for run in dict.fromkeys(runs)]
+        written = [write_events(curves, logdir) for curves in found]
+        lines = [f"run {one.run_id}: {one.rows} rows, {one.added} new, in {one.file}" for one in written]
+        answer(
+            {"logdir": str(logdir), "runs": [one._asdict() for one in written]},
+            lambda: "\n".join([*lines, f"look at it        tensorboard --logdir {logdir}"]),
+        )
+
+
+def _screen() -> Screen:
+    from lockstep.views.terminal import Screen
+
+    return Screen.of(sys.stdout)
+
+
+def _curves(run: str, uri: str | None, storage: Path) -> Curves:
+    """The curves of a run. SpecError where there is no such run, or no step of it."""
+    from lockstep.spec.locations import tracking_uri
+    from lockstep.views.curves import curves_of
+
+    try:
+        return curves_of(run, tracking_uri(uri), _folder(run, uri, storage))
+    except NoSuchRunError as error:
+        raise SpecError(str(error)) from error
 
 
 def _folder(run: str, uri: str | None, storage: Path) -> Path:

@@ -23,6 +23,7 @@ from lockstep.clusters.noticeboard import notices
 from lockstep.clusters.packaging import NOTED, pack
 from lockstep.errors import ClusterError, SilentError, SpecError
 from lockstep.record.documents import without_password
+from lockstep.record.redaction import redacted
 
 POLL_S = 0.5
 """How often an ending job is asked whether it has ended."""
@@ -123,9 +124,18 @@ def job_api_error(error: Exception, address: str) -> ClusterError:
 
 
 def entrypoint(
-    what: str, overrides: Sequence[str], name: str | None, folder: Path, retries: int = 0
+    what: str,
+    overrides: Sequence[str],
+    name: str | None,
+    folder: Path,
+    retries: int = 0,
+    notify: str | None = None,
 ) -> list[str]:
     """The command that runs on the cluster: a run id is resumed, a spec trained. SpecError where that cannot work there."""
+    if notify is not None and redacted(notify) != notify:
+        raise SpecError(
+            "notify: contains a secret, which every process list on the cluster would show; have the command read it from a file there"
+        )
     for override in overrides:
         if without_password(override) != override:
             raise SpecError(
@@ -133,6 +143,7 @@ def entrypoint(
                 "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the cluster's nodes are started"
             )
     kept = ["--retries", str(retries)] if retries else []
+    kept += [] if notify is None else ["--notify", notify]
     if re.fullmatch("[0-9a-f]{32}", what) and not Path(folder, what).exists():
         return ["python", "-m", "lockstep", "resume", what, *kept, *overrides]
     spec = Path(folder, what).resolve()
@@ -156,6 +167,7 @@ def submit(
     name: str | None,
     installed: bool,
     retries: int,
+    notify: str | None = None,
     say: Callable[[str], None],
 ) -> str:
     """Send a run to the cluster; the id of its job. With `retries` it is started again, so often, where its driver is lost.
@@ -166,7 +178,7 @@ def submit(
     folder = Path.cwd()
     job = f"{name or Path(what).parent.name or 'run'}-{uuid.uuid4().hex[:8]}".lstrip("-._")
     job = re.sub(r"[^\w.-]", "-", job)
-    words = entrypoint(what, overrides, name or (job if retries else None), folder, retries)
+    words = entrypoint(what, overrides, name or (job if retries else None), folder, retries, notify)
     client = connect(address)
     package = pack(folder)
     if package is not None and package.size > NOTED:

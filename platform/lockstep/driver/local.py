@@ -102,6 +102,7 @@ class LocalRun:
             self._named = True
             run_id = self.recorder.run_id()
             self._progress.say(f"run {run_id}")
+            self.show()
             self._on_run_id(run_id)
         return True
 
@@ -197,6 +198,7 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
         recorder.tell(_ended(error))
         with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
             recorder.close()
+        run.show()
         if isinstance(error, LockstepError) and recorder.opened:
             raise with_run(error, recorder.run_id(), spec.folder) from error
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.driver.progress import Progress, Silent
@@ -23,5 +24,7 @@ class RunOptions:
     """Parts of the run that are killed on purpose, such as `worker:0.02`."""
     retries: int = 0
     """How often the run is started again where its driver is lost."""
+    notify: str | Sequence[str] | None = None
+    """A command, words or a text for the shell, that is told of the run's start, failure and end."""
     began_at: float = field(default_factory=time.time)
     """When the command was given, Unix time in seconds."""

@@ -147,7 +147,8 @@ def test_dry_run_tells_the_spec_and_the_plan_and_trains_nothing(tmp_path: Path) 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_as_killed(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     words = ["train", "jobs/digits/train.yaml", "--local", "--json", "length.epochs=100000", "record.uri=off"]
-    process = lockstep(*words, f"checkpoint.storage={tmp_path}")
+    notify = f"echo $LOCKSTEP_EVENT $LOCKSTEP_STATUS >> '{tmp_path}/told'"
+    process = lockstep(*words, f"checkpoint.storage={tmp_path}", LOCKSTEP_NOTIFY=notify)
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("*/environment.json")):
         assert time.monotonic() < deadline, "the run did not start"
@@ -159,3 +160,4 @@ def test_a_signal_ends_the_run_as_killed(tmp_path: Path, sent: signal.Signals, c
     assert json.loads(out)["status"] == "KILLED"
     (record,) = tmp_path.glob("*/run.json")
     assert json.loads(record.read_text())["status"] == "KILLED"
+    assert (tmp_path / "told").read_text() == "start RUNNING\nend KILLED\n"

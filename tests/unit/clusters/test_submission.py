@@ -84,6 +84,11 @@ def test_a_spec_is_trained_and_a_run_id_resumed(tmp_path: Path) -> None:
     assert entrypoint("0" * 32, ["workers.max=4"], None, tmp_path) == [
         *start, "resume", "0" * 32, "workers.max=4"
     ]  # fmt: skip
+    assert entrypoint("0" * 32, [], None, tmp_path, 3, "mail me") == [
+        *start, "resume", "0" * 32, "--retries", "3", "--notify", "mail me"
+    ]  # fmt: skip
+    with pytest.raises(SpecError, match=r"^notify: contains a secret"):
+        entrypoint("0" * 32, [], None, tmp_path, notify="curl https://me:hunter2@host/")
 
 
 @pytest.mark.parametrize(

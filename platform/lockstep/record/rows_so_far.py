@@ -1,0 +1,47 @@
+"""The rows that the folder of a run has so far, read beside the process that may be recording it: without its lock, and without changing a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import merge
+from operator import attrgetter
+from pathlib import Path
+
+from lockstep.record.events import EvaluationRow, Recorded, Sealed, StepRow
+from lockstep.record.journal_file import NAME
+from lockstep.record.journal_lines import from_line
+from lockstep.record.sealed import SealedSteps
+
+
+class RowsSoFar:
+    """The rows of the journal in `folder`, each step and each evaluation once. OSError where there is none to be read.
+
+    A row that was recorded again after wrong bits counts as it was recorded last. What is damaged is passed over.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._sealed = SealedSteps(folder)
+        self._open: dict[int, StepRow] = {}
+        evaluations: dict[int, EvaluationRow] = {}
+        with (folder / NAME).open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):  # else it is being written
+                    self._note(from_line(line[:-1], folder), evaluations)
+        self.evaluations = [evaluations[step] for step in sorted(evaluations)]
+        """In order."""
+
+    def _note(self, event: Recorded | None, evaluations: dict[int, EvaluationRow]) -> None:
+        match event:
+            case Sealed():
+                self._sealed.take_up(event.segments)
+            case StepRow() if self._sealed.segment_of(event.step) is None:
+                self._open[event.step] = event
+            case EvaluationRow():
+                evaluations[event.step] = event
+            case _:
+                pass  # no row, or damaged
+
+    def steps(self) -> Iterator[StepRow]:
+        """The steps, in order; those of sealed segments are held one segment at a time."""
+        sealed = (row for segment in self._sealed.segments for row in self._sealed.steps(segment))
+        return merge(sealed, (self._open[step] for step in sorted(self._open)), key=attrgetter("step"))

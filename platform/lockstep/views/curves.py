@@ -1,0 +1,79 @@
+"""The curves of a recorded run: the points of its steps and evaluations, as every view shows them, with the names that they have in MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from heapq import merge
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from lockstep.errors import RecordError, SpecError
+from lockstep.record.events import StepRow
+from lockstep.record.journal_file import NAME
+from lockstep.record.ledger import Rows
+from lockstep.record.points import evaluation_points, step_points
+from lockstep.record.rows_so_far import RowsSoFar
+from lockstep.record.stores import find_history, find_run
+
+
+class Moment(NamedTuple):
+    """A row of the ledger as a view shows it: after which step, when (Unix seconds), and a value for each key."""
+
+    step: int
+    wall_clock: float
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The curves of one run. `document` is its spec, without secrets."""
+
+    run_id: str
+    document: Mapping[str, Any]
+    rows: RowsSoFar | Rows
+
+    @property
+    def name(self) -> str:
+        return str(self.document.get("name") or "run")
+
+    def moments(self) -> Iterator[Moment]:
+        """Every row once, in the order of the steps; an evaluation comes after its step. Made anew for each call.
+
+        The moments of a run that has gone on begin with those that it had before.
+        """
+        scaled, before = self.document.get("precision") == "fp16", None
+        for row in merge(self._steps(), self._evaluations(), key=attrgetter("step")):
+            if isinstance(row, StepRow):
+                points, before = step_points(row, before, scaled=scaled), row
+            else:
+                points = evaluation_points(row)
+            yield Moment(row.step, row.wall_clock, {point.key: point.value for point in points})
+
+    def _steps(self) -> Iterator[Any]:
+        return self.rows.steps() if isinstance(self.rows, RowsSoFar) else iter(self.rows.steps)
+
+    def _evaluations(self) -> Iterator[Any]:
+        return iter(self.rows.evaluations)
+
+
+def curves_of(run_id: str, uri: str, folder: Path) -> Curves:
+    """The curves of a run so far, from its own `folder` where that is here, else from the ledger that its store has.
+
+    NoSuchRunError where there is no such run, SpecError where no step of it is recorded.
+    """
+    try:
+        if (folder / NAME).exists():
+            document = yaml.safe_load((folder / "spec.yaml").read_text(encoding="utf-8"))
+            curves = Curves(run_id, document, RowsSoFar(folder))
+        else:
+            found = find_run(uri, run_id, folder.parent)
+            curves = Curves(run_id, found.spec, find_history(uri, run_id, folder.parent))
+    except OSError as error:
+        raise RecordError(f"run {run_id}: cannot read {str(folder)!r}: {error.strerror or error}") from error
+    if next(curves.moments(), None) is None:
+        raise SpecError(f"run {run_id}: no step of it is recorded yet; there is nothing to show")
+    return curves

@@ -1,0 +1,189 @@
+"""Curves in a terminal: characters alone, without colour. Dots of Braille where they can be shown, else plain ASCII."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TextIO
+
+from lockstep.errors import SpecError, nearest
+from lockstep.views.curves import Curves
+
+ROWS = 10
+"""Lines of one curve, without its title and its axis."""
+
+_LEAST_COLUMNS = 40
+_BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The bit of each dot of a Braille character, from the top."""
+
+
+class Series(NamedTuple):
+    """The values of one key, by step."""
+
+    key: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+class Screen(NamedTuple):
+    """What is drawn on: how many columns it has, and whether it shows Braille."""
+
+    columns: int
+    braille: bool
+
+    @classmethod
+    def of(cls, stream: TextIO) -> Screen:
+        """The terminal behind standard output; 80 columns (or COLUMNS) of ASCII where that leads elsewhere."""
+        terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        braille = terminal and (stream.encoding or "").lower().replace("-", "") == "utf8"
+        return cls(max(_LEAST_COLUMNS, shutil.get_terminal_size().columns), braille)
+
+
+def series_of(curves: Curves, keys: Sequence[str]) -> list[Series]:
+    """The values of these keys; without any those of the loss, an evaluation and the rate. SpecError for a key that the run has not."""
+    found: dict[str, Series] = {}
+    for moment in curves.moments():
+        for key, value in moment.values.items():
+            steps, values = found.setdefault(key, Series(key, [], []))[1:]
+            steps.append(moment.step)  # type: ignore[attr-defined]
+            values.append(value)  # type: ignore[attr-defined]
+    for key in keys:
+        if key not in found:
+            raise SpecError(f"plot: run {curves.run_id} has no {key!r}{nearest(key, found)}")
+    evaluations = sorted(
+        (key for key in found if key.startswith("eval/")), key=lambda key: key != "eval/loss"
+    )
+    return [found[key] for key in keys or ["train/loss", *evaluations[:1], "train/lr"]]
+
+
+def drawn(found: Sequence[Series], screen: Screen) -> str:
+    """The curves one below the other, over the same steps: each with its title, its scale on the left and the steps below."""
+    steps = [step for series in found for step in (series.steps[0], series.steps[-1])]
+    scales = [_scale(series) for series in found]
+    margin = max(len(label) for scale in scales for label in scale.labels)
+    return "\n\n".join(
+        _drawn(series, scale, margin, range(min(steps), max(steps) + 1), screen)
+        for series, scale in zip(found, scales, strict=True)
+    )
+
+
+class _Scale(NamedTuple):
+    least: float
+    most: float
+    labels: Sequence[str]
+    """One for each line, from the top; empty for most."""
+
+
+def _scale(series: Series) -> _Scale:
+    """What a curve spans. One that does not change takes one line, one without a finite value none."""
+    values = [value for value in series.values if math.isfinite(value)]
+    if not values:
+        return _Scale(0.0, 0.0, [""])
+    least, most = min(values), max(values)
+    if least == most:
+        return _Scale(least, most, [f"{least:.4g}"])
+    labels = [f"{most - (most - least) * row / (ROWS - 1):.4g}" for row in range(ROWS)]
+    return _Scale(
+        least, most, [text if row in (0, ROWS // 2, ROWS - 1) else "" for row, text in enumerate(labels)]
+    )
+
+
+def _drawn(series: Series, scale: _Scale, margin: int, steps: range, screen: Screen) -> str:
+    points = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
+    canvas = _Canvas(screen.columns - margin - 3, len(scale.labels), screen.braille)
+    canvas.draw(points, scale, steps)
+    side, tick, corner, line = "│┤└─" if screen.braille else "|+`-"
+    lines = [
+        f"{label:>{margin}} {tick if label else side}{text}".rstrip()
+        for label, text in zip(scale.labels, canvas.lines(), strict=True)
+    ]
+    first, last = str(steps[0]), str(steps[-1])
+    return "\n".join(
+        [
+            *_title(series, points, screen.columns - 1),
+            *lines,
+            f"{'':{margin}} {corner}{line * canvas.columns}",
+            f"{'':{margin}}  {first}{last:>{canvas.columns - len(first)}}",
+        ]
+    )
+
+
+def _title(series: Series, points: Sequence[tuple[int, float]], columns: int) -> list[str]:
+    told = []
+    if points:
+        least, most = (choose(points, key=lambda point: point[1]) for choose in (min, max))
+        told = [f"last {points[-1][1]:.4g}"]
+        told += [
+            f"{name} {value:.4g} at step {step}" for name, (step, value) in (("least", least), ("most", most))
+        ]
+    if len(points) < len(series.values):
+        told += [f"not finite: {len(series.values) - len(points)}"]
+    return textwrap.wrap(f"{series.key}: {', '.join(told)}", columns, subsequent_indent="  ")
+
+
+@dataclass(slots=True)
+class _Column:
+    """What the values of one column of dots span, and the first and the last of them."""
+
+    lowest: int
+    highest: int
+    first: int
+    last: int
+
+
+class _Canvas:
+    """Dots, of which a character holds two by four, or in ASCII one by two."""
+
+    def __init__(self, columns: int, rows: int, braille: bool) -> None:
+        self.columns, self._rows, self._braille = columns, rows, braille
+        self._wide, self._high = (2, 4) if braille else (1, 2)
+        self._dots: set[tuple[int, int]] = set()
+
+    def draw(self, points: Sequence[tuple[int, float]], scale: _Scale, steps: range) -> None:
+        """Draw a line through points with rising steps. A column shows all that its values span: no peak is lost between two dots."""
+        across, up = self.columns * self._wide - 1, self._rows * self._high - 1
+        span = scale.most - scale.least
+        columns: dict[int, _Column] = {}
+        for step, value in points:
+            x = round((step - steps[0]) / max(1, len(steps) - 1) * across)
+            y = round((value - scale.least) / span * up) if span else up // 2
+            column = columns.setdefault(x, _Column(y, y, y, y))
+            column.lowest, column.highest = min(column.lowest, y), max(column.highest, y)
+            column.last = y
+        before: tuple[int, int] | None = None
+        for x, column in columns.items():
+            self._fill(x, column.lowest, column.highest)
+            if before is not None:
+                self._join(*before, x, column.first)
+            before = x, column.last
+
+    def _join(self, x0: int, y0: int, x1: int, y1: int) -> None:
+        """The dots between two of them, each column up to where the next one begins."""
+        for x in range(x0, x1 + 1):
+            here, there = (
+                y0 + (y1 - y0) * min(max(at - x0, 0), x1 - x0) / (x1 - x0) for at in (x - 0.5, x + 0.5)
+            )
+            self._fill(x, round(min(here, there)), round(max(here, there)))
+
+    def _fill(self, x: int, low: int, high: int) -> None:
+        self._dots.update((x, y) for y in range(low, high + 1))
+
+    def lines(self) -> list[str]:
+        return ["".join(self._cell(c, r) for c in range(self.columns)) for r in range(self._rows)]
+
+    def _cell(self, column: int, row: int) -> str:
+        top = (self._rows - row) * self._high - 1
+        dots = [
+            [(column * self._wide + i, top - j) in self._dots for i in range(self._wide)]
+            for j in range(self._high)
+        ]
+        if not self._braille:
+            return {(False, False): " ", (True, False): "'", (False, True): ".", (True, True): ":"}[
+                dots[0][0], dots[1][0]
+            ]
+        bits = sum(_BRAILLE[j][i] for j in range(4) for i in range(2) if dots[j][i])
+        return chr(0x2800 + bits) if bits else " "
