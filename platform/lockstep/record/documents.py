@@ -14,7 +14,8 @@ import yaml
 HIDDEN = "***"
 """What stands where a secret was."""
 
-_URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s'\"<>`]+")
+_URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s'\"<>`]+")
+"""Of a scheme 32 characters: without an end, each letter of a long word is a start from which all of it is read."""
 _SECRET = re.compile(
     r"pass(word|wd|phrase)?|pwd|.*(token|secret|signature|credential|api_?key)|sig|auth|key", re.I
 )

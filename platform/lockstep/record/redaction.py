@@ -40,8 +40,8 @@ _FURTHER = {
     "Anthropic API Key": re.compile(r"\bsk-ant-[A-Za-z0-9_-]{20,}"),
     "OpenAI Token": re.compile(r"\bsk-proj-[A-Za-z0-9_-]{20,}"),
 }
-_SECRET_NAMES = "PASSWORD|PASSWD|SECRET|TOKEN|API_?KEY|ACCESS_?KEY|CREDENTIALS?"
-_ENVIRONMENT = re.compile(rf"\b[A-Z0-9_]*(?:{_SECRET_NAMES})[A-Z0-9_]*=(?![\s'\"<$({{…]|$)(\S+)")
+_VARIABLE_NAMES = "PASSWORD|PASSWD|SECRET|TOKEN|API_?KEY|ACCESS_?KEY|CREDENTIALS?"
+_ENVIRONMENT = re.compile(rf"\b[A-Z0-9_]*(?:{_VARIABLE_NAMES})[A-Z0-9_]*=(?![\s'\"<$({{…]|$)(\S+)")
 _NAMED = re.compile(r"key|pass|pwd|secret|contrase", re.IGNORECASE)
 """A line without any of these has none of the names that the detector of names looks for, at a hundredth of the cost."""
 _PRIVATE_KEY = re.compile(
@@ -85,7 +85,7 @@ def _redacted_entry(name: str, value: Any) -> Any:
 def redacted_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of an environment without secrets; of one whose name is that of a secret the whole value is one."""
     return {
-        name: _mark("Secret Keyword") if value and re.search(_SECRET_NAMES, name.upper()) else redacted(value)
+        name: _mark("Secret Keyword") if value and re.search(_VARIABLE_NAMES, name.upper()) else redacted(value)
         for name, value in environment.items()
     }
 

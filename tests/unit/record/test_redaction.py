@@ -83,6 +83,12 @@ def test_what_is_no_secret_stays(text: str) -> None:
     assert redacted(text) == text
 
 
+def test_a_word_as_long_as_a_file_is_read_once() -> None:
+    """Where each of its letters were read as the start of a URI, this would take minutes, and the recorder with it."""
+    word = "x" * 200_000
+    assert redacted(f"{word}://me:pa55@host/db") == f"{word}://me:***@host/db"
+
+
 def test_the_sources_of_this_project_have_none() -> None:
     """The control: a diff of some twenty thousand lines loses nothing but what names a password on purpose."""
     changed = []
