@@ -87,6 +87,7 @@ def test_no_file_gets_its_name_in_another_way() -> None:
     }
     assert found == {
         "files.py",
+        "calls/starting.py",
         "checkpoint/local_storage.py",
         "checkpoint/runs.py",  # a folder of files that were flushed
         "clusters/local_cluster.py",  # what is gone after a loss of power in any case
