@@ -194,15 +194,16 @@ class _Worker(NoRequests):
 
     def __init__(self, pipe: Any, run_id: str) -> None:
         self._pipe, self._run_id = pipe, run_id
-        self._lock = threading.Lock()
+        self._lock, self._keeping = threading.Lock(), threading.Lock()
         self._kept: list[Event] = []
 
     def tell(self, event: Event) -> None:
-        if isinstance(event, StepRow | EvaluationRow | Restored):
-            self._kept.append(event)
-        if not isinstance(event, StepRow) or len(self._kept) >= TOLD_AT_ONCE:
-            self._asked("told", self._kept)
-            self._kept = []
+        with self._keeping:  # the thread that saves tells that it is alive
+            if isinstance(event, StepRow | EvaluationRow | Restored):
+                self._kept.append(event)
+            if not isinstance(event, StepRow) or len(self._kept) >= TOLD_AT_ONCE:
+                self._asked("told", self._kept)
+                self._kept = []
 
     def run_id(self) -> str:
         return self._run_id
