@@ -85,7 +85,9 @@ def _redacted_entry(name: str, value: Any) -> Any:
 def redacted_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of an environment without secrets; of one whose name is that of a secret the whole value is one."""
     return {
-        name: _mark("Secret Keyword") if value and re.search(_VARIABLE_NAMES, name.upper()) else redacted(value)
+        name: _mark("Secret Keyword")
+        if value and re.search(_VARIABLE_NAMES, name.upper())
+        else redacted(value)
         for name, value in environment.items()
     }
 
