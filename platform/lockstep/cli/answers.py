@@ -45,6 +45,10 @@ Notify = Annotated[
         help="a command, run by the shell, that is told of start, failure and end; default: LOCKSTEP_NOTIFY",
     ),
 ]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
+Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
+RUNS = Path("runs")
+"""Where run folders are looked for by default."""
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
 
 

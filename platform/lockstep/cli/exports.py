@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.answers import Json, Uri, Verbose, answered, began, running
+from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered, began, running
 
 if TYPE_CHECKING:
     from lockstep.calls.exporting import Exported, Predicted
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
 Best = Annotated[bool, typer.Option("--best", help="the weights of the best evaluation, with early_stop")]
-Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +39,7 @@ def export(
         typer.Option(metavar="R", help="relative difference that is allowed; default: 0, for onnx 1e-4"),
     ] = None,
     uri: Uri = None,
-    storage: Storage = Path("runs"),
+    storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -81,7 +79,7 @@ def predict(
         int | None, typer.Option(min=1, metavar="N", help="rows in one call; default: 256")
     ] = None,
     uri: Uri = None,
-    storage: Storage = Path("runs"),
+    storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:

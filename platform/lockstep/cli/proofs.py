@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.answers import (
+    RUNS,
     Address,
     Json,
     Overrides,
+    RunId,
     SpecFile,
+    Storage,
     Uri,
     Verbose,
     answered,
@@ -26,11 +29,9 @@ if TYPE_CHECKING:
     from lockstep.proof.guard import Guarded
     from lockstep.proof.verification import Verified
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
 OptionalRunId = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="the id of a run; --statement names its own")
 ]
-Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
 
 
 def register(app: typer.Typer) -> None:
@@ -71,7 +72,7 @@ def verify(
     local: Annotated[bool, typer.Option("--local", help="in this process, without Ray")] = False,
     address: Address = None,
     uri: Uri = None,
-    storage: Storage = Path("runs"),
+    storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -132,7 +133,7 @@ def diff(
         typer.Option(min=1, metavar="K", help="how many steps of a spec file are trained; default: 20"),
     ] = None,
     uri: Uri = None,
-    storage: Storage = Path("runs"),
+    storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -209,7 +210,7 @@ def replay(
         Path | None, typer.Option(help="folder for what is written; default: replay-<run>-step-<N>")
     ] = None,
     uri: Uri = None,
-    storage: Storage = Path("runs"),
+    storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -245,7 +246,7 @@ def attest(
         Path | None, typer.Option(help="the file that is written; default: <run>.intoto.json")
     ] = None,
     uri: Uri = None,
-    storage: Storage = Path("runs"),
+    storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.answers import Json, Uri, Verbose, answered
+from lockstep.cli.answers import RUNS, Json, RunId, Storage, Uri, Verbose, answered
 from lockstep.errors import NoSuchRunError, SpecError
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from lockstep.views.curves import Curves
     from lockstep.views.terminal import Screen
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
-Storage = Annotated[Path, typer.Option(help="folder that contains the run folders")]
-RUNS = Path("runs")
 
 record = typer.Typer(help="Maintain recorded runs.", no_args_is_help=True)
 
