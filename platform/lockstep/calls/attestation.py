@@ -10,10 +10,10 @@ from typing import Any
 
 from lockstep.calls.verification import verify
 from lockstep.driver.options import RunOptions
-from lockstep.errors import NoSuchRunError, SpecError
+from lockstep.errors import SpecError
 from lockstep.files import replaced
 from lockstep.proof import signatures
-from lockstep.proof.recorded_run import RecordedRun, recorded_run
+from lockstep.proof.recorded_run import RecordedRun, folder_of, named_run, recorded_run
 from lockstep.proof.statement import (
     Disagreement,
     contradictions,
@@ -24,7 +24,6 @@ from lockstep.proof.statement import (
     statement,
 )
 from lockstep.proof.verification import Verified
-from lockstep.record.stores import find_run
 from lockstep.spec.locations import tracking_uri
 
 SHARE = 0.1
@@ -174,13 +173,9 @@ def _finished(run_id: str, uri: str | None, storage: Path) -> tuple[RecordedRun,
     """A finished run's record, its summary and its folder."""
     store = tracking_uri(uri)
     run = recorded_run(run_id, store, storage)
-    try:
-        found = find_run(store, run_id, storage)
-    except NoSuchRunError as error:
-        raise SpecError(str(error)) from error
+    found = named_run(run_id, store, storage)
     if found.status != "FINISHED":
         raise SpecError(
             f"attest: run {run_id} is {found.status}, wanted one that is finished; resume it first"
         )
-    here = storage / run_id
-    return run, found.summary, here if here.is_dir() else run.spec.folder / run_id
+    return run, found.summary, folder_of(run_id, run.spec, storage)

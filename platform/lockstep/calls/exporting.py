@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.calls.verification import job_source
 from lockstep.driver.options import RunOptions
-from lockstep.errors import ExportError, JobError, NoSuchRunError, SpecError
+from lockstep.errors import ExportError, JobError, SpecError
 from lockstep.export import arrays
 from lockstep.export.artifact import FORMATS, Artifact, Format, description, place, read
 from lockstep.export.example import example_of
@@ -24,14 +24,14 @@ from lockstep.files import private
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.proof.recorded_run import recorded_run
+from lockstep.proof.recorded_run import folder_of, named_run, recorded_run
 from lockstep.proof.statement import DIGEST_OF
 from lockstep.randomness import seed_all
 from lockstep.record.run_store import Recorded
-from lockstep.record.stores import find_run, keep_files
+from lockstep.record.stores import keep_files
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
-from lockstep.spec.locations import RECORD_OFF, tracking_uri
+from lockstep.spec.locations import tracking_uri
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.failure import as_lockstep_error
@@ -152,14 +152,11 @@ def _format(given: str) -> Format:
 
 def _found(run_id: str, store: str, storage: Path) -> tuple[Recorded, Spec, Path]:
     """A run's record, its spec and its folder. SpecError where there is no such run, or no folder of it here."""
-    try:
-        found = find_run(store, run_id, storage)
-    except NoSuchRunError as error:
-        raise SpecError(str(error)) from error
+    found = named_run(run_id, store, storage)
     if owner := found.summary.get("reused_from"):
         raise SpecError(f"run {run_id} stands for run {owner}, whose weights it has; name that one")
     spec = load_spec(found.spec)
-    folder = storage / run_id if store == RECORD_OFF or (storage / run_id).is_dir() else spec.folder / run_id
+    folder = folder_of(run_id, spec, storage)
     if not folder.is_dir():
         raise SpecError(
             f"run {run_id}: its folder {str(folder)!r} is not here; name the folder of runs with --storage"

@@ -18,7 +18,7 @@ from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
-from lockstep.record.run_store import CheckpointCopy
+from lockstep.record.run_store import CheckpointCopy, Recorded
 from lockstep.record.stores import find_copies, find_history, find_run, reader
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -74,12 +74,23 @@ class RecordedRun:
         return str(aside), load_step(RunFolder.open(open_storage(str(aside)), self.run_id), step)
 
 
-def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
-    """The run of this id in the store at `uri`; `folder` is looked in for `off`. SpecError where there is none, or nothing to compare."""
+def named_run(run_id: str, uri: str, folder: Path) -> Recorded:
+    """What is recorded of the run that a user names; `folder` is looked in for `off`. SpecError where there is no such run."""
     try:
-        found = find_run(uri, run_id, folder)
+        return find_run(uri, run_id, folder)
     except NoSuchRunError as error:
         raise SpecError(str(error)) from error
+
+
+def folder_of(run_id: str, spec: Spec, storage: Path) -> Path:
+    """The folder of a run: below `storage`, else where its spec has it."""
+    here = storage / run_id
+    return here if here.is_dir() else spec.folder / run_id
+
+
+def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
+    """The run of this id in the store at `uri`; `folder` is looked in for `off`. SpecError where there is none, or nothing to compare."""
+    found = named_run(run_id, uri, folder)
     document = {**found.spec, "record": {**found.spec.get("record", {}), "uri": uri}}
     spec = load_spec(document)
     here = spec.folder / run_id
