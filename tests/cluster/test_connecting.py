@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import refusing_port
+
 ROOT = Path(__file__).parents[2]
 
 ANSWER_S = 10.0
@@ -100,12 +102,11 @@ def failed(process: subprocess.Popen[str]) -> str:
 
 
 def test_a_dead_address_is_told_at_once(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    error = failed(command(tmp_path, "--address", f"127.0.0.1:{port}"))
-    assert error.startswith(f"address: no Ray cluster answers at 127.0.0.1:{port} (Connection refused)")
-    error = failed(command(tmp_path, RAY_ADDRESS=f"127.0.0.1:{port}"))
-    assert error.startswith(f"address: no Ray cluster answers at 127.0.0.1:{port}")
+    with refusing_port() as port:
+        error = failed(command(tmp_path, "--address", f"127.0.0.1:{port}"))
+        assert error.startswith(f"address: no Ray cluster answers at 127.0.0.1:{port} (Connection refused)")
+        error = failed(command(tmp_path, RAY_ADDRESS=f"127.0.0.1:{port}"))
+        assert error.startswith(f"address: no Ray cluster answers at 127.0.0.1:{port}")
 
 
 def test_a_server_that_accepts_and_never_answers_is_told_in_seconds(tmp_path: Path, silent: Listener) -> None:

@@ -28,6 +28,7 @@ from lockstep.errors import (
 )
 from lockstep.failure_kinds import ERRNOS, TEXTS, Kind, infrastructure_error, kind_of, may_pass
 from lockstep.training.failure import as_lockstep_error
+from tests.ports import refusing_port
 
 
 def reset_connection() -> None:
@@ -52,9 +53,8 @@ def broken_disk() -> None:
 
 
 def refused_connection() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-    socket.create_connection(address)
+    with refusing_port() as port:
+        socket.create_connection(("127.0.0.1", port))
 
 
 def timeout() -> None:

@@ -6,13 +6,14 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 NOBODY = 65534
 """PostgreSQL refuses root: where root runs the tests, the server is this user's."""
@@ -32,9 +33,7 @@ def postgresql() -> Iterator[str]:
             [binaries / "initdb", "-D", data, "-U", "lockstep", "-A", "trust", "--locale=C", "-E", "UTF8"],
             check=True, capture_output=True, **as_user,
         )  # fmt: skip
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         process = subprocess.Popen(
             [binaries / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **as_user,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from types import TracebackType
 
 from tests.empty_store import put_empty_store
 from tests.forked import Forked
+from tests.ports import free_port
 
 
 class Server:
@@ -28,9 +28,7 @@ class Server:
         *,
         direct: bool = False,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self._folder = folder
         self._backend = backend or put_empty_store(folder / "server.db")

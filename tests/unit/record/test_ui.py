@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from lockstep.errors import SpecError
 from lockstep.record.ledger import read_parquet
 from tests.empty_store import put_empty_store
 from tests.forked import lockstep
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 PASSWORD = "correct-horse-battery"
@@ -104,13 +104,6 @@ def ui(*words: str, environment: Mapping[str, str] | None = None, port: int) -> 
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Shown(NamedTuple):
