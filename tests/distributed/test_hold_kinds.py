@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import LockstepError
-from tests.distributed import further_kinds, kinds, step_kinds
+from lockstep.record.events import Event, StepRow
+from tests.distributed import further_kinds, kinds, step_kinds, training
 from tests.distributed.kinds import (
     BackPropagationThroughTime,
     Kind,
@@ -20,8 +24,9 @@ from tests.distributed.kinds import (
     train_every,
 )
 from tests.distributed.pool import Pool
-from tests.distributed.training import train, train_updates_forgotten
+from tests.distributed.training import Kept, train, train_updates_forgotten
 from tests.fading import Fading
+from tests.forked import Forked
 
 HELD = [*kinds.HELD, *further_kinds.HELD, *step_kinds.HELD]
 REFUSED = {**kinds.REFUSED, **further_kinds.REFUSED, **step_kinds.REFUSED}
@@ -140,6 +145,40 @@ def test_every_kind_has_one_value_on_any_number_of_workers(
     ended = attempts(pool, workers, list(zip(runs, origins, strict=True)), None)
     for i, kind in enumerate(own):
         check(kind, alone[kind], [rank[i] for rank in ended], stopped, 3)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_kind_outlives_a_kill(
+    pool: Pool, alone: dict[type[Kind], Any], workers: int, tmp_path: Path
+) -> None:
+    """Killed after its second step, while what follows that is under way, and taken up from what lies on the disk by then."""
+    runs = [{**on(kind, int(i % 8 == 0), tmp_path), "rehearsal": "off"} for i, kind in enumerate(ALL)]
+    for run in runs:
+        run["checkpoint"] |= {"every": {"steps": 1}}
+        killed = Forked(train_and_die, run, 2)
+        assert killed.wait(60) == -signal.SIGKILL, killed.communicate()
+    ended = attempts(pool, workers, [(run, taken_up(run)) for run in runs], None)
+    started = set[int]()
+    for i, kind in enumerate(ALL):
+        ranks = [rank[i] for rank in ended]
+        start = 3 - len(ranks[0][1])
+        started.add(start)
+        check(kind, alone[kind], ranks, start, 3)
+    assert started & {1, 2}, "no checkpoint was on the disk in time"
+
+
+def train_and_die(run: dict[str, Any], step: int) -> None:
+    """Its process is killed when the run tells of `step`."""
+
+    class Dying(Kept):
+        def tell(self, event: Event) -> None:
+            if isinstance(event, StepRow) and event.step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().tell(event)
+
+    with mock.patch.object(training, "Kept", Dying):
+        train_attempts([(run, AttemptOrigin())], None)
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)

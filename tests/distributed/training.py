@@ -168,8 +168,8 @@ def train_job(
 
 
 def digested(document: Document) -> Document:
-    """The spec with digests in every row, unless it says itself how many are wanted."""
-    return {**document, "record": {"digest_every": 1, **document.get("record", {})}}
+    """The spec with digests in every row, unless it says itself how many are wanted, and without a recorder."""
+    return {**document, "record": {"digest_every": 1, "uri": "off", **document.get("record", {})}}
 
 
 def bits(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, NewerFormatError
 from lockstep.checkpoint.plain_json import as_text, parsed
-from lockstep.checkpoint.tree import plain, unpack
+from lockstep.checkpoint.skeleton import unpack
 from lockstep.errors import JobError
 
 T = TypeVar("T")
@@ -79,6 +79,8 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The manifest as it is written. JobError where the facts are not plain."""
+        from lockstep.checkpoint.tree import plain  # imports torch, which whoever only reads does without
+
         facts = {name: plain(dict(getattr(self.facts, name)), name) for name in _FACTS}
         if not all(map(_is_number, self.facts.metrics.values())):
             raise JobError(f"checkpoint: metrics are {dict(self.facts.metrics)}, wanted numbers")

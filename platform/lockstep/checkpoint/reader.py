@@ -8,20 +8,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError
 from lockstep.checkpoint.manifest import FileEntry, Manifest, SharedFile
 from lockstep.checkpoint.plain_json import parsed
 from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.storage import PIECE, Reading, Storage
 from lockstep.checkpoint.storages import open_storage
-from lockstep.checkpoint.tensor_file import read_tensors
-from lockstep.checkpoint.tree import Tree, unpack
 from lockstep.errors import StorageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.checkpoint.tree import Tree
 
 T = TypeVar("T")
 
@@ -147,6 +149,8 @@ def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
 
     BadCheckpointError names the first file that is wrong, and how.
     """
+    from lockstep.checkpoint.tensor_file import read_tensors  # imports torch, which a recorder does without
+
     manifest = checkpoint.manifest()
     wanted = [entry for entry in manifest.files if only is None or entry.section in only]
     check_sizes(checkpoint, wanted, _sizes(checkpoint))

@@ -1,7 +1,7 @@
 """A section's state as JSON and tensors, and back, exactly.
 
 A tree is a tensor, None, a truth value, a number, text, or a list, tuple or mapping of trees; keys are plain
-values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `unpack`
+values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `skeleton.unpack`
 gives the same tree: types and order of keys, every bit of a float or a tensor, whole numbers of any size, a
 tuple as a tuple. Tensors that are the same memory are stored once and are one tensor again. A tensor that is
 dense in another order of dimensions (channels last) keeps that order. Nothing that is read can run code.
@@ -20,14 +20,13 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.errors import JobError
 
 Tree = Any
@@ -59,7 +58,6 @@ _STORED = frozenset(DTYPES.values())
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _DEEPEST = 100
 _NO_NAMES = ("", "__metadata__")  # safetensors keeps the second for itself
-_WORDS = frozenset({"$tensor", "$tuple", "$map", "$float", "$int"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,25 +90,6 @@ def pack(tree: Tree, where: str = "tree") -> Packed:
     """Take a tree apart. JobError, with its place after `where`, for what is no tree."""
     packing = _Packing(where)
     return Packed(packing.encode(tree, "", 0), packing.tensors)
-
-
-def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
-    """The tree that `pack` took apart. BadCheckpointError where the two do not belong together."""
-    unused = set(tensors)
-
-    def tensor(name: str) -> Tensor:
-        if name not in tensors:
-            raise BadCheckpointError(f"tensor {name!r} is missing")
-        unused.discard(name)
-        return tensors[name]
-
-    try:
-        tree = _decode(skeleton, tensor)
-    except RecursionError:
-        raise BadCheckpointError("the skeleton is nested too deep") from None
-    if unused:
-        raise BadCheckpointError(f"tensor {min(unused)!r} has no place in the skeleton")
-    return tree
 
 
 def plain(tree: Tree, where: str) -> Any:
@@ -230,45 +209,3 @@ def _in_order_of_memory(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
     order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
     permuted = tensor.permute(order)
     return (permuted, order) if permuted.is_contiguous() else (tensor.contiguous(), None)
-
-
-def _decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensor) for item in value]
-    if not isinstance(value, dict):
-        return value
-    word = next(iter(value), "")
-    if not word.startswith("$"):
-        if any(key.startswith("$") for key in value):
-            raise BadCheckpointError("the skeleton mixes words and keys")
-        return {key: _decode(item, tensor) for key, item in value.items()}
-    if word not in _WORDS:
-        raise BadCheckpointError(f"the skeleton holds the unknown word {word!r}")
-    try:
-        return _decode_word(word, value, tensor)
-    except (ValueError, TypeError, KeyError, struct.error, RuntimeError) as error:
-        raise BadCheckpointError(f"the skeleton's {word} cannot be read: {error}") from error
-
-
-def _decode_word(word: str, value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
-    content = value[word]
-    if word == "$tensor":
-        return _reordered(tensor(content), value.get("order"))
-    if len(value) > 1:
-        raise ValueError("it stands beside other keys")
-    if word == "$tuple":
-        return tuple([_decode(item, tensor) for item in content])
-    if word == "$map":
-        return {_decode(key, tensor): _decode(item, tensor) for key, item in content}
-    if word == "$float":
-        return struct.unpack(">d", bytes.fromhex(content))[0]
-    return int(content, 16)
-
-
-def _reordered(tensor: Tensor, order: list[int] | None) -> Tensor:
-    """The inverse of `_in_order_of_memory`."""
-    if order is None:
-        return tensor
-    if sorted(order) != list(range(tensor.dim())):
-        raise ValueError(f"{order} is no order of its dimensions")
-    return tensor.permute([order.index(dimension) for dimension in range(len(order))])

@@ -19,6 +19,7 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.files import replacing, write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
+from lockstep.record.final_model import FinalModel
 from lockstep.record.heartbeat import process_tags, same_beat, vanished
 from lockstep.record.journal import newest_step
 from lockstep.record.points import Point
@@ -31,7 +32,6 @@ from lockstep.record.run_store import (
     no_such_run,
     recorded,
 )
-from lockstep.spec.fields import Spec
 
 
 def recorded_in_folder(storage: Path, run_id: str) -> Recorded:
@@ -143,8 +143,8 @@ class FolderStore:
                 f"record: cannot copy {str(path)!r} to {str(kept)!r}: {error.strerror}"
             ) from error
 
-    def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
-        """Nothing: the weights are in the folder."""
+    def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
+        """Nothing: it is in the run's folder."""
 
     def log_checkpoint(
         self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None

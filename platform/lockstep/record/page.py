@@ -41,6 +41,7 @@ from lockstep.record.events import (
     StepRow,
     TakenOver,
 )
+from lockstep.record.final_model import FinalModel, model_folder
 from lockstep.record.journal import Journal
 from lockstep.record.outbox import Send
 from lockstep.record.redaction import redacted, redacted_document
@@ -249,8 +250,10 @@ class Page:
             return
         summary, files = end.summary, end.files
         self._ledger()
+        model = model_folder(files)
         for path in files:
-            self._keep(path)
+            if path.parent != model:
+                self._keep(path)
         self._document("summary.json", documents.as_json(summary))
         values = documents.single_values(
             {name: summary[name] for name in summary if name not in {"run_id", "status"}}
@@ -260,7 +263,8 @@ class Page:
         status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
         killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
         self._tag({"vanished": "", "error": ""})  # what a reader may have said since the last beat
-        self._final_model(status, files, summary)
+        if model is not None:
+            self._send("files", "final model", self._log_model, model, int(summary.get("step", 0)))
         verdict = [
             f"**{status}**{killer} at step {summary.get('step', '?')}",
             *map(documents.reading, sorted(metrics.items(), key=lambda one: not one[0].startswith("eval/"))),
@@ -343,24 +347,22 @@ class Page:
         shown = [f"{figures.FOLDER}/{name}" for name in self._figures]
         self._tag({"note": documents.note(verdict + broken, details, shown, self._folder.name)})
 
-    def _final_model(self, status: Status, files: Sequence[Path], summary: Mapping[str, Any]) -> None:
-        """Of a run that came to its end: one that is stopped has no time to lose. Averaged weights are the ones that were evaluated."""
-        weights = [path for name in ("ema", "final") for path in files if path.name == f"{name}.safetensors"]
-        if status == "FINISHED" and weights:
-            self._send("files", "final model", self._log_model, weights[0], int(summary.get("step", 0)))
-
-    def _log_model(self, weights: Path, step: int) -> None:
+    def _log_model(self, folder: Path, step: int) -> None:
         self.working = True
         try:
-            self._store.log_final_model(self._spec, weights, step)
+            model = FinalModel.read(folder)
+            reason = model.error
+            if not reason:
+                self._store.log_final_model(folder, model, step)
         except RecordError:
             raise
-        except Exception as error:  # noqa: BLE001 - the job's own model, traced: it may raise anything, and the run has its weights
+        except Exception as error:  # noqa: BLE001 - files that are gone, a format that has changed: the run has its weights
             reason = first_line(error)[:500]
-            self.log(f"no model for MLflow: {reason}")
-            self._store.set_tags({"lockstep.model_error": reason})
         finally:
             self.working = False
+        if reason:
+            self.log(f"no model for MLflow: {reason}")
+            self._store.set_tags({"lockstep.model_error": reason})
 
     def _ledger(self) -> None:
         steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 from lockstep.errors import NoSuchRunError, RecordError
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import without_password
+from lockstep.record.final_model import FinalModel
 from lockstep.record.points import Point
-from lockstep.spec.fields import Spec
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
@@ -68,11 +68,8 @@ class RunStore(Protocol):
     def log_file(self, path: Path, folder: str) -> None:
         """Keep a copy of a file under `folder`, or at the top where that is empty."""
 
-    def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
-        """Keep the model that the run ended with in a form that others can load, where the store has one.
-
-        Raises whatever the job's own code raises.
-        """
+    def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
+        """Keep the model that the run ended with, whose graph is in `folder`, where the store has a place for that."""
 
     def log_checkpoint(
         self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None

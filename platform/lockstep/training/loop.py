@@ -17,6 +17,7 @@ from lockstep.errors import SpecError, nearest
 from lockstep.files import private
 from lockstep.job.interface import Job
 from lockstep.job.loading import others_out_of_sight
+from lockstep.periodic import periodically
 from lockstep.plan import Position
 from lockstep.record.events import (
     Alive,
@@ -30,10 +31,12 @@ from lockstep.record.events import (
     Tell,
 )
 from lockstep.spec.fields import Spec
+from lockstep.spec.locations import RECORD_OFF
 from lockstep.training import memory
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.digests import check_same_weights
+from lockstep.training.final_model import keep_final_model
 from lockstep.training.group import Group
 from lockstep.training.not_finite import looked_into
 from lockstep.training.pace import Pace
@@ -43,6 +46,9 @@ from lockstep.training.setup import Run, prepare
 from lockstep.training.state import tensors
 from lockstep.training.step import StepResult
 from lockstep.training.weights import save_weights
+
+ALIVE_S = 1.0
+"""How often a run says that it lives while it makes its final model, which may be large."""
 
 
 def fit(
@@ -125,7 +131,7 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
     peaks = run.group.gather(peak_memory(run.group.device))
     tell(PeakMemory(peaks))
     tell(Document("memory.json", memory.used(run.state, peaks)))
-    tell(Finished(summary, keep_weights(run, requests, origin)))
+    tell(Finished(summary, kept(run, Seat(run.group, tell, requests, origin), stopped=stopped)))
     return summary
 
 
@@ -196,16 +202,25 @@ def _named(metrics: Mapping[str, float], name: str) -> float:
     return metrics[name]
 
 
-def keep_weights(run: Run, requests: Requests, origin: AttemptOrigin | None) -> list[Path]:
-    """Rank 0's: write the weights of the last step, their average and the best ones, where there are any, into the run's folder."""
-    if run.group.rank > 0 or origin is None or not origin.saves:
+def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
+    """Rank 0's: write what the run ends with into its folder. Nothing where the attempt saves nothing.
+
+    The weights of the last step, their average and the best ones, where there are any; and the final model, of a run that
+    came to its end: one that is stopped has no time to lose. Averaged weights are the ones that were evaluated.
+    """
+    if run.group.rank > 0 or seat.origin is None or not seat.origin.saves:
         return []
-    folder, best = run.spec.folder / requests.run_id(), run.state.best.weights
+    folder, best = run.spec.folder / seat.requests.run_id(), run.state.best.weights
     files = save_weights(folder, {"final": tensors(run.state.model)})
     if run.state.average is not None:
         with run.state.averaged():
             files += save_weights(folder, {"ema": tensors(run.state.model)})
-    return files + save_weights(folder, {} if best is None else {"best": best})
+    final = files[-1]
+    files += save_weights(folder, {} if best is None else {"best": best})
+    if not stopped and run.spec.record.uri != RECORD_OFF:
+        with periodically(lambda: lambda: seat.tell(Alive()), ALIVE_S, "lockstep-final-model"):
+            files += keep_final_model(run.job, final, folder)
+    return files
 
 
 def peak_memory(device: torch.device) -> int:

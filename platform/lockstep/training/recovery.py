@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.tree import pack, unpack
+from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.tree import pack
 from lockstep.errors import ClusterError, DriftError
 from lockstep.failure_kinds import kind_of
 from lockstep.record.events import Started, Tell

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.plain_json import as_text, parsed
+from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tensor_file import read_tensors, tensor_pieces
-from lockstep.checkpoint.tree import DTYPES, pack, unpack
+from lockstep.checkpoint.tree import DTYPES, pack
 from lockstep.errors import JobError
 from tests.unit.checkpoint.states import bits, nan, same, state
 

@@ -12,25 +12,36 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 
+from jobs.digits.job import Digits
+from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.record.events import Finished
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
+from lockstep.training.final_model import keep_final_model
+from lockstep.training.weights import save_weights
 from tests.unit.record.rows import step_row
 
 Specs = Callable[..., Spec]
 
 
-def ended_with(spec: Spec, weights: dict[str, Any]) -> Recorder:
+class Pair(Digits):
+    """A job whose model takes two arguments."""
+
+    def example_input(self) -> tuple[Tensor, ...]:
+        return torch.zeros(2, 1, 8, 8), torch.zeros(2)
+
+
+def ended_with(spec: Spec, job: Job, weights: dict[str, Any]) -> Recorder:
     recorder = Recorder(spec)
     recorder.start()
-    file = recorder.run_folder() / "weights" / "final.safetensors"
-    file.parent.mkdir()
-    save_file(weights, file)
+    folder = recorder.run_folder()
+    files = save_weights(folder, {"final": weights})
+    files += keep_final_model(job, files[0], folder)
     recorder.tell(step_row(1), step_row(2))
-    recorder.tell(Finished({"step": 2}, [file]))
+    recorder.tell(Finished({"step": 2}, files))
     recorder.close()
     return recorder
 
@@ -53,10 +64,7 @@ def test_the_final_model_computes_the_same_bits_without_the_jobs_code(
     torch.manual_seed(5)
     job = load_job("jobs.digits.job:Digits", {"width": 8})
     model = job.model().eval()
-    run = ended_with(
-        spec(database, job={"use": "jobs.digits.job:Digits", "params": {"width": 8}}),
-        dict(model.state_dict()),
-    )
+    run = ended_with(spec(database), job, dict(model.state_dict()))
     assert "no model" not in (run.run_folder() / "log.txt").read_text(), (
         run.run_folder() / "log.txt"
     ).read_text()
@@ -84,17 +92,43 @@ def test_the_final_model_computes_the_same_bits_without_the_jobs_code(
     assert zipfile.is_zipfile(archive)
 
 
-def test_a_model_that_cannot_be_traced_costs_the_run_nothing(database: str, spec: Specs) -> None:
-    run = ended_with(spec(database), {"no_such_weight": torch.zeros(1)})
+def test_the_final_model_is_sent_without_torch(tmp_path: Path) -> None:
+    """To import it, and its compiler, in the recorder would cost the end of every run seconds."""
+    job = load_job("jobs.digits.job:Digits", {"width": 8})
+    (weights,) = save_weights(tmp_path, {"final": job.model().state_dict()})
+    (description,) = keep_final_model(job, weights, tmp_path)
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import lockstep.checkpoint.runs, lockstep.record.writer_process\n"
+        "from lockstep.record.final_model import FinalModel\n"
+        "from lockstep.record.mlflow_store.models import fill_final\n"
+        f"folder, place = Path({str(description.parent)!r}), Path({str(tmp_path / 'sent')!r})\n"
+        "fill_final(folder, FinalModel.read(folder))('m-1', place)\n"
+        "assert (place / 'data/graph/model.pt2').read_bytes() == (folder / 'graph/model.pt2').read_bytes()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("job", "weights", "reason"),
+    [
+        (Digits, {"no_such_weight": torch.zeros(1)}, "Error(s) in loading"),
+        (Pair, {}, "example_input has 2 arguments, and a model in MLflow's PyTorch format takes one"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_costs_the_run_nothing(
+    database: str, spec: Specs, job: type[Digits], weights: dict[str, Tensor], reason: str
+) -> None:
+    run = ended_with(spec(database), job(job.Params()), weights)
     assert models(database, run.run_id()) == []
     from mlflow import MlflowClient
 
     told = MlflowClient(tracking_uri=database).get_run(run.run_id())
     assert told.info.status == "FINISHED"
-    assert (
-        "Missing key" in told.data.tags["lockstep.model_error"]
-        or "Error(s) in loading" in told.data.tags["lockstep.model_error"]
-    )
+    assert reason in told.data.tags["lockstep.model_error"]
     assert "no model for MLflow" in (run.run_folder() / "log.txt").read_text()
 
 

@@ -17,15 +17,12 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.files import NO_LINKS, flush, make_folder
 from lockstep.record.copies import SHARED, shared_names
+from lockstep.record.final_model import EXAMPLE, GRAPH, FinalModel, Values
 from lockstep.record.run_store import Sent
-from lockstep.spec.fields import Spec
-
-if TYPE_CHECKING:
-    from lockstep.job.interface import Job  # imports torch
 
 STEP, RUN = "lockstep.step", "lockstep.run"
 
@@ -228,47 +225,34 @@ def _linked(file: Path, folder: Path) -> bool:
     return True
 
 
-def fill_final(spec: Spec, weights: Path) -> Callable[[str, Path], None] | None:
-    """What writes the run's final model in MLflow's own format, or None where the job gives no example input.
+def fill_final(folder: Path, model: FinalModel) -> Callable[[str, Path], None]:
+    """What writes the run's final model, whose graph is in `folder`, in the format of MLflow's PyTorch flavor.
 
-    It is a traced graph with its weights (torch.export's pt2), free of pickles and of the job's code: whoever loads
-    it runs neither.
+    It is written without torch: to import that only to copy a file would cost the end of a run seconds.
     """
-    from lockstep.job.loading import load_job
-
-    job = load_job(spec.job.use, spec.job.params)
-    example = job.example_input()
-    if example is None:
-        return None
-    arguments = example if isinstance(example, tuple) else (example,)
-    return lambda model_id, folder: _write(job, weights, arguments, model_id, folder)
+    return lambda model_id, place: _write(folder, model, model_id, place)
 
 
-def _write(job: Job, weights: Path, arguments: tuple[Any, ...], model_id: str, folder: Path) -> None:
-    import mlflow.pytorch
+def _write(folder: Path, model: FinalModel, model_id: str, place: Path) -> None:
+    import mlflow.pyfunc
     import numpy
-    import torch
     from mlflow.models import Model, ModelSignature
-    from safetensors.torch import load_file
-
-    model = job.model()
-    model.load_state_dict(load_file(weights))
-    model.eval()
-    with torch.no_grad():
-        output = model(*arguments)
-    mlflow.pytorch.save_model(
-        model,
-        folder,
-        mlflow_model=Model(model_id=model_id),
-        input_example=arguments[0].numpy(),
-        signature=ModelSignature(_schema(arguments[0]), _schema(output)),
-        serialization_format="pt2",
-        pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", f"numpy=={numpy.__version__}"],
-    )
-
-
-def _schema(tensor: Any) -> Any:
     from mlflow.types import Schema, TensorSpec
 
-    array = tensor.numpy()
-    return Schema([TensorSpec(array.dtype, (-1, *array.shape[1:]))])
+    def schema(values: Values | None) -> Any:
+        assert values is not None
+        return Schema([TensorSpec(numpy.dtype(values.dtype), tuple(values.shape))])
+
+    graph = folder / GRAPH.parent
+    described = Model(model_id=model_id)
+    described.add_flavor("pytorch", model_data=f"data/{graph.name}", pytorch_version=model.torch, code=None)
+    mlflow.pyfunc.save_model(
+        place,
+        loader_module="mlflow.pytorch",
+        data_path=graph,
+        mlflow_model=described,
+        model_config={"device": None},
+        input_example=numpy.load(folder / EXAMPLE),
+        signature=ModelSignature(schema(model.input), schema(model.output)),
+        pip_requirements=[f"torch=={model.torch.partition('+')[0]}", f"numpy=={model.numpy}"],
+    )

@@ -20,12 +20,12 @@ from typing import Any
 
 from lockstep.errors import RecordError
 from lockstep.record.data_sets import DataSet
+from lockstep.record.final_model import FinalModel
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.mlflow_store.client import connecting, is_database, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, fill_final, is_checkpoint
 from lockstep.record.points import Point, store_key
 from lockstep.record.run_store import Sent, Status
-from lockstep.spec.fields import Spec
 
 _LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
 _CREATION = "lockstep.creation"
@@ -203,11 +203,9 @@ class MlflowStore:
         with self._translated():
             self._client.log_artifact(self._run_id, str(path), folder or None)
 
-    def log_final_model(self, spec: Spec, weights: Path, step: int) -> None:
-        files = fill_final(spec, weights)
-        if files is not None:
-            with self._translated():
-                self._models().publish("final", step, {}, files)
+    def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
+        with self._translated():
+            self._models().publish("final", step, {}, fill_final(folder, model))
 
     def log_checkpoint(
         self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
