@@ -41,7 +41,7 @@ guard: $(INSTALLED_TEST)  ## the working tree trains the bits of the commit befo
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
-chaos: $(INSTALLED_TEST)  ## eighty seeded kills of workers, nodes, recorders and drivers, held against runs and sweeps left alone (long)
+chaos: $(INSTALLED_TEST)  ## eighty seeded faults of fifteen kinds, kills among them, held against runs and sweeps left alone (long)
 	$(BIN)/python -m tests.chaos.disturbed
 	$(BIN)/python -m tests.chaos.disturbed_sweep
 

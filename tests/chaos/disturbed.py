@@ -1,15 +1,23 @@
-"""A run that is killed again and again, and held against the run that nothing happened to.
+"""A run that is disturbed again and again, and held against the same run left alone.
 
     python -m tests.chaos.disturbed --runs digits=10,stdlib_gpt=10 --seed 1
 
-Each run is `lockstep train` on several Ray nodes. At random moments, which follow from the seed, one of its processes gets
-SIGKILL: a worker, the raylet of a node with workers (another node joins later), the recorder, or the driver, in which
-Ray Train's controller lives (then `lockstep resume`). Some of the moments lie within the recovery from the kill before.
+Each run is `lockstep train` on several Ray nodes. At random moments, which follow from the seed, something happens to it; some
+of the moments lie within the recovery from what happened before:
+
+* SIGKILL to a worker, to the raylet of a node with workers (another node joins later), to the recorder, or to the driver, in
+  which Ray Train's controller lives (then `lockstep resume`);
+* a worker or the recorder is stopped for a while, and goes on (`pause`, `recorder-pause`);
+* the connections between two workers are cut (`link`);
+* the file system of checkpoints and record is full for some seconds (`full`);
+* a second command is given on the run, which has to end with exit code 2 (`second`);
+* a worker's call fails, or a bit of its weights flips: what `exposed.PLANTED` names.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
@@ -18,6 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,17 +35,24 @@ import psutil
 
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
+from tests.chaos.exposed import PLANTED
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
 """How long a run may take to train again after a kill, and half of what it may take to end after the last."""
 
-WEIGHTS = {"worker": 8, "node": 4, "recorder": 2, "driver": 3}
-"""How often each is killed, beside the others."""
+WEIGHTS = {
+    "worker": 8, "node": 4, "recorder": 2, "driver": 3, "pause": 3, "recorder-pause": 2, "link": 4, "full": 3, "second": 3,
+    **dict.fromkeys(PLANTED, 2),
+}  # fmt: skip
+"""How often each happens, beside the others."""
+
+ONCE = {"ecc", "nccl"}
+"""What leaves a node out where it happens twice: of these, one each in a run, for the nodes are few."""
 
 RUNS = {
-    "digits": ["jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:SlowDigits", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=7"],
-    "stdlib_gpt": ["jobs/stdlib_gpt/train.yaml", "job.params={depth: 2, heads: 2, head_width: 16, context: 64, corpus_bytes: 200000}", "evaluate.every.steps=40", "checkpoint.every.steps=10"],
+    "digits": ["jobs/digits/train.yaml", "job.use=tests.chaos.exposed:ExposedDigits", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=7"],
+    "stdlib_gpt": ["jobs/stdlib_gpt/train.yaml", "job.use=tests.chaos.exposed:ExposedGPT", "job.params={depth: 2, heads: 2, head_width: 16, context: 64, corpus_bytes: 200000}", "evaluate.every.steps=40", "checkpoint.every.steps=10"],
     "forgetful": ["jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:Forgetful", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=7"],
 }  # fmt: skip
 RUNS["brief"] = [*RUNS["digits"], "length.epochs=9"]
@@ -53,26 +70,33 @@ PLACED = [
 ]
 
 
-class Kill(NamedTuple):
-    """What is killed, so many seconds after the run trains again, or after the kill before where it is `soon`."""
+DISK_BYTES = 256 << 20
+"""Of the file system of a run's checkpoints and record."""
 
-    target: str
+
+class Disturbance(NamedTuple):
+    """What happens, so many seconds after the run trains again, or after what happened before where it is `soon`."""
+
+    kind: str
     soon: bool
     after_s: float
 
 
-def plan(seed: int, kills: str) -> list[Kill]:
-    """The kills of one run: so many, of any kind, or those of `worker+node`; none where the run kills by itself."""
+def plan(seed: int, wanted: str) -> list[Disturbance]:
+    """What happens in one run: so much, of any kind, or that of `worker+node`; nothing where the run kills by itself."""
     draw = random.Random(seed)
-    if ":" in kills:
+    if ":" in wanted:
         return []
-    if kills.isdigit():
-        targets = draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=int(kills))
-    else:
-        return [Kill(target, False, draw.uniform(0.0, 2.0)) for target in kills.split("+")]
+    if not wanted.isdigit():
+        return [Disturbance(kind, False, draw.uniform(0.0, 2.0)) for kind in wanted.split("+")]
+    left, kinds = dict(WEIGHTS), list[str]()
+    for _ in range(int(wanted)):
+        kinds += draw.choices(list(left), list(left.values()))
+        if kinds[-1] in ONCE:
+            del left[kinds[-1]]
     return [
-        Kill(target, n > 0 and draw.random() < 0.25, draw.uniform(0.0, 4.0))
-        for n, target in enumerate(targets)
+        Disturbance(kind, n > 0 and draw.random() < 0.25, draw.uniform(0.0, 4.0))
+        for n, kind in enumerate(kinds)
     ]
 
 
@@ -83,15 +107,24 @@ class Disturbed:
         self, nodes: Nodes, folder: Path, words: list[str], seed: int, rates: str | None = None
     ) -> None:
         self.nodes, self.folder, self.draw = nodes, folder, random.Random(seed)
-        self.killed: list[str] = []
+        self.happened: list[str] = []
+        self.account: list[dict[str, Any]] = []
+        """Its attempts, once it has ended."""
         self.seconds = 0.0
         self.rates = ["--chaos", rates] if rates else []
         self.drivers = 0
+        self.faults = folder / "faults"
+        self.faults.mkdir()
+        if "tests.chaos.exposed" in " ".join(words):
+            words = [*words, f"job.params.faults={self.faults}"]
         self.driver = self._start("train", *words, *PLACED, f"checkpoint.storage={folder}/runs")
 
     def _start(self, *words: str) -> subprocess.Popen[str]:
         self.drivers += 1
-        log = (self.folder / f"driver-{self.drivers}.log").open("w")
+        return self._command(self.folder / f"driver-{self.drivers}.log", *words)
+
+    def _command(self, path: Path, *words: str) -> subprocess.Popen[str]:
+        log = path.open("w")
         return subprocess.Popen(
             [sys.executable, "-m", "lockstep", *words, *self.rates, "--address", self.nodes.address, "--uri", self.uri, "-v"],
             cwd=ROOT,
@@ -130,23 +163,27 @@ class Disturbed:
 
     def resume(self) -> None:
         assert self.run is not None, "the driver was killed before there was a run"
-        self.driver = self._start("resume", self.run.name, "checkpoint.storage=" + str(self.folder / "runs"))
+        self.driver = self._start(*self._resumption())
 
-    def disturb(self, kill: Kill) -> bool:
-        """Carry it out when its time has come. Whether it could be: a run may end before."""
+    def _resumption(self) -> tuple[str, ...]:
+        assert self.run is not None
+        return "resume", self.run.name, f"checkpoint.storage={self.folder}/runs"
+
+    def disturb(self, wanted: Disturbance) -> bool:
+        """Have it happen when its time has come. Whether it could: a run may end before."""
         until = time.monotonic() + PATIENCE_S
-        while not kill.soon and (not self.attempts() or not self.trains()):
+        while not wanted.soon and (not self.attempts() or not self.trains()):
             assert time.monotonic() < until, f"it does not train again\n{self.log()}"
             if self.over():
                 return False
             time.sleep(0.1)
-        time.sleep(kill.after_s)
+        time.sleep(wanted.after_s)
         while not self.over():
-            killed = self._carry_out(kill.target)
-            if killed is not None:
-                self.killed.append(f"{kill.target}{' soon' if kill.soon else ''} ({killed})")
+            what = self._carry_out(wanted.kind)
+            if what is not None:
+                self.happened.append(f"{wanted.kind}{' soon' if wanted.soon else ''} ({what})")
                 return True
-            assert time.monotonic() < until, f"there is no {kill.target}\n{self.log()}"
+            assert time.monotonic() < until, f"{wanted.kind} cannot happen\n{self.log()}"
             time.sleep(0.1)
         return False
 
@@ -154,25 +191,95 @@ class Disturbed:
         """Whether the newest attempt is one that nothing ended yet."""
         return self.attempts()[-1]["ended"] is None and bool(self.nodes.busy())
 
-    def _carry_out(self, target: str) -> str | None:
-        """Kill one of what there is now: which, or None where there is none."""
-        if target == "driver":
-            if self.run is None:
+    def _carry_out(self, kind: str) -> str | None:
+        """Have it happen to one of what there is now: which, or None where there is none."""
+        workers = [process for node in self.nodes.nodes for process in self.nodes.workers(node)]
+        match kind:
+            case "worker":
+                return one_of(workers, self.draw, psutil.Process.kill)
+            case "recorder":
+                return one_of(self.nodes.recorders(), self.draw, psutil.Process.kill)
+            case "pause":
+                return one_of(workers, self.draw, self._pause)
+            case "recorder-pause":
+                return one_of(self.nodes.recorders(), self.draw, self._pause)
+            case "link":
+                return cut_link(workers, self.draw)
+            case "node":
+                return self._lose_node()
+            case "driver":
+                return self._lose_driver()
+            case "second":
+                return self._second()
+            case "full":
+                return self._fill()
+            case _ if kind in PLANTED:
+                return self._plant(kind)
+        raise ValueError(f"{kind!r} is nothing that can happen; wanted one of {', '.join(WEIGHTS)}")
+
+    def _pause(self, process: psutil.Process) -> None:
+        process.suspend()
+        try:
+            time.sleep(self.draw.uniform(1.0, 8.0))
+        finally:
+            with suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
+                process.resume()
+
+    def _lose_driver(self) -> str | None:
+        if self.run is None:
+            return None
+        self.driver.kill()
+        self.driver.wait()
+        self.resume()
+        return str(self.driver.pid)
+
+    def _lose_node(self) -> str | None:
+        busy = self.nodes.busy()
+        if not busy:
+            return None
+        node = self.draw.choice(busy)
+        self.nodes.kill(node)
+        self.nodes.add()
+        return str(node.node_ip_address)
+
+    def _second(self) -> str | None:
+        """Give the command that would take the run up: it has to leave a run alone that is alive."""
+        if self.run is None:
+            return None
+        began, log = time.monotonic(), self.folder / "second.log"
+        code = self._command(log, *self._resumption()).wait(PATIENCE_S)
+        if self.driver.poll() is None:
+            assert code == 2, log.read_text()[-3000:]
+        return f"exit code {code} after {time.monotonic() - began:.1f} s"
+
+    def _fill(self) -> str:
+        """Leave no byte on the file system of checkpoints and record, for some seconds."""
+        filler, size = self.folder / "runs" / ".filler", 1 << 20
+        try:
+            with filler.open("wb", buffering=0) as file:
+                while size:
+                    try:
+                        file.write(bytes(size))
+                    except OSError as error:
+                        assert error.errno == errno.ENOSPC, error
+                        size //= 2
+                time.sleep(self.draw.uniform(1.0, 4.0))
+        finally:
+            filler.unlink()
+        return "ENOSPC"
+
+    def _plant(self, kind: str) -> str | None:
+        """Have the next worker that looks meet it. None where the run ended before one did."""
+        fault = self.faults / kind
+        fault.touch()
+        until = time.monotonic() + PATIENCE_S
+        while fault.exists():
+            if self.over():
+                fault.unlink(missing_ok=True)
                 return None
-            self.driver.kill()
-            self.driver.wait()
-            self.resume()
-            return str(self.driver.pid)
-        if target == "node":
-            busy = self.nodes.busy()
-            if not busy:
-                return None
-            node = self.draw.choice(busy)
-            self.nodes.kill(node)
-            self.nodes.add()
-            return str(node.node_ip_address)
-        there = [process for node in self.nodes.nodes for process in self.nodes.workers(node)]
-        return one_of(self.nodes.recorders() if target == "recorder" else there, self.draw)
+            assert time.monotonic() < until, f"nobody meets {kind}\n{self.log()}"
+            time.sleep(0.05)
+        return "a worker"
 
     def __enter__(self) -> Disturbed:
         return self
@@ -188,6 +295,7 @@ class Disturbed:
             assert time.monotonic() < until, f"it does not end\n{self.log()}"
             time.sleep(0.2)
         assert self.run is not None
+        self.account = self.attempts()
         return outcome(self.run, self.uri)
 
     def own_kills(self) -> list[str]:
@@ -197,9 +305,9 @@ class Disturbed:
 
     def told(self, other: list[str]) -> str:
         """The run in a line."""
-        attempts = self.attempts()
+        attempts = self.account
         return (
-            f"{len(self.killed)} kills, {attempts[-1]['attempt']} attempts, {self.drivers} drivers, "
+            f"{len(self.happened)} disturbances, {attempts[-1]['attempt']} attempts, {self.drivers} drivers, "
             f"{sum(attempt['repeated'] for attempt in attempts)} steps repeated, {self.seconds:.0f} s: "
             f"{'OTHER ' + ', '.join(other) if other else 'the same'}"
         )
@@ -208,16 +316,50 @@ class Disturbed:
         return (self.folder / f"driver-{self.drivers}.log").read_text()[-3000:]
 
 
-def one_of(processes: list[psutil.Process], draw: random.Random) -> str | None:
-    """Kill one of them: which, or None where there is none any more."""
+def one_of(
+    processes: list[psutil.Process], draw: random.Random, act: Callable[[psutil.Process], object]
+) -> str | None:
+    """Do something to one of them: which, or None where there is none any more."""
     if not processes:
         return None
     process = draw.choice(processes)
     try:
-        process.kill()
+        act(process)
     except psutil.NoSuchProcess:
         return None
     return str(process.pid)
+
+
+def cut_link(workers: list[psutil.Process], draw: random.Random) -> str | None:
+    """Have the kernel end every connection between two of the workers. None where no two are connected."""
+    ends: dict[tuple[Any, Any], int] = {}
+    for worker in workers:
+        with suppress(psutil.Error):
+            for one in worker.net_connections("tcp"):
+                if one.status == psutil.CONN_ESTABLISHED:
+                    ends[one.laddr, one.raddr] = worker.pid
+    links: dict[frozenset[int], list[tuple[Any, Any]]] = {}
+    for (here, there), pid in ends.items():
+        if (other := ends.get((there, here), pid)) != pid:
+            links.setdefault(frozenset({pid, other}), []).append((here, there))
+    if not links:
+        return None
+    pair = draw.choice(sorted(links, key=sorted))
+    for here, there in links[pair]:
+        ports = ["sport", "=", f":{here.port}", "dport", "=", f":{there.port}"]
+        subprocess.run(["ss", "--kill", *ports], check=True, capture_output=True)
+    return " and ".join(map(str, sorted(pair)))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own at `folder`, in memory, which `full` fills."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def alone(folder: Path, words: list[str]) -> dict[str, Any]:
@@ -234,19 +376,23 @@ def alone(folder: Path, words: list[str]) -> dict[str, Any]:
 
 
 def outcome(run: Path, uri: str) -> dict[str, Any]:
-    """All that has to be the same: digest, deterministic columns, evaluations, and MLflow's history of each metric, in which each step is once."""
+    """All that has to be the same: digest, deterministic columns, evaluations, and MLflow's history of each metric.
+
+    Each step is once in a history, unless a bit flipped: MLflow deletes no point, and of the steps that were taken again the newest counts.
+    """
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
     found = client.get_run(run.name)
     keys = [key for key in found.data.metrics if not key.startswith(("perf/", "system/"))]
-    histories = {
-        key: [(metric.step, repr(metric.value)) for metric in client.get_metric_history(run.name, key)]
-        for key in sorted(keys)
-    }
-    for key, history in histories.items():
-        steps = [step for step, _ in history]
-        assert len(steps) == len(set(steps)), f"{key} has a step twice"
+    histories: dict[str, list[tuple[int, str]]] = {}
+    for key in sorted(keys):
+        points = sorted(client.get_metric_history(run.name, key), key=lambda one: one.timestamp)
+        newest = {one.step: repr(one.value) for one in points}
+        assert len(points) == len(newest) or found.data.tags.get("lockstep.corrupted"), (
+            f"{key} has a step twice"
+        )
+        histories[key] = sorted(newest.items())
     return {
         "status": found.info.status,
         "weights_digest": found.data.tags["lockstep.weights_digest"],
@@ -273,13 +419,13 @@ def main() -> None:
     )
     parser.add_argument(
         "--runs",
-        default="digits=9,digits=8,digits=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=worker",
-        help="jobs, each with how many kills, or with which: digits=worker+node, or with the rates of --chaos: digits=worker:0.02+driver:0.01",
+        default="digits=9,digits=8,digits=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=driver",
+        help="jobs, each with how much happens, or with what: digits=worker+node, or with the rates of --chaos: digits=worker:0.02+driver:0.01",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=3)
     given = parser.parse_args()
-    kills, wrong = 0, []
+    count, wrong = 0, []
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name, started(given.nodes) as nodes:
         references: dict[str, dict[str, Any]] = {}
         for number, entry in enumerate(given.runs.split(",")):
@@ -289,29 +435,32 @@ def main() -> None:
             run, found = disturbed(
                 nodes, Path(name, f"{number}-{job}"), job, wanted, given.seed * 1000 + number
             )
-            kills += len(run.killed)
+            count += len(run.happened)
             other = differences(found, references[job])
             told = run.told(other)
             if bool(other) != (job == CONTROL):
                 wrong.append(number)
             print(f"run {number} {job}: {told}", flush=True)
-    print(f"{kills} kills; runs that did not end as they must: {wrong or 'none'}")
+    print(f"{count} disturbances; runs that did not end as they must: {wrong or 'none'}")
     raise SystemExit(bool(wrong))
 
 
 def disturbed(
     nodes: Nodes, folder: Path, job: str, wanted: str, seed: int
 ) -> tuple[Disturbed, dict[str, Any]]:
-    """A run that was killed as `wanted` and has ended, and what it came to."""
+    """A run to which happened what is `wanted`, and which has ended, and what it came to."""
     folder.mkdir()
-    began = time.monotonic()
+    began, coming = time.monotonic(), plan(seed, wanted)
     rates = wanted.replace("+", ",") if ":" in wanted else None
-    with Disturbed(nodes, folder, RUNS[job], seed, rates) as run:
-        for kill in plan(seed, wanted):
-            if run.disturb(kill):
-                print(f"  {time.monotonic() - began:6.1f} s {run.killed[-1]}", flush=True)
+    with ExitStack() as stack:
+        if any(one.kind == "full" for one in coming):
+            stack.enter_context(small_disk(folder / "runs"))
+        run = stack.enter_context(Disturbed(nodes, folder, RUNS[job], seed, rates))
+        for one in coming:
+            if run.disturb(one):
+                print(f"  {time.monotonic() - began:6.1f} s {run.happened[-1]}", flush=True)
         found = run.finish()
-        run.killed += run.own_kills()
+        run.happened += run.own_kills()
     run.seconds = time.monotonic() - began
     return run, found
 

@@ -124,7 +124,11 @@ class LocalStorage:
         with _told("create", target):
             make_folder(target.parent)
             target.mkdir()
-            flush(target.parent)
+            try:
+                flush(target.parent)
+            except OSError:
+                target.rmdir()
+                raise
 
     def end_staging(self, folder: str) -> None:
         target = self.root / folder

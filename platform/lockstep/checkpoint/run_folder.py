@@ -81,13 +81,18 @@ class RunFolder:
     run_id: str
 
     @classmethod
-    def create(cls, storage: Storage, run_id: str) -> RunFolder:
-        """The folder of a new run. StorageError where it belongs to a run already."""
+    def create(cls, storage: Storage, run_id: str, token: str | None = None) -> RunFolder:
+        """The folder of a new run. StorageError where it belongs to a run already.
+
+        It may be created again with the same `token`, where the answer of the first time was lost.
+        """
         folder = cls(storage, _checked(run_id))
+        content = as_text({"run": run_id, "token": token or uuid.uuid4().hex})
         try:
-            content = as_text({"run": run_id, "token": uuid.uuid4().hex})
             storage.create(folder.path(layout.OWNER), content)
         except TakenError as error:
+            if token and storage.read(folder.path(layout.OWNER)) == content:
+                return folder
             raise TakenError(
                 f"checkpoint.storage: {folder.shown!r} already belongs to run {folder._owner() or '?'}; "
                 "resume that run, or give the new one another storage"
@@ -141,34 +146,47 @@ class RunFolder:
                 "resume the run to begin a new attempt"
             ) from error
 
-    def claim(self, number: int | None = None) -> Attempt:
+    def claim(self, number: int | None = None, token: str | None = None) -> Attempt:
         """Begin an attempt, by default the next one; every older attempt is over from here on.
 
-        StaleAttemptError where an attempt of this number or a newer one has begun.
+        StaleAttemptError where an attempt of this number or a newer one has begun. A claim that another StorageError ended
+        half-way is made again with the same `number` and `token`, which is the claimant's own.
         """
         staged = self._staged()
         newest = max(self._begun(staged))
-        attempt = Attempt(self, newest + 1 if number is None else number, uuid.uuid4().hex)
-        if attempt.number <= newest:
+        attempt = Attempt(self, newest + 1 if number is None else number, token or uuid.uuid4().hex)
+        if attempt.number <= newest and not self._has_begun(attempt):
             raise StaleAttemptError(
                 f"checkpoint.storage: attempt {attempt.number} of run {self.run_id} cannot begin, "
                 f"attempt {newest} has begun"
             )
         try:
-            if self.storage.fences:
-                self.storage.begin_staging(attempt.staging)
-            else:
+            if not self.storage.fences:
                 self._begin_by_name(attempt)
+            elif attempt.number not in staged:
+                self.storage.begin_staging(attempt.staging)
         except TakenError as error:
             raise StaleAttemptError(
                 f"checkpoint.storage: attempt {attempt.number} of run {self.run_id} cannot begin, "
                 "another process has just begun it"
             ) from error
-        for older in staged:
-            self._end(layout.staging_folder(older))
-        attempt.write((layout.ATTEMPT,), [as_text({"number": attempt.number, "token": attempt.token})])
-        attempt.ensure_current()
+        try:
+            for older in set(staged) - {attempt.number}:
+                self._end(layout.staging_folder(older))
+            attempt.write((layout.ATTEMPT,), [as_text({"number": attempt.number, "token": attempt.token})])
+            attempt.ensure_current()
+        except StorageError:
+            if self.storage.fences and not self._has_begun(attempt):
+                with suppress(StorageError):  # else nobody could tell whose the number is
+                    self._end(layout.staging_folder(attempt.number))
+            raise
         return attempt
+
+    def _has_begun(self, attempt: Attempt) -> bool:
+        """Whether this very attempt is the current one."""
+        with suppress(StorageError):  # it cannot be told now
+            return self.fence() == (attempt.number, attempt.token)
+        return False
 
     def _begin_by_name(self, attempt: Attempt) -> None:
         """TakenError where another process begins an attempt of this number, or a newer one, at the same time."""

@@ -8,6 +8,7 @@ place a newer one has taken ends.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import astuple
 from types import TracebackType
@@ -223,6 +224,8 @@ class Checkpoints:
         if start is not None and own:
             self.newest = start.loaded.checkpoint.shown
         self._own: RunFolder | None = None
+        self._token = uuid.uuid4().hex
+        """Of rank 0's claim, which is made again at the next save where it failed half-way, or another rank could not join."""
         self._saver: AsyncSaver | None = None
         self._saved_at = time.monotonic()
 
@@ -349,9 +352,9 @@ class Checkpoints:
             if origin.in_memory:  # the attempt before may have saved, or not yet
                 self._own = opened(self.spec.checkpoint.storage, run_id)
             else:
-                self._own = RunFolder.create(storage, run_id)
+                self._own = RunFolder.create(storage, run_id, self._token)
         if origin.run_id is None and self._own is not None:
-            return self._own.claim(origin.attempt)
+            return self._own.claim(origin.attempt, self._token)
         return self._folder(origin.run_id or "").attempt(origin.attempt)
 
     def _end_if_stale(self, saver: AsyncSaver) -> None:

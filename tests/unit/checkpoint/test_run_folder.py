@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -91,6 +94,55 @@ def test_attempts_count_up(run: RunFolder) -> None:
             StaleAttemptError, match=f"attempt {late} of run run-a cannot begin, attempt 6 has begun"
         ):
             run.claim(late)
+
+
+class FailsOnce:
+    """A storage of which call number `at` fails, before it has acted or after."""
+
+    def __init__(self, storage: Storage, at: int, *, acts: bool) -> None:
+        self._storage, self._left, self._acts = storage, at, acts
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._storage, name)
+        if not callable(real):
+            return real
+
+        def call(*args: Any, **more: Any) -> Any:
+            self._left -= 1
+            if self._left:
+                return real(*args, **more)
+            if self._acts and name != "begin_staging":  # a folder is made, or it is not
+                real(*args, **more)
+            raise StorageError(f"checkpoint.storage: cannot {name}: No space left on device")
+
+        return call
+
+    @property
+    def failed(self) -> bool:
+        return self._left <= 0
+
+
+@everywhere
+@pytest.mark.parametrize("acts", [False, True])
+def test_a_claim_that_fails_at_any_call_can_be_made_again(storage: Storage, acts: bool) -> None:
+    """As it is at a run's next save: what it left behind the first time is no other process's."""
+    for at in range(1, 30):
+        run = RunFolder.create(storage, f"run-{at}")
+        first = run.claim()
+        disk = FailsOnce(storage, at, acts=acts)
+        shaky, token = replace(run, storage=cast(Storage, disk)), uuid.uuid4().hex
+        with suppress(StorageError):
+            shaky.claim(2, token)
+        second = run.claim(2, token)
+        assert second.number == 2
+        write_checkpoint(second, 1, state(1))
+        with pytest.raises(StaleAttemptError):
+            first.ensure_current()
+        with pytest.raises(StaleAttemptError, match=r"attempt 2 of run .* cannot begin, attempt 2 has begun"):
+            run.claim(2, "another process's")
+        if not disk.failed:
+            return
+    raise AssertionError("a claim makes more calls than were tried")
 
 
 @everywhere
