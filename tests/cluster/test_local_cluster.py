@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from lockstep import train
+from lockstep.clusters.authentication import LOOPBACK_ONLY
 from lockstep.clusters.local_cluster import LocalCluster, marked
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +178,29 @@ def test_a_driver_and_a_job_without_the_token_are_refused(nodes: Nodes) -> None:
     )  # fmt: skip
     assert job.returncode == 1
     assert "RAY_AUTH_TOKEN_PATH" in job.stderr.splitlines()[-1]
+
+
+JOB = """
+import sys
+import ray
+from lockstep.clusters.connection import connected
+
+def own_job():
+    return ray.get_runtime_context().get_job_id()
+
+with connected(sys.argv[1], verbose=False, preload=("ray.tune",)):
+    assert ray.get(ray.remote(num_cpus=1)(own_job).remote(), timeout=45) == own_job()
+"""
+
+
+def test_a_job_right_after_another_has_workers_of_its_own(nodes: Nodes) -> None:
+    """They are forked from a process that has read, as it imported Ray, whose job it works for."""
+    for _ in range(2):
+        job = subprocess.run(
+            [sys.executable, "-c", JOB, nodes.cluster.address],
+            env=nodes.environment | nodes.cluster.access() | LOOPBACK_ONLY, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert job.returncode == 0, job.stderr
 
 
 def test_a_submitted_job_has_the_bits_of_the_run_alone(nodes: Nodes, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Worker processes that are forked from one that has imported what they need: seconds of work, done once a cluster.
+"""Worker processes that are forked from one that has imported what they need: seconds of work, done once a job.
 
 Ray starts a worker by the `py_executable` of its runtime environment, here this file in an interpreter without site-packages:
 
@@ -7,8 +7,8 @@ Ray starts a worker by the `py_executable` of its runtime environment, here this
 * Others hand their arguments, environment, working directory and open files over to the server, and end. They wait for it if
   they have PRELOAD, and start as ever if they have not and there is none.
 
-A server forks for workers of its own environment alone, for what it has imported was read under that environment. It ends with
-the raylet that started it. Lost, it is replaced by the next worker that asks for it.
+A server forks for workers of its own environment alone, its job's, for what it has imported was read under that environment. It ends
+with the raylet that started it. Lost, it is replaced by the next worker that asks for it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from typing import NoReturn
 PRELOAD = "LOCKSTEP_PRELOAD"
 """The modules that a worker's process is to have imported, with commas between them."""
 
-_READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_JOB_ID", "RAY_WARN_")
-"""How the variables begin that no module reads as it is imported."""
+_READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_WARN_")
+"""How the variables begin that no module reads as it is imported. Not RAY_JOB_ID: Ray keeps what it read first, for good."""
 
 _RAYLET_S, _ASK_S = 0.5, 10.0
 """How often the server looks whether its raylet lives, and how long whoever asks may take to say what for."""
 
 IDLE_S = 60.0
-"""How long a server stays that no worker is left of, for the next run."""
+"""How long a server stays that no worker is left of, for the next attempt."""
 
 _FORK_S, _IMPORT_S = 8.0, 45.0
 """How long a worker waits to be forked, and for a server that still imports: then it starts by itself. Ray gives up a process that has not come after 60 s."""

@@ -108,9 +108,10 @@ def test_a_worker_that_needs_no_modules_does_not_wait_for_them(start: Start) -> 
     assert (forked["parent"], forked["there"]) == (server["parent"], True)
 
 
-def test_the_next_job_of_a_cluster_has_the_same_server(start: Start) -> None:
+def test_the_next_job_of_a_cluster_has_a_server_of_its_own(start: Start) -> None:
     first = start(**{PRELOAD: "colorsys", "RAY_JOB_ID": "01000000"})
-    assert start(**{PRELOAD: "colorsys", "RAY_JOB_ID": "02000000"})["parent"] == first["parent"]
+    assert start(**{PRELOAD: "colorsys", "RAY_JOB_ID": "01000000"})["parent"] == first["parent"]
+    assert start(**{PRELOAD: "colorsys", "RAY_JOB_ID": "02000000"})["parent"] != first["parent"]
 
 
 def test_a_lost_server_is_replaced(start: Start) -> None:
