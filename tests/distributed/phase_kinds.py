@@ -289,6 +289,11 @@ class RestingNobody(UnfrozenLayerByLayer):
         return ["4"]
 
 
+class RestingTensors(UnfrozenLayerByLayer):
+    def frozen_parameters(self, model: nn.Module, step: int) -> Any:
+        return model[0].parameters()  # type: ignore[index,operator]
+
+
 class AllRest(UnfrozenLayerByLayer):
     def frozen_parameters(self, model: nn.Module, step: int) -> Iterable[str]:
         return [name for name, _ in model.named_parameters()] if step == 2 else []
@@ -326,6 +331,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     PhaseThatRemembers: ("job.noise is kept from one micro-batch to the next",),
     NothingToEvaluate: ("eval_data: the job has phases", "nothing to evaluate", "return None"),
     RestingNobody: ("job.frozen_parameters (step 1)", "named '4'"),
+    RestingTensors: ("job.frozen_parameters (step 1): got a Parameter, wanted names",),
     AllRest: ("job.frozen_parameters: all parameters rest in step 2", "leave one out"),
     CountedRests: ("job.frozen_parameters: gave", "asked again", "function of the number of the step"),
 }

@@ -28,7 +28,7 @@ from lockstep.randomness import seed_all
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
-from lockstep.training.phases import PhaseOptimizers
+from lockstep.training.job_phases import PhaseOptimizers
 from tests.distributed.by_hand import clip_in_float64
 from tests.distributed.kinds import RUN, document, numbers, taken_up
 from tests.distributed.phase_kinds import Gan, UnfrozenLayerByLayer, WassersteinWithPenalty
@@ -365,7 +365,7 @@ def test_a_recheck_goes_with_parameters_that_rest(pool: Pool) -> None:
 
 @pytest.mark.parametrize("look", [check, estimate, lr_find])
 def test_what_looks_at_one_loss_refuses_phases(look: Any) -> None:
-    with pytest.raises(SpecError, match="the job has 2 phases, and lockstep .* can look at one loss"):
+    with pytest.raises(SpecError, match=r"the job has 2 phases, and lockstep .* can look at one loss"):
         look(load_spec(document(Gan)))
 
 

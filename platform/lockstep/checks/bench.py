@@ -27,8 +27,8 @@ from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group, local_device
 from lockstep.training.job_data import check_rules, make_sampler, open_data
+from lockstep.training.job_phases import refuse_phases
 from lockstep.training.phase_step import LossModule, missing_gradient
-from lockstep.training.phases import refuse_phases
 from lockstep.training.rehearsal.micro_batch import check_loss
 from lockstep.training.setup import make_model, make_plan, make_state
 from lockstep.training.state import TrainState

@@ -70,7 +70,7 @@ def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
         state.job, exact, plan, bench.group, state, parts={"": first.parts}, written_buffers=first.written
     )
     batch, found = bench.fetch(key), Learning(state.schedule.base[0])
-    usual, (phase,) = statistics(state.model), step.phases
+    usual, (phase,) = statistics(state.model), step.each_phase
     buffers = [name for name, _ in state.model.named_buffers()]
     found.moving = next((buffers[i] for i in sorted(first.written - usual)), "")
     silent, began = set(first.silent), time.perf_counter()

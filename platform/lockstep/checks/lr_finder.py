@@ -15,8 +15,8 @@ from lockstep.record.events import Event, StepRow
 from lockstep.spec.fields import Every, Length, Spec, StepDecay
 from lockstep.spec.loading import load_spec
 from lockstep.training.group import Group, local_device
+from lockstep.training.job_phases import refuse_phases
 from lockstep.training.loop import fit
-from lockstep.training.phases import refuse_phases
 from lockstep.training.requests import NoRequests
 
 DIVERGED = 4.0

@@ -27,7 +27,7 @@ from lockstep.errors import CorruptionError
 from lockstep.record.events import Corrupted, Tell, Witness, tell_nobody
 from lockstep.training.digests import Digester, leaves, model_digest, optimizer_digest
 from lockstep.training.group import Group
-from lockstep.training.phases import optimizers_of
+from lockstep.training.job_phases import optimizers_of
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, tensors, unlisted_buffers
 

@@ -33,7 +33,7 @@ from lockstep.checkpoint.tree import Elsewhere
 from lockstep.errors import DriftError
 from lockstep.training.digest import tensor_digests
 from lockstep.training.group import Group
-from lockstep.training.phases import Optimizers
+from lockstep.training.job_phases import Optimizers
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, tensors
 

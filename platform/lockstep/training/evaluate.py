@@ -21,9 +21,9 @@ from lockstep.training import whole_set
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
+from lockstep.training.job_phases import own_phases
 from lockstep.training.means import means_alone, means_of
 from lockstep.training.parameters import ParameterWatch
-from lockstep.training.phases import own_phases
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.promise import memory_of, named
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.tree import pack
-from lockstep.training.phases import Optimizers, optimizers_of
+from lockstep.training.job_phases import Optimizers, optimizers_of
 from lockstep.training.state import TrainState
 
 

@@ -14,7 +14,7 @@ from lockstep.job.interface import Job
 from lockstep.spec.fields import SGD, AdamW, Optimizer
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
-from lockstep.training.phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
+from lockstep.training.job_phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.sharding import ShardedOptimizer, check_shardable
 
 

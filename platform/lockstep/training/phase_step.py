@@ -24,8 +24,8 @@ from lockstep.spec.fields import Spec
 from lockstep.training.after_step import has_after_step
 from lockstep.training.exchange import Exchange
 from lockstep.training.group import Group
+from lockstep.training.job_phases import ModelPhase, phases_of
 from lockstep.training.norm import GradientNorm
-from lockstep.training.phases import ModelPhase, phases_of
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction
 from lockstep.training.schedule import Rates
 from lockstep.training.sharding import ShardedOptimizer

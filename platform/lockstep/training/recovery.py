@@ -29,7 +29,7 @@ from lockstep.record.events import Started, Tell
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import check_same_state
 from lockstep.training.group import Group
-from lockstep.training.phases import PhaseOptimizers
+from lockstep.training.job_phases import PhaseOptimizers
 from lockstep.training.requests import Requests
 from lockstep.training.roll_call import Progress
 from lockstep.training.setup import Run

@@ -46,9 +46,7 @@ from lockstep.training.evaluate import Evaluation, has_evaluation_loss
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.job_data import check_rules, make_sampler, open_data, warnings_of
-from lockstep.training.optimizer import make_optimizer
-from lockstep.training.parameters import short_parameters
-from lockstep.training.phases import (
+from lockstep.training.job_phases import (
     FrozenRule,
     PhaseOptimizers,
     PhaseSchedules,
@@ -57,6 +55,8 @@ from lockstep.training.phases import (
     own_phases,
     phases_of,
 )
+from lockstep.training.optimizer import make_optimizer
+from lockstep.training.parameters import short_parameters
 from lockstep.training.precision import Precision
 from lockstep.training.recheck import Recheck
 from lockstep.training.rehearsal.micro_batch import check_model

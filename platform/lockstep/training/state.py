@@ -17,7 +17,7 @@ from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training.average import Average
-from lockstep.training.phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
 from lockstep.training.precision import Precision
 from lockstep.training.schedule import FunctionOfUpdates, RateSchedule
 from lockstep.training.sharding import ShardedOptimizer

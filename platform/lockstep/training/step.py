@@ -33,11 +33,11 @@ from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Totals
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
+from lockstep.training.job_phases import FrozenRule, all_rest, phases_of
 from lockstep.training.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.phase_step import PhaseStep, each_in_turn
-from lockstep.training.phases import FrozenRule, all_rest, phases_of
 from lockstep.training.probe import NoProbe, Probe
 from lockstep.training.recheck import Recheck
 from lockstep.training.reduction import TreeSum
@@ -119,11 +119,11 @@ class Stepper:
         self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
         """The ids of a micro-batch's samples."""
         buffers = len(self.buffers.buffers)
-        self.phases = [
+        self.each_phase = [
             PhaseStep(job, spec, plan, group, state, phase, parts=parts[phase.name], buffers=buffers)
             for phase in phases_of(job, state.model)
         ]
-        self.updates_by_job = any(phase.updates_by_job for phase in self.phases)
+        self.updates_by_job = any(phase.updates_by_job for phase in self.each_phase)
         self.frozen = FrozenRule(job, state.model, spec.seed)
         self._learning(state.counters.step + 1)
         self.watch = Stopwatch(group.device)
@@ -133,7 +133,7 @@ class Stepper:
     def _learning(self, step: int) -> list[PhaseStep]:
         """The phases that have something to learn in step number `step`, made ready for it. All ranks call it."""
         frozen = self.frozen(step)
-        return [phase for phase in self.phases if phase.learn(frozen)]
+        return [phase for phase in self.each_phase if phase.learn(frozen)]
 
     def __call__(
         self, position: Position, batches: Iterator[Any], *, stop: bool = False, save: bool = False
@@ -142,7 +142,7 @@ class Stepper:
 
         `stop` is this rank's vote to end the run after the step, `save` that to save its state then.
         """
-        phases = self._learning(position.number) if self.frozen.there else self.phases
+        phases = self._learning(position.number) if self.frozen.there else self.each_phase
         if not phases:
             raise all_rest(position.number)
         scale_down = self.scale_down(position)
@@ -221,7 +221,7 @@ class Stepper:
             return
         self._abandoned = True
         self.buffers.restore()
-        for phase in self.phases:
+        for phase in self.each_phase:
             phase.abandon()
 
     # --- forward and backward -----------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class Stepper:
         *,
         last: bool,
     ) -> None:
-        with self.probe.around(position, m, self.state.model):
+        with self.probe.around(position, m, self.state.model, phase.phase.name):
             self._backward(phase, position, m, batches, scale_down, last=last)
 
     def _backward(
@@ -315,7 +315,7 @@ class Stepper:
 
         For before the update, on any rank. It takes the memory of one more set of gradients.
         """
-        (phase,) = self.phases
+        (phase,) = self.each_phase
         held = [parameter.grad for parameter in phase.parameters]
         phase.forget_gradients()
         # Past DDP, which has its gradients by now and expects none.

@@ -17,9 +17,9 @@ from lockstep.randomness import seed_all
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.job_phases import RESERVED
 from lockstep.training.parameters import ParameterWatch, written_parameter
 from lockstep.training.phase_step import LossModule, missing_gradient
-from lockstep.training.phases import RESERVED
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.memory import tensor_digest
 

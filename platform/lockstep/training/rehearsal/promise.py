@@ -33,9 +33,9 @@ from lockstep.training.determinism import filled_memory
 from lockstep.training.digest import tree_digest
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.job_data import make_sampler
+from lockstep.training.job_phases import optimizers_of, phases_of
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.phase_step import LossModule
-from lockstep.training.phases import optimizers_of, phases_of
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
 from lockstep.training.rehearsal.sums import check_sum

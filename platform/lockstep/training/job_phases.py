@@ -110,6 +110,8 @@ def selected(model: nn.Module, names: Iterable[str], told: str) -> list[str]:
     every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     chosen: set[str] = set()
     for wanted in names:
+        if not isinstance(wanted, str):
+            raise JobError(f"{told}: got a {type(wanted).__name__}, wanted names of parameters or modules")
         own = {name for full, name in every.items() if full == wanted or full.startswith(f"{wanted}.")}
         if not own:
             known = [*every, *(module for module, _ in model.named_modules() if module)]
@@ -162,6 +164,8 @@ class FrozenRule:
 
     def __init__(self, job: Job, model: nn.Module, seed: int) -> None:
         self._job, self._model, self._seed = job, model, seed
+        self._known: dict[Any, frozenset[str]] = {}
+        """By what the rule gave."""
         self.there = overrides(job, "frozen_parameters")
 
     def __call__(self, step: int) -> frozenset[str]:
@@ -171,12 +175,16 @@ class FrozenRule:
         seed_all(self._seed, "frozen", step - 1)
         try:
             given = self._job.frozen_parameters(self._model, step)
-            names = given if isinstance(given, str) else list(given)
+            names = given if isinstance(given, str) else tuple(given)
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:
             raise as_lockstep_error(error, f"while it was asked what rests in step {step}") from error
-        return frozenset(selected(self._model, names, f"job.frozen_parameters (step {step})"))
+        found = self._known.get(names) if all(isinstance(name, str) for name in names) else None
+        if found is None:
+            told = f"job.frozen_parameters (step {step})"
+            found = self._known[names] = frozenset(selected(self._model, names, told))
+        return found
 
     def check(self, total: int, learning: Iterable[str]) -> None:
         """Ask for the first steps and the last one, twice. JobError where the answers differ, or where nothing of `learning` is left."""
