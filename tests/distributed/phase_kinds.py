@@ -280,6 +280,28 @@ class PhaseThatRemembers(Gan):
         return Loss(F.softplus(-model["judge"](made)).sum(), len(made))
 
 
+class PhaseThatHandsOn(Gan):
+    """One noise for both networks, handed on in the job: the second phase is given that of its worker's last micro-batch."""
+
+    noise: Tensor
+
+    def judged(self, model: nn.Module, batch: Any) -> Loss:
+        self.noise = torch.randn(3, 2)
+        return super().judged(model, batch)
+
+    def made(self, model: nn.Module, batch: Any) -> Loss:
+        made = model["maker"](self.noise[: len(batch[0])])
+        return Loss(F.softplus(-model["judge"](made)).sum(), len(made))
+
+
+class FreezesTheOther(Gan):
+    """As GANs are often written: the discriminator asks for no gradient while the generator learns."""
+
+    def made(self, model: nn.Module, batch: Any) -> Loss:
+        model["judge"].requires_grad_(False)  # type: ignore[index]
+        return super().made(model, batch)
+
+
 class NothingToEvaluate(AdversarialAutoencoder):
     metrics = lockstep.Job.metrics
 
@@ -329,6 +351,8 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     PhaseOfAMean: ("the loss of phase 'restore': total is", "for its halves: a mean, wanted the sum"),
     PhaseWithAPartOfItsLoss: ("the loss of phase 'judge': 'lr' is no name for a part", "judge/lr"),
     PhaseThatRemembers: ("job.noise is kept from one micro-batch to the next",),
+    PhaseThatHandsOn: ("job.noise is kept from one micro-batch to the next",),
+    FreezesTheOther: ("parameter 'judge.0.weight' no longer asks for a gradient", "job.frozen_parameters"),
     NothingToEvaluate: ("eval_data: the job has phases", "nothing to evaluate", "return None"),
     RestingNobody: ("job.frozen_parameters (step 1)", "named '4'"),
     RestingTensors: ("job.frozen_parameters (step 1): got a Parameter, wanted names",),

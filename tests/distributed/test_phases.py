@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,22 +22,36 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import lockstep
+import lockstep.training.state as state
 from lockstep import Loss, Phase
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.check import check
 from lockstep.checks.estimate import estimate
 from lockstep.checks.lr_finder import lr_find
-from lockstep.errors import SpecError, StorageError
+from lockstep.errors import NumericsError, SpecError, StorageError
+from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
+from lockstep.record.events import Document as Told
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.job_phases import PhaseOptimizers
+from lockstep.training.not_finite import NAME
+from lockstep.training.optimizer import make_optimizer
+from lockstep.training.recovery import can_recover
 from tests.distributed.by_hand import clip_in_float64
 from tests.distributed.kinds import RUN, document, numbers, taken_up
 from tests.distributed.phase_kinds import Gan, UnfrozenLayerByLayer, WassersteinWithPenalty
 from tests.distributed.pool import Pool
-from tests.distributed.training import Document, Trained, train, train_attempt, train_rank_seeds
+from tests.distributed.training import (
+    Document,
+    Kept,
+    Trained,
+    train,
+    train_attempt,
+    train_job,
+    train_rank_seeds,
+)
 from tests.forked import forking
 
 # --- against the loops that people write ----------------------------------------------------------------------
@@ -253,9 +271,6 @@ def test_phases_draw_alike_where_they_say_so() -> None:
             judge, maker = super().phases()
             return [judge, Phase("maker", maker.loss, maker.parameters, maker.optimizer)]
 
-    from lockstep.job.loading import load_job
-    from tests.distributed.training import train_job
-
     run = document(Gan, rehearsal="off")
     for job, alike in ((load_job(run["job"]["use"], {}), True), (Apart(None), False)):
         parts = [row.parts for row in train_job(run, job).steps]
@@ -303,8 +318,6 @@ def test_a_run_killed_in_a_phase_takes_the_step_again(
 
 def test_a_phase_whose_optimizer_is_not_restored_gets_other_bits(tmp_path: Path) -> None:
     """The negative control of the resume; in a run with digests it is refused where it is taken up."""
-    import lockstep.training.state as state
-
     restore, whole = state.restore_optimizer, train(document(Gan))
 
     def half(optimizer: Any, saved: Any, *, fork: bool) -> None:
@@ -323,6 +336,42 @@ def test_a_phase_whose_optimizer_is_not_restored_gets_other_bits(tmp_path: Path)
                 with pytest.raises(StorageError, match="optimizer_digest was '"):
                     train_attempt(run, RUN, taken_up(run))
     assert train_attempt(run, RUN, taken_up(run)).weights_digest == whole.weights_digest
+
+
+class Diverging(Gan):
+    """Once the judge has updated, the loss of the maker is infinite."""
+
+    def phases(self) -> Sequence[Phase]:
+        judge, maker = super().phases()
+        return [replace(judge, optimizer=partial(torch.optim.SGD, lr=1e3)), maker]
+
+    def made(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().made(model, batch)
+        moved = bool(model["judge"][-1].bias.detach().abs().sum() > 1)  # type: ignore[index]
+        return Loss(loss.total * (math.inf if moved else 1.0), loss.weight, loss.parts)
+
+
+def test_a_value_that_is_not_finite_is_looked_for_in_its_phase(tmp_path: Path) -> None:
+    """With the weights that the phase before it left."""
+    run = document(Diverging, checkpoint={"storage": str(tmp_path), "every": None}, rehearsal="off")
+    told: list[Any] = []
+    with (
+        mock.patch.object(Kept, "tell", lambda self, event: told.append(event)),
+        pytest.raises(NumericsError, match="step 1, micro-batch 0 of phase 'maker' is inf"),
+    ):
+        train_attempt(run, RUN, AttemptOrigin())
+    (found,) = [json.loads(one.text) for one in told if isinstance(one, Told) and one.name == NAME]
+    assert (found["step"], found["micro_batch"]) == (1, 0)
+    assert found["evidence"].startswith("in phase 'maker'; ")
+
+
+def test_the_loss_of_a_worker_ends_the_attempt() -> None:
+    """A step changes the state before it is done, so the others have none to go on from."""
+    group: Any = SimpleNamespace(can_abort=True)
+    for kind, outlives in ((Gan, False), (UnfrozenLayerByLayer, True)):
+        spec, model = load_spec(document(kind)), kind(None).model()
+        held: Any = SimpleNamespace(optimizer=make_optimizer(kind(None), model, spec.optimizer))
+        assert can_recover(spec, group, held, None) is outlives
 
 
 # --- what does not go together --------------------------------------------------------------------------------

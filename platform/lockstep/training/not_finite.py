@@ -174,7 +174,7 @@ def _computed(
 ) -> FirstBad:
     """A micro-batch, forward and backward, as its step computed it; `plainly` in fp32, and without the loss scale."""
     state, step = run.state, run.step
-    phase = next(phase for phase in step.each_phase if phase.phase.name == phase_name)
+    phase = next(phase for phase in step.each_phase if phase.name == phase_name)
     look = FirstBad(until)
     hooks = list(look.hooks(state.model))
     cuda = run.group.device if run.group.device.type == "cuda" else None

@@ -102,7 +102,7 @@ class PhaseStep:
     ) -> None:
         """`parts` are those of its loss, `buffers` is how many the model has. Nothing learns before `learn` is called."""
         self._spec, self._plan, self._group = spec, plan, group
-        self.phase = phase
+        self.phase, self.name = phase, phase.name
         self.optimizer = state.optimizer_of(phase.name)
         self.rates = Rates(self.optimizer, state.schedule_of(phase.name))
         self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
@@ -133,8 +133,7 @@ class PhaseStep:
     @property
     def digested_as(self) -> list[str]:
         """The names of the parameters that learn, as digests of gradients have them."""
-        phase = self.phase.name
-        return [f"{phase}: {name}" for name in self.names] if phase else self.names
+        return [f"{self.name}: {name}" for name in self.names] if self.name else self.names
 
     def _in_ddp(self) -> DistributedDataParallel:
         """DDP around the loss; it broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""

@@ -154,7 +154,7 @@ class Stepper:
         for phase, own in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
             phase.exchange.vote(stop=stop, save=save)
             last = phase is phases[-1]
-            taken[phase.phase.name] = self._take(phase, position, own, scale_down, last=last)
+            taken[phase.name] = self._take(phase, position, own, scale_down, last=last)
         return self._finished(position, phases, taken)
 
     def _take(
@@ -174,7 +174,7 @@ class Stepper:
             result = self._update(phase, position, agreed, scale_down)
         except NumericsError as error:
             error.step, error.micro_batch = position.step, agreed.totals.first_bad
-            error.phase = phase.phase.name
+            error.phase = phase.name
             raise
         if phase.updates_by_job and not last:
             self.buffers.take_over()
@@ -272,7 +272,7 @@ class Stepper:
         *,
         last: bool,
     ) -> None:
-        with self.probe.around(position, m, self.state.model, phase.phase.name):
+        with self.probe.around(position, m, self.state.model, phase.name):
             self._backward(phase, position, m, batches, scale_down, last=last)
 
     def _backward(
@@ -346,7 +346,7 @@ class Stepper:
     # --- update -------------------------------------------------------------------------------------------
 
     def _check(self, phase: PhaseStep, position: Position, totals: Totals) -> None:
-        within = f" of phase {phase.phase.name!r}" if phase.phase.name else ""
+        within = f" of phase {phase.name!r}" if phase.name else ""
         if totals.first_bad is not None and self.spec.precision != "fp16":
             raise NumericsError(
                 f"the loss of step {position.step + 1}, micro-batch {totals.first_bad}{within} is {totals.loss}; usual causes: a learning "
@@ -372,7 +372,7 @@ class Stepper:
         if spec.clip_norm is not None:
             clip_gradients(gradients, grad_norm, spec.clip_norm)
         if not math.isfinite(grad_norm) and spec.precision != "fp16":
-            within = f" of phase {phase.phase.name!r}" if phase.phase.name else ""
+            within = f" of phase {phase.name!r}" if phase.name else ""
             raise NumericsError(
                 f"the gradient of step {position.step + 1}{within} has the norm {grad_norm} though its loss is finite; "
                 f"lower optimizer.lr (now {self._rate(phase):g}), or look for a square root or a logarithm at zero in the model"
@@ -420,7 +420,7 @@ class Stepper:
         return known
 
     def _where(self, phase: PhaseStep, position: Position, m: int) -> str:
-        within = f", phase {phase.phase.name!r}" if phase.phase.name else ""
+        within = f", phase {phase.name!r}" if phase.name else ""
         return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}{within}"
 
 

@@ -120,6 +120,7 @@ class StepRehearsal:
         try:
             for module, first in zip(modules, firsts, strict=True):
                 extent = self._compare(module, keys, first, extent)
+            self._compare_behind(modules, keys)
             return found, extent
         finally:
             held.restore()
@@ -224,6 +225,21 @@ class StepRehearsal:
                 f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
                 "a hook reads what the loss left behind: keep nothing from the loss for the update"
             )
+
+    def _compare_behind(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
+        """Each phase on the first micro-batch, where the phases before it end with that one, and with another.
+
+        What they leave in the job is the last micro-batch's of their worker.
+        """
+        for i in range(1, len(modules) if len(keys) > 1 else 0):
+            found = []
+            for key in keys:
+                held = self._memory()
+                for module in modules[:i]:
+                    self._compute(module, key)
+                found.append(self._compute(modules[i], keys[0]))
+            if found[0].first_difference(found[1]) is not None:
+                self._same(found[0], found[1], held)
 
     def _same(self, before: Computed, after: Computed, held: Memory) -> None:
         """Refuse a micro-batch that came out different, and tell of what it left behind."""
