@@ -125,7 +125,7 @@ class Stepper:
         ]
         self.updates_by_job = any(phase.updates_by_job for phase in self.each_phase)
         self.frozen = FrozenRule(job, state.model, spec.seed)
-        self._learning(state.counters.step + 1)
+        self._learning(min(state.counters.step + 1, plan.total_steps))
         self.watch = Stopwatch(group.device)
         self._abandoned = False
         self._cuda = group.device if group.device.type == "cuda" else None

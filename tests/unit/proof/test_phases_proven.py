@@ -32,7 +32,7 @@ class Pair(Gan):
 
     def made(self, model: nn.Module, batch: Any) -> Loss:
         loss = super().made(model, batch)
-        return Loss(Flip.apply(loss.total), loss.weight, loss.parts)  # type: ignore[no-untyped-call]
+        return Loss(Flip.apply(loss.total.view(1, 1)).sum(), loss.weight, loss.parts)  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
