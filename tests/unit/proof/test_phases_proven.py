@@ -56,7 +56,7 @@ def test_a_step_of_phases_is_verified_and_shown(recorded: Path, tmp_path: Path) 
         assert {seen["what"].split(".")[0] for seen in one["gradients"]} == {f"gradient of {one['phase']}"}
 
     PLANTED["gradient"] = (STEP - 1, 1, "maker")
-    assert first(verify(recorded.name, from_step=STEP, local=True, **where)) == (STEP, 1, "gradient_digests")
+    assert first(verify(recorded.name, from_step=STEP, local=True, **where)) == (STEP, 1, "gradient_digest")
 
 
 def test_what_parts_in_a_later_phase_is_found_behind_the_phases_before_it() -> None:
