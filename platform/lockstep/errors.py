@@ -74,6 +74,8 @@ class NumericsError(LockstepError):
     """The step, from 0, that all ranks left with this error, before its update; None where it is not one of training."""
     micro_batch: int | None = None
     """That of the first loss that was not finite, where it is known."""
+    phase: str = ""
+    """The phase of the step, where it has some; those before it have updated."""
 
 
 class ExportError(LockstepError):

@@ -43,15 +43,20 @@ def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
     _current.set(key)
 
 
-def seeds(seed: int) -> dict[str, str]:
-    """What each source of randomness of a run is seeded with, for the record."""
+def seeds(seed: int, *, phases: bool = False, frozen: bool = False) -> dict[str, str]:
+    """What each source of randomness of a run is seeded with, for the record.
+
+    `phases` is whether its steps have some, and `frozen` whether a rule of the job's says what rests in a step.
+    """
+    phase = ", phase" if phases else ""
     return {
         "model": str(digest64((seed, "model"))),
         "train_data and eval_data, each opened": str(digest64((seed, "train data"))),
-        "micro-batch m of step t, computed": f"digest64(({seed}, 'step', t, m))",
+        "micro-batch m of step t, computed": f"digest64(({seed}, 'step', t, m{phase}))",
         "micro-batch m of step t, fetched": f"digest64(({seed}, 'data', t, m))",
-        "update t of an optimizer with code of the job's own": f"digest64(({seed}, 'update', t))",
+        "update t of an optimizer with code of the job's own": f"digest64(({seed}, 'update', t{phase}))",
         "after_step of step t": f"digest64(({seed}, 'after step', t))",
+        **({"frozen_parameters of step t": f"digest64(({seed}, 'frozen', t))"} if frozen else {}),
         "order of epoch e": f"torch.Generator seeded with {seed} + e",
         "generators": "torch: those 64 bits; numpy: their lower 32; python: all of them",
     }

@@ -14,7 +14,7 @@ import torch
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import LockstepError
 from lockstep.record.events import Event, StepRow
-from tests.distributed import further_kinds, kinds, step_kinds, training
+from tests.distributed import further_kinds, kinds, phase_kinds, step_kinds, training
 from tests.distributed.kinds import (
     BackPropagationThroughTime,
     Kind,
@@ -28,8 +28,8 @@ from tests.distributed.training import Kept, train, train_updates_forgotten
 from tests.fading import Fading
 from tests.forked import Forked
 
-HELD = [*kinds.HELD, *further_kinds.HELD, *step_kinds.HELD]
-REFUSED = {**kinds.REFUSED, **further_kinds.REFUSED, **step_kinds.REFUSED}
+HELD = [*kinds.HELD, *further_kinds.HELD, *step_kinds.HELD, *phase_kinds.HELD]
+REFUSED = {**kinds.REFUSED, **further_kinds.REFUSED, **step_kinds.REFUSED, **phase_kinds.REFUSED}
 
 ALL = [kind for kind in HELD if kind is not BackPropagationThroughTime]
 """Jobs that several workers can share; the other one has a single micro-batch a step."""

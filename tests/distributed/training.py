@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lockstep.plan
+import lockstep.training.phase_step
 import lockstep.training.reduction
 import lockstep.training.setup
 import lockstep.training.step
@@ -210,7 +211,7 @@ def _buckets_counted(steps: list[int]) -> Iterator[None]:
             steps.append(self.begun)
             return super().__call__(state, bucket)
 
-    with mock.patch.object(lockstep.training.step, "TreeReduction", Counted):
+    with mock.patch.object(lockstep.training.phase_step, "TreeReduction", Counted):
         yield
 
 

@@ -13,7 +13,7 @@ from lockstep.checkpoint.run_folder import Replay
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
 from lockstep.job.recorded_source import imported_from
-from lockstep.proof.inspection import Inspection, Wanted, sample_ids
+from lockstep.proof.inspection import Inspection, Seat, Wanted, sample_ids
 from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.replaying import replay_here
 from lockstep.proof.stretches import stretch
@@ -31,7 +31,10 @@ class Inspected:
     loss: float
     grad_norm: float
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
-    """Of each: `micro_batch`, `samples`, `loss` (its total), and with `inspect` `modules` and `gradients`, each value with its statistics."""
+    """Of each: `micro_batch`, `samples`, `loss` (its total), and with `inspect` `modules` and `gradients`, each value with its statistics.
+
+    Where a step has phases, of each in each `phase`.
+    """
     files: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,15 +99,25 @@ def replay(
         "the ledger has no row of it" if recorded is None else step_difference(recorded, found),
         found.loss,
         found.grad_norm,
-        [_micro_batch(inspection, m, ids[m]) for m in sorted(inspection.losses)],
+        [_micro_batch(inspection, m, phase, ids[m]) for m, phase in _in_order(inspection)],
         [str(path) for path in inspection.files],
     )
 
 
-def _micro_batch(inspection: Inspection, m: int, ids: list[int]) -> dict[str, Any]:
-    told: dict[str, Any] = {"micro_batch": m, "samples": ids, "loss": inspection.losses[m]}
-    if m in inspection.looks:
-        look = inspection.looks[m]
+def _in_order(inspection: Inspection) -> list[Seat]:
+    """Micro-batch by micro-batch, the phases of each in the order in which they were taken."""
+    return sorted(inspection.losses, key=lambda seat: seat[0])
+
+
+def _micro_batch(inspection: Inspection, m: int, phase: str, ids: list[int]) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "micro_batch": m,
+        **({"phase": phase} if phase else {}),
+        "samples": ids,
+        "loss": inspection.losses[m, phase],
+    }
+    if (m, phase) in inspection.looks:
+        look = inspection.looks[m, phase]
         for name, seen in (("modules", look.modules), ("gradients", look.gradients)):
             told[name] = [{"what": one.what, **one.statistics} for one in seen]
     return told

@@ -27,10 +27,11 @@ from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group, local_device
 from lockstep.training.job_data import check_rules, make_sampler, open_data
+from lockstep.training.job_phases import refuse_phases
+from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.rehearsal.micro_batch import check_loss
 from lockstep.training.setup import make_model, make_plan, make_state
 from lockstep.training.state import TrainState
-from lockstep.training.step import LossModule, missing_gradient
 
 
 class Bench:
@@ -51,7 +52,9 @@ class Bench:
 
     @cached_property
     def job(self) -> Job:
-        return load_job(self.spec.job.use, self.spec.job.params)
+        job = load_job(self.spec.job.use, self.spec.job.params)
+        refuse_phases(job, "lockstep check and lockstep estimate")
+        return job
 
     @cached_property
     def data(self) -> tuple[Dataset[Any], Dataset[Any] | None]:

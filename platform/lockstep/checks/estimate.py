@@ -31,7 +31,7 @@ from lockstep.training.memory import (
     tensors_in,
 )
 from lockstep.training.norm import workspace_bytes
-from lockstep.training.step import LossModule
+from lockstep.training.phase_step import LossModule
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -181,7 +181,7 @@ def measured(bench: Bench, key: MicroBatch) -> Measured:
     """Forward, backward and two updates with the micro-batch `key`, on a fresh state. What the first pass makes for good is no part of it."""
     state, batch = bench.fresh(), bench.fetch(key)
     module = LossModule(state.job, state.model)
-    model, optimizer = state.model, state.optimizer
+    model, optimizer = state.model, state.optimizer_of("")
     try:
         bench.backward(module, state, batch, key)
     except JobError:

@@ -14,7 +14,7 @@ from lockstep.data.sampler import MicroBatch
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.evaluate import evaluating
 from lockstep.training.means import means_of
-from lockstep.training.step import LossModule
+from lockstep.training.phase_step import LossModule
 
 LABELS_S = 1.0
 """How long further labels are looked at, of the training data and of the held-out data each."""

@@ -14,7 +14,7 @@ from lockstep.job.loading import others_out_of_sight
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism, numerics_probe
 from lockstep.training.digest import weights_digest
-from lockstep.training.step import LossModule
+from lockstep.training.phase_step import LossModule
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,17 +60,17 @@ def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
     spec = bench.spec
     exact = spec.model_copy(update={"reduction": "exact"})
     state, key = bench.fresh(), bench.micro_batches()[0]
-    for group in state.optimizer.param_groups:
+    optimizer = state.optimizer_of("")
+    for group in optimizer.param_groups:
         group["lr"] *= faster
-    state.base_rates = [rate * faster for rate in state.base_rates]
-    state.schedule = FunctionOfUpdates(state.optimizer, lambda _: 1.0)
+    state.schedule = FunctionOfUpdates(optimizer, lambda _: 1.0)
     size = len(key.ids)
     plan = replace(bench.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
     step = Stepper(
-        state.job, exact, plan, bench.group, state, parts=first.parts, written_buffers=first.written
+        state.job, exact, plan, bench.group, state, parts={"": first.parts}, written_buffers=first.written
     )
-    batch, found = bench.fetch(key), Learning(state.base_rates[0])
-    usual = statistics(state.model)
+    batch, found = bench.fetch(key), Learning(state.schedule.base[0])
+    usual, (phase,) = statistics(state.model), step.each_phase
     buffers = [name for name, _ in state.model.named_buffers()]
     found.moving = next((buffers[i] for i in sorted(first.written - usual)), "")
     silent, began = set(first.silent), time.perf_counter()
@@ -86,9 +86,10 @@ def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
         found.step_s = min(found.step_s, time.perf_counter() - at)
         found.losses.append(result.loss)
         found.skipped += result.skipped
-        silent -= {n for n, p in zip(step.names, step.parameters, strict=True) if _any(p.grad)}
-    found.silent, found.names = frozenset(silent), tuple(step.names)
-    found.matrices = frozenset(n for n, p in zip(step.names, step.parameters, strict=True) if p.dim() > 1)
+        silent -= {n for n, p in zip(phase.names, phase.parameters, strict=True) if _any(p.grad)}
+    # Those that rest in the first step are not judged.
+    found.silent, found.names = frozenset(silent & set(phase.names)), tuple(phase.names)
+    found.matrices = frozenset(n for n, p in zip(phase.names, phase.parameters, strict=True) if p.dim() > 1)
     return found
 
 

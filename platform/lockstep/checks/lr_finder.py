@@ -15,6 +15,7 @@ from lockstep.record.events import Event, StepRow
 from lockstep.spec.fields import Every, Length, Spec, StepDecay
 from lockstep.spec.loading import load_spec
 from lockstep.training.group import Group, local_device
+from lockstep.training.job_phases import refuse_phases
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 
@@ -96,6 +97,7 @@ def lr_find(
     group = Group.join(local_device(spec))
     try:
         job = load_job(spec.job.use, spec.job.params)
+        refuse_phases(job, "lockstep lr-find")
         vars(job)["schedule"] = lambda *_: None  # the rising one is the spec's
         fit(rising, job, group, curve.tell, curve)
     except NumericsError:

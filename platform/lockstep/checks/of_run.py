@@ -21,7 +21,6 @@ from lockstep.spec.fields import Cadence, Checkpoint, Length, OneCycle, Record, 
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.loop import fit
-from lockstep.training.optimizer import make_optimizer
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import NoRequests
 from lockstep.training.schedule import rate_factor
@@ -37,7 +36,7 @@ VANISHED = 1e-4
 def schedule(bench: Bench) -> list[Finding]:
     """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
     rule, steps = bench.spec.schedule, bench.plan.total_steps
-    optimizer = make_optimizer(bench.job, bench.fresh().model, bench.spec.optimizer)
+    optimizer = bench.fresh().optimizer_of("")
     if bench.job.schedule(optimizer, steps) is not None:
         return [passed("schedule", "the job's own; the run records the rate of each step")]
     factors = [rate_factor(rule, steps * i // 100, steps) for i in range(100)]

@@ -296,7 +296,8 @@ def inspected_as_text(found: Inspected) -> str:
     lines.append(f"different: {found.difference}" if found.difference else "same: its row is as recorded")
     for one in found.micro_batches:
         ids = ", ".join(map(str, one["samples"][:8])) + (", …" if len(one["samples"]) > 8 else "")
-        lines.append(f"micro-batch {one['micro_batch']}: total loss {one['loss']!r}, samples {ids}")
+        phase = f", phase {one['phase']}" if "phase" in one else ""
+        lines.append(f"micro-batch {one['micro_batch']}{phase}: total loss {one['loss']!r}, samples {ids}")
         for seen in [*one.get("modules", ()), *one.get("gradients", ())]:
             values = "  ".join(
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

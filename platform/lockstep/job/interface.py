@@ -62,8 +62,25 @@ class Loss:
     parts: Mapping[str, Mean] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of each step that learns by itself: a loss of its own, and the parameters that it alone updates.
+
+    `loss` takes the model and a micro-batch, as `Job.loss` does. `parameters` are names of parameters, or of modules for all
+    parameters in them. `optimizer` makes one of its own from those parameters, such as `partial(torch.optim.Adam, lr=2e-4)`; without
+    it, the phase has one of the kind that the spec names. `draws_as` is another phase of the step whose seeds this one takes:
+    both then draw the same numbers in the same order.
+    """
+
+    name: str
+    loss: Callable[[nn.Module, Any], Loss]
+    parameters: Sequence[str]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    draws_as: str | None = None
+
+
 class Job:
-    """Base of every job. Override `model`, `train_data` and `loss`; the rest has defaults."""
+    """Base of every job. Override `model`, `train_data` and `loss`, or `phases` in its place; the rest has defaults."""
 
     Params: ClassVar[type[Params]] = Params
     params: Any
@@ -88,8 +105,22 @@ class Job:
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Loss of one collated micro-batch, already on the worker's device."""
+        """Loss of one collated micro-batch, already on the worker's device. With `phases` it is the evaluation's alone."""
         raise NotImplementedError
+
+    def phases(self) -> Sequence[Phase]:
+        """The phases of a step, in the order in which they are taken; none for a job with one loss and one optimizer.
+
+        Each walks over the same micro-batches, and updates its parameters before the next one begins.
+        """
+        return ()
+
+    def frozen_parameters(self, model: nn.Module, step: int) -> Iterable[str]:
+        """Names of parameters, or of modules, that rest in step number `step`, counted from 1: the same whenever it is asked.
+
+        They get no gradient in it and no update, and what the optimizer keeps of them stays as it is. A phase of which all rests is left out.
+        """
+        return ()
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
         """Further means of one evaluation micro-batch. The loss and its parts are always recorded."""

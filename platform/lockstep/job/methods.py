@@ -63,6 +63,7 @@ _CALLS = {
     "outputs": ("model", "batch"), "whole_set_metrics": ("outputs",), "figures": ("outputs",),
     "collate": ("samples",), "optimizer": ("model",), "schedule": ("optimizer", "updates"), "after_step": ("model", "step"), "state_dict": (), "load_state_dict": ("state",), "example_input": (),
     "activation_checkpoints": ("model",), "conditional_parameters": ("model",), "__init__": ("params",),
+    "phases": (), "frozen_parameters": ("model", "step"),
 }  # fmt: skip
 """How each method of a job is called."""
 
@@ -71,10 +72,20 @@ def check_methods(job_class: type[Job], use: str) -> None:
     """Refuse a class that lacks what every job has, or has what nothing would call. Raises JobImportError."""
     own = _own_methods(job_class)
     _check_unused(job_class, use, own)
-    missing = [name for name in NEEDED if getattr(job_class, name) is getattr(Job, name)]
+    phased = "phases" in own
+    missing = [
+        name
+        for name in NEEDED
+        if getattr(job_class, name) is getattr(Job, name) and not (name == "loss" and phased)
+    ]
     if missing:
         raise JobImportError(
             f"job.use: {use!r} has no {missing[0]}(); a job has model(), train_data() and loss(model, batch)"
+        )
+    if phased and "optimizer" in own:
+        raise JobImportError(
+            f"job.use: nothing calls optimizer() of {use!r} beside its phases(), of which each has one; give it to the phases "
+            "(lockstep.Phase(…, optimizer=…)), or take it out"
         )
     _check_outputs(use, own)
     for name, names in _CALLS.items():

@@ -18,7 +18,7 @@ from lockstep.errors import SpecError
 from lockstep.proof import side
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.difference import Parted, first_parting, tell_parting
-from lockstep.proof.microscope import Look, Seen
+from lockstep.proof.microscope import Look
 from lockstep.record.comparison import differing_evaluation
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.ledger import read_evaluations, read_parquet
@@ -137,9 +137,7 @@ def _read(out: Path) -> Trained:
         {row.step: row for row in read_parquet(out / side.ROWS)},
         {row.step: row for row in read_evaluations(out / side.EVALUATIONS)},
         json.loads((out / side.FIELDS).read_text(encoding="utf-8")),
-        None
-        if seen is None
-        else Look(**{name: [Seen(**one) for one in found] for name, found in seen.items()}),
+        None if seen is None else Look.of(seen),
     )
 
 

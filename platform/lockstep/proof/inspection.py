@@ -40,21 +40,27 @@ class Wanted:
         return position.step == self.step and self.micro_batch in (None, m)
 
 
+Seat = tuple[int, str]
+"""A micro-batch, and the phase of the step in which it is computed, or no name."""
+
+
 @dataclass(slots=True)
 class Inspection:
     """Shows one step, as a probe of its micro-batches; files go into `folder`, which is made for the first of them."""
 
     wanted: Wanted
     folder: Path
-    looks: dict[int, Look] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
+    looks: dict[Seat, Look] = field(default_factory=dict)
+    losses: dict[Seat, float] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     row_found: StepRow | None = None
+    _phase: str = ""
     _profiler: Any = None
     _microscope: Microscope | None = None
 
     @contextmanager
-    def around(self, position: Position, m: int, model: nn.Module) -> Iterator[None]:
+    def around(self, position: Position, m: int, model: nn.Module, phase: str) -> Iterator[None]:
+        self._phase = phase
         if position.step == self.wanted.step and self.wanted.profile and self._profiler is None:
             self._profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
             self._profiler.start()
@@ -65,8 +71,8 @@ class Inspection:
             if self.wanted.inspect:
                 stack.enter_context(torch.autograd.set_detect_anomaly(True))
                 self._microscope = Microscope(position.step, m, operators=False)
-                self.looks[m] = self._microscope.look
-                stack.enter_context(self._microscope.around(position, m, model))
+                self.looks[m, phase] = self._microscope.look
+                stack.enter_context(self._microscope.around(position, m, model, phase))
             yield
         self._microscope = None
 
@@ -87,7 +93,7 @@ class Inspection:
         if self._microscope is not None:
             self._microscope.loss(position, m, total)
         if self.wanted.covers(position, m):
-            self.losses[m] = total.item() if isinstance(total, Tensor) else total
+            self.losses[m, self._phase] = total.item() if isinstance(total, Tensor) else total
 
     def backward(self, position: Position, m: int) -> None:
         if self._microscope is not None:

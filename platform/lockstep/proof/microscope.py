@@ -7,9 +7,10 @@ is drawn, and nothing is written to what is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -47,6 +48,14 @@ class Look:
     gradients: list[Seen] = field(default_factory=list)
     """Of the parameters, in the order in which backward came to them."""
     operators: list[Seen] = field(default_factory=list)
+    later: list[Look] = field(default_factory=list)
+    """The same micro-batch in the further phases of its step, in order."""
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Look:
+        """The look that `asdict` made `told` of."""
+        seen = {name: [Seen(**one) for one in found] for name, found in told.items() if name != "later"}
+        return cls(**seen, later=[cls.of(one) for one in told.get("later", ())])
 
 
 def statistics(tensor: Tensor) -> dict[str, Any]:
@@ -76,18 +85,23 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._at, self._operators = (step, micro_batch), operators
         self.look = Look()
+        self._at_hand, self._begun = self.look, False
         self._modules: list[str] = []
         self._phase: Phase = "between"
         self._busy = False
 
     @contextmanager
-    def around(self, position: Position, m: int, model: nn.Module) -> Iterator[None]:
+    def around(self, position: Position, m: int, model: nn.Module, phase: str) -> Iterator[None]:
         """Look while the block computes this micro-batch, forward and backward, if it is the one."""
         if (position.step, m) != self._at:
             yield
             return
+        if self._begun:
+            self._at_hand = Look()
+            self.look.later.append(self._at_hand)
+        self._begun = True
         hooks = list(self._hooks(model))
-        self.look.weights = [
+        self._at_hand.weights = [
             self._seen(name, "", value)
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor)
@@ -103,7 +117,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The micro-batch as it was fetched."""
         if (position.step, m) == self._at:
             self._phase = "forward"
-            self.look.batch = [
+            self._at_hand.batch = [
                 self._seen(f"batch[{i}]", "", leaf) for i, leaf in enumerate(tensors_in(batch))
             ]
 
@@ -113,7 +127,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._phase = "between"
             self._modules = []
             if isinstance(total, Tensor):
-                self.look.loss = [self._seen("the loss", "", total)]
+                self._at_hand.loss = [self._seen("the loss", "", total)]
 
     def backward(self, position: Position, m: int) -> None:
         """Backward begins."""
@@ -131,7 +145,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self._modules and self._modules[-1] == place:
                     self._modules.pop()
                 for i, leaf in enumerate(tensors_in(output)):
-                    self.look.modules.append(
+                    self._at_hand.modules.append(
                         self._seen(f"output{f'[{i}]' if i else ''} of {place}", place, leaf)
                     )
 
@@ -141,7 +155,7 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.requires_grad:
 
                 def came(gradient: Tensor, name: str = name) -> None:
-                    self.look.gradients.append(self._seen(f"gradient of {name}", name, gradient))
+                    self._at_hand.gradients.append(self._seen(f"gradient of {name}", name, gradient))
 
                 yield parameter.register_hook(came)  # type: ignore[no-untyped-call]
 
@@ -160,7 +174,9 @@ class Microscope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             where = self._modules[-1] if self._modules else "the loss"
             for leaf in tensors_in(output):
                 if leaf.layout is torch.strided and not leaf.is_meta and not _unwritten(func):
-                    self.look.operators.append(self._seen(str(func).removesuffix(".default"), where, leaf))
+                    self._at_hand.operators.append(
+                        self._seen(str(func).removesuffix(".default"), where, leaf)
+                    )
         return output
 
 
@@ -182,7 +198,7 @@ class Parting:
 
 
 def parting(one: Look, other: Look) -> Parting | None:
-    """Where two looks part first: the batch, the weights, a module's output, the loss, or a parameter's gradient."""
+    """Where two looks part first: phase by phase the batch, the weights, a module's output, the loss, or a parameter's gradient."""
     for name in ("batch", "weights", "modules", "loss", "gradients"):
         pair = _first(getattr(one, name), getattr(other, name))
         if pair is None:
@@ -199,7 +215,8 @@ def parting(one: Look, other: Look) -> Parting | None:
             parameter = seen.where
             operator, _ = _operator(one, other, "backward")
         return Parting(quantity, module, parameter, operator, a, b)
-    return None
+    further = zip_longest(one.later, other.later, fillvalue=Look())
+    return next(filter(None, (parting(a, b) for a, b in further)), None)
 
 
 def _first(one: Sequence[Seen], other: Sequence[Seen]) -> tuple[Seen | None, Seen | None] | None:

@@ -1,4 +1,4 @@
-"""What follows an update, the same on every rank: the schedule, the job's own `after_step`, then the average of the weights."""
+"""What follows the updates of a step, the same on every rank: the job's own `after_step`, then the average of the weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from lockstep.training.state import TrainState
 
 
 def follow_update(state: TrainState, *, seed: int, cuda: torch.device | None) -> None:
-    """After the update of the step that `state` has just counted."""
-    state.schedule.follow()
+    """After the updates of the step that `state` has just counted."""
     if has_after_step(state.job):
         call_after_step(state, state.counters.step, seed=seed, cuda=cuda)
     if state.average is not None:

@@ -27,6 +27,7 @@ from lockstep.errors import CorruptionError
 from lockstep.record.events import Corrupted, Tell, Witness, tell_nobody
 from lockstep.training.digests import Digester, leaves, model_digest, optimizer_digest
 from lockstep.training.group import Group
+from lockstep.training.job_phases import optimizers_of
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, tensors, unlisted_buffers
 
@@ -165,9 +166,11 @@ class Agreement:
         found = tensors(state.model)
         names = {id(parameter): name for name, parameter in state.model.named_parameters()}
         if not isinstance(state.optimizer, ShardedOptimizer):
-            for parameter, values in state.optimizer.state.items():
-                owned = leaves(values, "")
-                found |= {f"{path} of {names.get(id(parameter), '?')}": value for path, value in owned}
+            for phase, optimizer in optimizers_of(state.optimizer).items():
+                within = f" in phase {phase}" if phase else ""
+                for parameter, values in optimizer.state.items():
+                    owner = f"{names.get(id(parameter), '?')}{within}"
+                    found |= {f"{path} of {owner}": value for path, value in leaves(values, "")}
         if state.average is not None:
             found |= {f"average of {name}": value for name, value in state.average.weights.items()}
         found |= {path.replace("/", " ", 1): value for path, value in leaves(self._others(), "")}

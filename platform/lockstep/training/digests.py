@@ -33,6 +33,7 @@ from lockstep.checkpoint.tree import Elsewhere
 from lockstep.errors import DriftError
 from lockstep.training.digest import tensor_digests
 from lockstep.training.group import Group
+from lockstep.training.job_phases import Optimizers
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, tensors
 
@@ -131,7 +132,7 @@ def optimizer_digest(digester: Digester, state: Mapping[str, Any]) -> int:
     return digester.digest(found, lines)
 
 
-def held_optimizer_digest(digester: Digester, optimizer: torch.optim.Optimizer) -> int:
+def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
     """`optimizer_digest` of an optimizer as it is. All ranks call it: of one whose state is shared out, each adds up some tensors."""
     saved = optimizer.state_dict()
     if not isinstance(optimizer, ShardedOptimizer):

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import DeterminismError, JobError, LockstepError
-from lockstep.job.interface import Job, Mean
+from lockstep.job.interface import Job, Mean, overrides
 from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
@@ -21,7 +21,8 @@ from lockstep.training import whole_set
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
-from lockstep.training.means import means_of
+from lockstep.training.job_phases import own_phases
+from lockstep.training.means import means_alone, means_of
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.promise import memory_of, named
@@ -76,6 +77,7 @@ class Evaluation:
         self.figures: Mapping[str, str] = {}
         """What the job drew of the newest evaluation, as texts by the name of their file; on rank 0."""
         self._gives_outputs = whole_set.has_outputs(job)
+        self._has_loss = has_evaluation_loss(job)
 
     def join(self, group: Group) -> None:
         """Share the micro-batches out among the workers of `group` from now on."""
@@ -226,7 +228,7 @@ class Evaluation:
         seed_all(self.seed, "eval", i, cuda=self.group.device if self.group.device.type == "cuda" else None)
         try:
             with self.precision.autocast():
-                loss = self.job.loss(model, batch)
+                loss = self.job.loss(model, batch) if self._has_loss else None
                 further = self.job.metrics(model, batch)
                 outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
         except LockstepError:
@@ -236,7 +238,19 @@ class Evaluation:
         finally:
             self.restore_buffers()
         parameters.check(where)
-        return means_of(loss, further), outputs
+        return means_of(loss, further) if self._has_loss else means_alone(further), outputs
+
+
+def has_evaluation_loss(job: Job) -> bool:
+    """Whether an evaluation has a loss: one of phases may have metrics alone. JobError where there is nothing to evaluate."""
+    if overrides(job, "loss") or not own_phases(job):
+        return True
+    if not overrides(job, "metrics") and not whole_set.has_outputs(job):
+        raise JobError(
+            "eval_data: the job has phases, and neither loss(model, batch), which is the evaluation's then, nor metrics(model, batch) nor "
+            "outputs(model, batch): there is nothing to evaluate; write one of them, or return None"
+        )
+    return False
 
 
 def _numbers(row: dict[str, Mean]) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -16,14 +17,19 @@ def means_of(loss: object, further: object) -> dict[str, Mean]:
         raise JobError(
             f"job.loss: returned {type(loss).__name__} in evaluation, wanted lockstep.Loss(total, weight) as in training"
         )
+    own = {"loss": Mean(loss.total, loss.weight), **loss.parts}
+    return {**own, **means_alone(further, own)}
+
+
+def means_alone(further: object, taken: Mapping[str, Mean] = MappingProxyType({})) -> dict[str, Mean]:
+    """The job's metrics by name, none of which may be `taken`. Raises JobError for what is no mean."""
     if not isinstance(further, Mapping):
         raise JobError(
             f"job.metrics: returned {_kind(further)}, wanted a dict of lockstep.Mean(total, weight) by name, empty for none"
         )
-    own = {"loss": Mean(loss.total, loss.weight), **loss.parts}
     for name, mean in further.items():
-        _check(name, mean, own)
-    return {**own, **further}
+        _check(name, mean, taken)
+    return dict(further)
 
 
 def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.tree import pack
+from lockstep.training.job_phases import Optimizers, optimizers_of
 from lockstep.training.state import TrainState
 
 
@@ -40,9 +41,10 @@ def gradient_bytes(model: torch.nn.Module) -> int:
     return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state."""
-    return sum(tensor.nbytes for state in optimizer.state.values() for tensor in tensors_in(state))
+def optimizer_bytes(optimizer: Optimizers) -> int:
+    """Bytes of an optimizer's state, or of those of all phases."""
+    states = [state for one in optimizers_of(optimizer).values() for state in one.state.values()]
+    return sum(tensor.nbytes for tensor in tensors_in(states))
 
 
 def average_bytes(state: TrainState) -> int:

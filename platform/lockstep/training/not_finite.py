@@ -1,6 +1,6 @@
 """Where a value stopped being finite: the step that has just ended a run is looked into by rank 0, with the state that it was taken from.
 
-Weights, optimizer and buffers are as they were before that step, for it ended before its update. One micro-batch after another is
+Weights, optimizer and buffers are as they were before that step, or before that phase of it, for it ended before its update. One micro-batch after another is
 computed again, until one has a value that is not finite; the first operator that made one is named, with its module. What is found
 is told as a document of the run. It takes at most some `LONGEST_S`, and it never takes the place of the run's own error.
 """
@@ -107,12 +107,14 @@ def find(run: Run, error: NumericsError) -> Found:
         batch = next(Loader(run.batches, [key], run.group.device))
         if batch is None:  # data.without leaves it no sample
             continue
-        look = _computed(run, key, batch, until)
+        look = _computed(run, error.phase, key, batch, until)
         if not look.bad:
             continue
         found.micro_batch, found.samples = key.micro_batch, [int(i) for i in key.ids]
         found.operator, found.module, found.phase = look.operator, look.module, look.phase
-        found.brought_by, found.evidence = _brought_by(run, key, batch, look, bad_weights, until)
+        found.brought_by, found.evidence = _brought_by(run, error.phase, key, batch, look, bad_weights, until)
+        if error.phase:
+            found.evidence = f"in phase {error.phase!r}; {found.evidence}"
         found.batch = _kept(batch)
         break
     return found
@@ -167,22 +169,25 @@ class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now, self._modules = "backward", []
 
 
-def _computed(run: Run, key: MicroBatch, batch: Any, until: float, *, plainly: bool = False) -> FirstBad:
+def _computed(
+    run: Run, phase_name: str, key: MicroBatch, batch: Any, until: float, *, plainly: bool = False
+) -> FirstBad:
     """A micro-batch, forward and backward, as its step computed it; `plainly` in fp32, and without the loss scale."""
     state, step = run.state, run.step
+    phase = next(phase for phase in step.each_phase if phase.name == phase_name)
     look = FirstBad(until)
     hooks = list(look.hooks(state.model))
     cuda = run.group.device if run.group.device.type == "cuda" else None
-    seed_all(run.spec.seed, "step", key.step, key.micro_batch, cuda=cuda)
+    seed_all(run.spec.seed, "step", key.step, key.micro_batch, *phase.phase.key, cuda=cuda)
     try:
         with look:
             with nullcontext() if plainly else state.precision.autocast():
-                loss = step.module(batch)
+                loss = phase.module(batch)
             look.backward()
             total = loss.total * step.scale_down(run.plan.position(key.step))
             total = total if plainly else state.precision.scaled(total)
             # Not backward(): DDP's hooks on the parameters would wait for the other ranks.
-            gradients = torch.autograd.grad(total, step.parameters, allow_unused=True)
+            gradients = torch.autograd.grad(total, phase.parameters, allow_unused=True)
         if not look.bad and any(one is not None and _has_bad(one) for one in gradients):
             look.bad = True
     finally:
@@ -193,7 +198,7 @@ def _computed(run: Run, key: MicroBatch, batch: Any, until: float, *, plainly: b
 
 
 def _brought_by(
-    run: Run, key: MicroBatch, batch: Any, look: FirstBad, weights: list[str], until: float
+    run: Run, phase_name: str, key: MicroBatch, batch: Any, look: FirstBad, weights: list[str], until: float
 ) -> tuple[str | None, str]:
     """What brought the value, as one word, and what speaks for it."""
     if weights:
@@ -203,7 +208,7 @@ def _brought_by(
         what, where = ("input", "the model") if look.module else ("label", "the loss")
         return what, f"{bad[0]} is not finite, and comes in by {where}"
     in_fp32 = run.spec.precision != "fp32" and time.monotonic() < until
-    if in_fp32 and not _computed(run, key, batch, until, plainly=True).bad:
+    if in_fp32 and not _computed(run, phase_name, key, batch, until, plainly=True).bad:
         return (
             "precision",
             f"the same micro-batch is finite in fp32, and was computed in {run.spec.precision}",

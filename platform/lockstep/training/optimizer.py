@@ -1,25 +1,28 @@
-"""The optimizer that a spec names, or the job's own."""
+"""The optimizer that a spec names, or the job's own; with phases, one for each of them."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import JobError, LockstepError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import SGD, AdamW, Optimizer
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
+from lockstep.training.job_phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.sharding import ShardedOptimizer, check_shardable
 
 
-def make_optimizer(
-    job: Job, model: nn.Module, spec: Optimizer, group: Group | None = None
-) -> torch.optim.Optimizer:
-    """Over all parameters that ask for a gradient. A job's own optimizer must hold each of them once."""
+def make_optimizer(job: Job, model: nn.Module, spec: Optimizer, group: Group | None = None) -> Optimizers:
+    """Over all parameters that ask for a gradient, or one for each phase over its own. A job's own must hold each of them once."""
+    phases = phases_of(job, model)
+    if phases[0].name:
+        return PhaseOptimizers(_of_phases(phases, model, spec))
     whole = _whole_optimizer(job, model, spec)
     if not spec.sharded:
         return whole
@@ -27,18 +30,41 @@ def make_optimizer(
     return whole if group is None or group.size == 1 else ShardedOptimizer(whole, group)
 
 
+def _of_phases(
+    phases: Sequence[ModelPhase], model: nn.Module, spec: Optimizer
+) -> dict[str, torch.optim.Optimizer]:
+    found: dict[str, torch.optim.Optimizer] = {}
+    for phase in phases:
+        parameters, told = phase.parameters(model), f"job.phases: the optimizer of phase {phase.name!r}"
+        if phase.optimizer is None:
+            found[phase.name] = _named_by_spec(parameters, spec)
+            continue
+        own = _made(phase.optimizer, parameters, f"while the optimizer of phase {phase.name!r} was made")
+        named = dict(zip(phase.names, parameters, strict=True))
+        if any(own is other for other in found.values()):
+            raise JobError(f"{told} is that of another phase; make one for each")
+        found[phase.name] = _checked(own, named, parameters, told)
+    return found
+
+
 def _whole_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
+    own = _made(job.optimizer, model, "while its optimizer was made")
+    asking = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if own is None:
+        return _named_by_spec(list(asking.values()), spec)
+    return _checked(own, asking, list(model.parameters()), "job.optimizer")
+
+
+def _made(make: Callable[[Any], Any], over: Any, where: str) -> Any:
     try:
-        own = job.optimizer(model)
+        return make(over)
     except LockstepError:
         raise
     except (Exception, SystemExit) as error:
-        raise as_lockstep_error(error, "while its optimizer was made") from error
-    if own is not None:
-        _check_own(own, model)
-        _check_no_scheduler(own)
-        return own
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        raise as_lockstep_error(error, where) from error
+
+
+def _named_by_spec(parameters: list[nn.Parameter], spec: Optimizer) -> torch.optim.Optimizer:
     if isinstance(spec, SGD):
         return torch.optim.SGD(
             parameters,
@@ -51,42 +77,48 @@ def _whole_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim
     return kind(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
 
 
-def _check_own(optimizer: object, model: nn.Module) -> None:
+def _checked(
+    optimizer: object, learning: Mapping[str, Tensor], allowed: Sequence[Tensor], told: str
+) -> torch.optim.Optimizer:
+    """An optimizer of the job's own must hold all of `learning`, and nothing that is not `allowed`."""
     if isinstance(optimizer, list | tuple | dict):
         raise JobError(
-            f"job.optimizer: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer; give its parameters "
-            "in several groups, and set the schedule in the spec"
+            f"{told}: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer; give its parameters "
+            "in several groups, set the schedule in the spec, and give each loss of several a phase of its own (job.phases)"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"job.optimizer: returned {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+        raise JobError(f"{told}: returned {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
-            f"job.optimizer: {type(optimizer).__name__} evaluates the loss several times in one step (it needs a closure), and "
+            f"{told}: {type(optimizer).__name__} evaluates the loss several times in one step (it needs a closure), and "
             "Lockstep computes each step's gradient once; use one that steps from the gradient alone, such as AdamW"
         )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    known = {id(parameter) for parameter in model.parameters()}
+    known = set(map(id, allowed))
     strange = [parameter for parameter in held if id(parameter) not in known]
     if strange:
+        whose = "the model's" if told == "job.optimizer" else "the phase's"
         raise JobError(
-            f"job.optimizer: a parameter of shape {tuple(strange[0].shape)}{_others(strange)} is none of the model's and would get "
-            "no gradient; build the optimizer from the model that it is given"
+            f"{told}: a parameter of shape {tuple(strange[0].shape)}{_others(strange)} is none of {whose} and would get "
+            f"no gradient; build the optimizer from {'the model that it is' if told == 'job.optimizer' else 'the parameters that it is'} given"
         )
     ids = {id(parameter) for parameter in held}
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in ids]
+    missing = [name for name, parameter in learning.items() if id(parameter) not in ids]
     if missing:
         raise JobError(
-            f"job.optimizer: parameter {missing[0]!r}{_others(missing)} is in no group and would never learn; "
+            f"{told}: parameter {missing[0]!r}{_others(missing)} is in no group and would never learn; "
             "add it, or set requires_grad to False"
         )
+    _check_no_scheduler(optimizer, told)
+    return optimizer
 
 
-def _check_no_scheduler(optimizer: torch.optim.Optimizer) -> None:
+def _check_no_scheduler(optimizer: torch.optim.Optimizer, told: str) -> None:
     """A scheduler of torch marks the groups of its optimizer. Its own state would be in no checkpoint."""
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise JobError(
-            "job.optimizer: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "
+            f"{told}: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "
             "return it without one: use the spec's schedule, or return the scheduler from job.schedule(optimizer, updates)"
         )
 

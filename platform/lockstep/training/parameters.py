@@ -80,8 +80,8 @@ def short_parameters(model: nn.Module) -> list[str]:
 def _asks_otherwise(name: str, asked: bool, where: str) -> JobError:
     return JobError(
         f"parameter {name!r} {'no longer asks' if asked else 'now asks'} for a gradient ({where}): what learns is settled "
-        "before the first step, for the sum over the workers is made for it; let requires_grad stand as job.model "
-        "leaves it, and set a group's learning rate to 0 for as long as it is to rest (register_step_pre_hook)"
+        "before each step, for the sum over the workers is made for it; let requires_grad stand as job.model "
+        "leaves it, and name what is to rest in job.frozen_parameters(model, step)"
     )
 
 

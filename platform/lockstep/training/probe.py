@@ -13,8 +13,10 @@ from lockstep.plan import Position
 class Probe(Protocol):
     """Is shown each micro-batch of a worker. It changes nothing that is computed, and draws nothing."""
 
-    def around(self, position: Position, m: int, model: nn.Module) -> AbstractContextManager[None]:
-        """Entered before micro-batch `m` is computed, left after its backward."""
+    def around(
+        self, position: Position, m: int, model: nn.Module, phase: str
+    ) -> AbstractContextManager[None]:
+        """Entered before micro-batch `m` is computed in a phase of the step, left after its backward. The only phase has no name."""
 
     def batch(self, position: Position, m: int, batch: Any) -> None:
         """The micro-batch, as it is given to the job."""
@@ -29,7 +31,9 @@ class Probe(Protocol):
 class NoProbe:
     """Nobody looks."""
 
-    def around(self, position: Position, m: int, model: nn.Module) -> AbstractContextManager[None]:
+    def around(
+        self, position: Position, m: int, model: nn.Module, phase: str
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
     def batch(self, position: Position, m: int, batch: Any) -> None: ...

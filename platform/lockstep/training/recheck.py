@@ -48,7 +48,7 @@ def odd_ones(found: Found) -> tuple[int, ...]:
 class Recheck:
     """Has some micro-batches of one worker computed again, and computes those of others.
 
-    `compute` gives the gradients of a micro-batch of this step from its batch, by the parameters of `names`.
+    `compute` gives the gradients of a micro-batch of this step from its batch, by the names of their parameters.
     """
 
     def __init__(
@@ -59,12 +59,11 @@ class Recheck:
         batches: MicroBatches,
         sampler: MicroBatchSampler,
         agreement: Agreement,
-        names: Sequence[str],
-        compute: Callable[[Position, int, Any], Sequence[Tensor]],
+        compute: Callable[[Position, int, Any], Mapping[str, Tensor]],
     ) -> None:
         self._seed, self._share = spec.seed, spec.recheck
         self._plan, self._group, self._batches = plan, group, batches
-        self._agreement, self._names, self._compute = agreement, names, compute
+        self._agreement, self._compute = agreement, compute
         self._sampler = sampler
 
     def chosen(self, position: Position) -> frozenset[int]:
@@ -125,6 +124,5 @@ class Recheck:
         finally:
             loader.close()
         digester = self._agreement.digester
-        named = zip(self._names, gradients, strict=True)
-        (found,) = resolved([[digester.summed(name, gradient) for name, gradient in named]])
+        (found,) = resolved([[digester.summed(name, gradient) for name, gradient in gradients.items()]])
         return found

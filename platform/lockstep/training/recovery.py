@@ -29,6 +29,7 @@ from lockstep.record.events import Started, Tell
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import check_same_state
 from lockstep.training.group import Group
+from lockstep.training.job_phases import PhaseOptimizers
 from lockstep.training.requests import Requests
 from lockstep.training.roll_call import Progress
 from lockstep.training.setup import Run
@@ -67,11 +68,13 @@ def can_recover(spec: Spec, group: Group, state: TrainState, origin: AttemptOrig
     """Whether this group outlives the loss of a member.
 
     It does not where the others lack a part of the state (a sharded optimizer), where fewer workers would be another run
-    (`reduction: native`), where the backend cannot abort, and where steps of another run are taken again.
+    (`reduction: native`), where a step changes the state before it is done (phases), where the backend cannot abort, and where
+    steps of another run are taken again.
     """
     sharded = isinstance(state.optimizer, ShardedOptimizer)
+    phased = isinstance(state.optimizer, PhaseOptimizers)
     replays = origin is not None and origin.replay is not None
-    return group.can_abort and spec.reduction == "exact" and not sharded and not replays
+    return group.can_abort and spec.reduction == "exact" and not sharded and not phased and not replays
 
 
 def outlived(run: Run, seat: Seat, recovery: Recovery, lost: Exception) -> tuple[Run, Seat]:

@@ -115,6 +115,8 @@ class Reduction(ABC):
         self._apart: list[Gradients] = []
         self._moving: list[_Bucket] = []
         self._exchanged = self.finished = True
+        self._summed = 0
+        """Parameters of the buckets that have come."""
         self._stages: tuple[Stage, ...] = ()
         self.observe: Callable[[Gradients, list[int]], None] | None = None
         """Is given the last micro-batch's own gradients, bucket by bucket, with the numbers of their parameters."""
@@ -136,10 +138,12 @@ class Reduction(ABC):
         self._folded, self._apart = folded, apart
         self._moving = []
         self._exchanged = self.finished = False
+        self._summed = 0
 
     def __call__(self, _state: object, bucket: Any) -> Future[Tensor]:
         gradients = bucket.gradients()
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
+        self._summed += len(indices)
         if self.observe is not None:
             self.observe(
                 [logical(g, self._orders[i]) for g, i in zip(gradients, indices, strict=True)], indices
@@ -151,7 +155,8 @@ class Reduction(ABC):
         if bucket.is_last():
             while self._moving:
                 self._moving = [older for older in self._moving if older.advance()]
-            self._folded, self._apart, self.finished = [], [], True
+            self._folded, self._apart = [], []
+            self.finished = self._summed == len(self._orders)
         return entry.future
 
     def _taken(self, total: Gradients, indices: list[int]) -> Gradients:

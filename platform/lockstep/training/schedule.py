@@ -101,6 +101,9 @@ def check_length(schedule: Schedule, total: int) -> None:
 class RateSchedule(Protocol):
     """What sets the learning rates of an optimizer before each update."""
 
+    base: list[float]
+    """The full rate of each parameter group."""
+
     def set(self, update: int) -> None:
         """Set every group's rate for update number `update`, counted from 0."""
 
@@ -110,7 +113,7 @@ class RateSchedule(Protocol):
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """An evaluation was made."""
 
-    def standing(self, update: int) -> float:
+    def standing(self, update: int) -> Any:
         """Where it stands before update number `update`: what a restored run is compared by."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +245,7 @@ def _scheduled(own: LRScheduler, optimizer: torch.optim.Optimizer, *, evaluates:
         )
     if isinstance(own, ReduceLROnPlateau) and not evaluates:
         raise JobError(
-            f"job.schedule: {name} goes by {PLATEAU_METRIC}, and the job has no eval_data; give it some, or use a schedule by updates"
+            f"job.schedule: {name} goes by {PLATEAU_METRIC}, and the job has no eval_data, or phases and no loss for it; give it some, or use a schedule by updates"
         )
     scheduler = TorchScheduler(optimizer, own)
     pack(scheduler.state_dict(), "job.schedule")  # what no checkpoint could hold is told now

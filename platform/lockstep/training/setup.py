@@ -21,7 +21,7 @@ from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.job.identity import identity_digest, identity_fields
-from lockstep.job.interface import Job
+from lockstep.job.interface import Job, overrides
 from lockstep.job.loading import dataset_size
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, seeds
@@ -42,10 +42,19 @@ from lockstep.training.checkpoints import (
 )
 from lockstep.training.determinism import check_kept, fp32_products, numerics_probe
 from lockstep.training.digest import weights_digest
-from lockstep.training.evaluate import Evaluation
+from lockstep.training.evaluate import Evaluation, has_evaluation_loss
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.job_data import check_rules, make_sampler, open_data, warnings_of
+from lockstep.training.job_phases import (
+    FrozenRule,
+    PhaseOptimizers,
+    PhaseSchedules,
+    check_combination,
+    optimizers_of,
+    own_phases,
+    phases_of,
+)
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.parameters import short_parameters
 from lockstep.training.precision import Precision
@@ -84,7 +93,7 @@ class Run:
             self.plan,
             group,
             self.state,
-            parts=old.exchange.parts,
+            parts=old.parts,
             written_buffers=old.buffers.written,
         )
         if self.evaluate is not None:
@@ -147,10 +156,12 @@ def prepare(
     model = make_model(spec, job, plan, group.device)
     for text in short_parameters(model):
         warn(text)
-    evaluates = eval_data is not None
+    evaluates = eval_data is not None and has_evaluation_loss(job)
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
     rehearsal, extent = StepRehearsal(job, spec, plan, state, batches, group.device, warn)()
+    learning = [name for phase in phases_of(job, model) for name in phase.names]
+    FrozenRule(job, model, spec.seed).check(plan.total_steps, learning)
     evaluate = None
     if eval_data is not None:
         evaluate = Evaluation(
@@ -165,10 +176,11 @@ def prepare(
         check_metric(spec, evaluate.rehearse(model, repeat=extent != "off", warn=warn))
     check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
-    facts = _facts(spec, group, batches, plan, evaluate, digest, fork=start and start.parent)
+    facts = _facts(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before
         facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
-    _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": rehearsal.loss.hex()}, spec)
+    losses = " ".join(one.loss.hex() for one in rehearsal.values())
+    _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": losses}, spec)
     history = History()
     if start is not None:
         if origin is None or origin.replay is None:  # a replay compares them by itself
@@ -176,7 +188,9 @@ def prepare(
         history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
         check_same_state(group, state)
         start = start.without_state()
-    step = Stepper(job, spec, plan, group, state, parts=rehearsal.parts, written_buffers=rehearsal.written)
+    parts = {phase: one.parts for phase, one in rehearsal.items()}
+    written = frozenset[int]().union(*(one.written for one in rehearsal.values()))
+    step = Stepper(job, spec, plan, group, state, parts=parts, written_buffers=written)
     if origin is not None and origin.replay is not None and origin.replay.probe is not None:
         step.probe = origin.replay.probe
     watch_bits(step, spec, plan, batches, tell, origin)
@@ -198,9 +212,7 @@ def watch_bits(
     sampler = make_sampler(spec, plan, batches.samples)
     step.samples = lambda position, m: sampler.at(position, m).ids
     if spec.recheck:
-        step.recheck = Recheck(
-            spec, plan, step.group, batches, sampler, step.agreement, step.names, step.recomputed
-        )
+        step.recheck = Recheck(spec, plan, step.group, batches, sampler, step.agreement, step.recomputed)
     if origin is not None:
         step.agreement.begin(tell, origin.attempt, origin.doubts)
 
@@ -219,9 +231,18 @@ def make_state(
 
     `group` are the workers among whom a sharded optimizer shares its state out; without one it is whole.
     """
+    check_combination(job, spec)
     average = None if spec.ema is None else Average(model, spec.ema)
     optimizer = make_optimizer(job, model, spec.optimizer, group)
-    schedule = make_schedule(job, spec.schedule, optimizer, plan.total_steps, evaluates=evaluates)
+    schedules = {
+        phase: make_schedule(job, spec.schedule, one, plan.total_steps, evaluates=evaluates)
+        for phase, one in optimizers_of(optimizer).items()
+    }
+    schedule = (
+        PhaseSchedules(schedules)
+        if isinstance(optimizer, PhaseOptimizers)
+        else next(iter(schedules.values()))
+    )
     return TrainState(
         job, model, optimizer, Precision(spec.precision, device), average=average, schedule=schedule
     )
@@ -274,6 +295,7 @@ def make_model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Mod
 
 def _facts(
     spec: Spec,
+    job: Job,
     group: Group,
     batches: MicroBatches,
     plan: Plan,
@@ -301,7 +323,7 @@ def _facts(
         "identity": identity_digest(fields),
         "fields": fields,
         "environment": environment(spec),
-        "seeds": seeds(spec.seed),
+        "seeds": seeds(spec.seed, phases=bool(own_phases(job)), frozen=overrides(job, "frozen_parameters")),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
         **({} if spec.data.without is None else {"without": _left_out(spec.data.without)}),

@@ -17,8 +17,9 @@ from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training.average import Average
+from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
 from lockstep.training.precision import Precision
-from lockstep.training.schedule import FunctionOfUpdates, RateSchedule, base_rates
+from lockstep.training.schedule import FunctionOfUpdates, RateSchedule
 from lockstep.training.sharding import ShardedOptimizer
 
 
@@ -73,13 +74,13 @@ class Best:
 class TrainState:
     """Model, optimizer, scaler, counters and the best evaluation: one home for all that changes in a run.
 
-    `base_rates` are the learning rates that the optimizer was made with, which the schedule starts from; they
-    do not change. `metrics` are the newest values of each metric. `average` is that of the weights, where the spec has `ema`.
+    `metrics` are the newest values of each metric. `average` is that of the weights, where the spec has `ema`.
+    With phases, `optimizer` and `schedule` stand for those of all phases.
     """
 
     job: Job
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     precision: Precision
     counters: Counters = field(default_factory=Counters)
     best: Best = field(default_factory=Best)
@@ -87,12 +88,18 @@ class TrainState:
     average: Average | None = None
     schedule: RateSchedule = None  # type: ignore[assignment]
     """What sets the learning rates; the full ones throughout unless given."""
-    base_rates: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.base_rates = base_rates(self.optimizer)
         if self.schedule is None:
-            self.schedule = FunctionOfUpdates(self.optimizer, lambda _: 1.0)
+            self.schedule = FunctionOfUpdates(self.optimizer_of(""), lambda _: 1.0)
+
+    def optimizer_of(self, phase: str) -> torch.optim.Optimizer:
+        """The optimizer of the phase of that name; that of a job without phases has none."""
+        return optimizers_of(self.optimizer)[phase]
+
+    def schedule_of(self, phase: str) -> RateSchedule:
+        """What sets the learning rates of a phase, likewise."""
+        return self.schedule.by_phase[phase] if isinstance(self.schedule, PhaseSchedules) else self.schedule
 
     def advance(self, position: Position, *, skipped: bool, weight: float) -> None:
         """Count one step. The only place where counters move."""
@@ -162,11 +169,22 @@ def unlisted_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in listed}
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, fork: bool) -> None:
+def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: bool) -> None:
     """Load an optimizer's `state_dict` bit for bit: torch itself casts the state to its parameter's type.
 
     A fork keeps what the optimizer was made with (learning rates, decay, …) and takes the rest of its groups.
     """
+    if isinstance(optimizer, PhaseOptimizers) or "param_groups" not in saved:
+        phases = set(optimizers_of(optimizer)) - {""}
+        of_saved = set() if "param_groups" in saved else set(saved)
+        if phases != of_saved:
+            raise SpecError(
+                f"fork: the run that is forked has optimizers of the phases {sorted(of_saved)}, and this job of {sorted(phases)}; "
+                "keep its phases, or start a new run from its weights with initial_weights"
+            )
+        for name, one in optimizers_of(optimizer).items():
+            restore_optimizer(one, saved[name], fork=fork)
+        return
     own = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
     if fork:
         known = {name for group in saved["param_groups"] for name in group}

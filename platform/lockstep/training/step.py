@@ -3,16 +3,18 @@
 Each micro-batch back-propagates its loss *sum* times a power of two; the gradients are added along the plan's
 tree and divided once by the whole batch's weight. The result is the gradient of the weighted mean loss over the
 global batch, however ragged the micro-batches and however many the workers.
+
+A job may have several phases: each walks over the step's micro-batches with a loss of its own and updates its own parameters, and the
+next one sees what it left. A job without them has a single phase.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +27,20 @@ from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import seed_all
 from lockstep.record.events import Digests
 from lockstep.spec.fields import Spec
-from lockstep.training.after_step import follow_update, has_after_step
+from lockstep.training.after_step import follow_update
 from lockstep.training.agreement import Agreement
 from lockstep.training.buffers import StepBuffers
-from lockstep.training.exchange import Agreed, Exchange, Totals
+from lockstep.training.exchange import Agreed, Totals
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
-from lockstep.training.norm import ELEMENT_BY_ELEMENT, GradientNorm, align_gradients, clip_gradients
+from lockstep.training.job_phases import FrozenRule, all_rest, phases_of
+from lockstep.training.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
+from lockstep.training.phase_step import PhaseStep, each_in_turn
 from lockstep.training.probe import NoProbe, Probe
 from lockstep.training.recheck import Recheck
-from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction, TreeSum
-from lockstep.training.schedule import Rates
+from lockstep.training.reduction import TreeSum
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, power_of_two
 from lockstep.training.step_digests import StepDigests
@@ -45,7 +48,10 @@ from lockstep.training.step_digests import StepDigests
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step came to, in Python numbers, equal on every rank."""
+    """What one step came to, in Python numbers, equal on every rank.
+
+    With phases, loss, weight, rate and norms are those of the first one that took part; `parts` has those of each by its name.
+    """
 
     loss: float
     weight: float
@@ -64,42 +70,27 @@ class StepResult:
     digests: Digests | None = None
 
 
-class LossModule(nn.Module):
-    """What DDP wraps: a module whose forward is the job's loss, so that the job sees its own model.
+class PhaseResult(NamedTuple):
+    """What one phase of a step came to, and what its ranks agreed on."""
 
-    A call without a batch gives a loss whose gradient is zero everywhere: the share of a worker that a ragged
-    step leaves without a micro-batch, and that of a micro-batch without samples.
-    """
+    agreed: Agreed
+    loss: float
+    weight: float
+    parts: dict[str, float]
+    lr: float
+    grad_norm: float
+    clipped_norm: float
+    scale: float
+    skipped: bool
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
-        super().__init__()
-        self.job = job
-        self.model = model
-        parameters = dict(model.named_parameters())
-        self.conditional = list(job.conditional_parameters(model))
-        unknown = [name for name in self.conditional if name not in parameters]
-        if unknown:
-            raise JobError(f"job.conditional_parameters: the model has no parameter {unknown[0]!r}")
-
-    def forward(self, batch: Any) -> Loss:
-        if batch is None:
-            return Loss(zero_term(p for p in self.model.parameters() if p.requires_grad), 0.0)
-        loss = self.job.loss(self.model, batch)
-        if not self.conditional:
-            return loss
-        parameters = dict(self.model.named_parameters())
-        return Loss(
-            loss.total + zero_term(parameters[name] for name in self.conditional), loss.weight, loss.parts
-        )
-
-
-def zero_term(parameters: Iterator[Tensor]) -> Tensor:
-    """Zero, with a gradient of exactly zero for every parameter, even one that holds infinities."""
-    return torch.stack([parameter.reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
+    def columns(self) -> dict[str, float]:
+        """What the ledger has of a phase that has a name."""
+        own = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
+        return {**own, "clipped_norm": self.clipped_norm, **self.parts}
 
 
 class Stepper:
-    """Takes the steps of one worker: forward and backward of its micro-batches, then the update."""
+    """Takes the steps of one worker: phase by phase, forward and backward of its micro-batches, then the update."""
 
     def __init__(
         self,
@@ -109,19 +100,17 @@ class Stepper:
         group: Group,
         state: TrainState,
         *,
-        parts: tuple[str, ...],
+        parts: Mapping[str, tuple[str, ...]],
         written_buffers: frozenset[int],
     ) -> None:
+        """`parts` are those of each phase's loss, by the names of the phases; by no name for a job without."""
         self.spec = spec
         self.plan = plan
         self.group = group
         self.state = state
+        self.parts = parts
         self.assigned = plan.ranges(group.size)[group.rank]
-        self.names = [name for name, p in state.model.named_parameters() if p.requires_grad]
-        self.parameters = [p for p in state.model.parameters() if p.requires_grad]
-        self.norm = GradientNorm(self.parameters)
         self.buffers = StepBuffers(state.model, group, written_buffers)
-        self.exchange = Exchange(group, plan.micro_batches, parts, len(self.buffers.buffers))
         self.watched = ParameterWatch(state.model)
         self.agreement = Agreement(group, state)
         self.digests = StepDigests(spec, group, state, plan.total_steps, self.agreement)
@@ -129,32 +118,22 @@ class Stepper:
         self.recheck: Recheck | None = None
         self.samples: Callable[[Position, int], Iterable[int]] = lambda position, m: ()
         """The ids of a micro-batch's samples."""
-        self.updates_by_job = runs_own_code(state.optimizer) or has_after_step(job)
-        self.rates = Rates(state.optimizer, state.schedule)
-        self.module = LossModule(job, state.model)
-        self.reduction: Reduction | None = None
-        self.wrapped: nn.Module = self.module
+        buffers = len(self.buffers.buffers)
+        self.each_phase = [
+            PhaseStep(job, spec, plan, group, state, phase, parts=parts[phase.name], buffers=buffers)
+            for phase in phases_of(job, state.model)
+        ]
+        self.updates_by_job = any(phase.updates_by_job for phase in self.each_phase)
+        self.frozen = FrozenRule(job, state.model, spec.seed)
+        self._learning(min(state.counters.step + 1, plan.total_steps))
         self.watch = Stopwatch(group.device)
         self._abandoned = False
         self._cuda = group.device if group.device.type == "cuda" else None
-        if group.size > 1:
-            self.wrapped = self._in_ddp()
 
-    def _in_ddp(self) -> DistributedDataParallel:
-        """DDP around the loss; it broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
-        known = inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        settings: dict[str, Any] = {
-            buffers: False,
-            "process_group": self.group.channel,  # its own beside the channel's costs gloo a second set of threads
-            "bucket_cap_mb": self.spec.workers.bucket_mb,
-            "gradient_as_bucket_view": True,
-        }
-        wrapped = DistributedDataParallel(self.module, **settings)
-        kind = TreeReduction if self.spec.reduction == "exact" else NativeReduction
-        self.reduction = kind(self.group, self.plan, self.parameters, self.exchange)
-        wrapped.register_comm_hook(None, named_hook(self.reduction))
-        return wrapped
+    def _learning(self, step: int) -> list[PhaseStep]:
+        """The phases that have something to learn in step number `step`, made ready for it. All ranks call it."""
+        frozen = self.frozen(step)
+        return [phase for phase in self.each_phase if phase.learn(frozen)]
 
     def __call__(
         self, position: Position, batches: Iterator[Any], *, stop: bool = False, save: bool = False
@@ -163,21 +142,70 @@ class Stepper:
 
         `stop` is this rank's vote to end the run after the step, `save` that to save its state then.
         """
-        self.exchange.vote(stop=stop, save=save)
+        phases = self._learning(position.number) if self.frozen.there else self.each_phase
+        if not phases:
+            raise all_rest(position.number)
         scale_down = self.scale_down(position)
-        self._accumulate(position, batches, scale_down)
-        agreed = self.exchange.read(position.micro_batches)
+        self.digests.begin(
+            position, self.recheck.chosen(position) if self.recheck is not None else frozenset()
+        )
+        count = len(clip(self.assigned, position.micro_batches))
+        taken: dict[str, PhaseResult] = {}
+        for phase, own in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
+            phase.exchange.vote(stop=stop, save=save)
+            last = phase is phases[-1]
+            taken[phase.name] = self._take(phase, position, own, scale_down, last=last)
+        return self._finished(position, phases, taken)
+
+    def _take(
+        self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float, *, last: bool
+    ) -> PhaseResult:
+        """One phase from its first micro-batch to its update; `last` of the step."""
+        self._accumulate(phase, position, batches, scale_down)
+        agreed = phase.exchange.read(position.micro_batches)
         if self.recheck is not None:
             self.recheck(position, self.digests.gradients())
         try:
-            self._check(position, agreed.totals)
-            self.digests.gather(position, self.plan.ranges(self.group.size))
-            # The last message of the step: from here on no rank waits for another, and the state changes.
+            self._check(phase, position, agreed.totals)
+            if last:
+                self.digests.gather(position, self.plan.ranges(self.group.size))
+            # The last message of the phase: until the next one no rank waits for another, and the state changes.
             self.buffers.end_step(agreed.flagged)
-            return self._update(position, agreed, scale_down)
+            result = self._update(phase, position, agreed, scale_down)
         except NumericsError as error:
             error.step, error.micro_batch = position.step, agreed.totals.first_bad
+            error.phase = phase.name
             raise
+        if phase.updates_by_job and not last:
+            self.buffers.take_over()
+        return result
+
+    def _finished(
+        self, position: Position, phases: list[PhaseStep], taken: Mapping[str, PhaseResult]
+    ) -> StepResult:
+        """Count the step, and do what follows its updates."""
+        state, first = self.state, next(iter(taken.values()))
+        state.advance(position, skipped=first.skipped, weight=first.weight)
+        if not first.skipped:
+            for phase in phases:
+                phase.rates.schedule.follow()
+            follow_update(state, seed=self.spec.seed, cuda=self._cuda)
+        if self.updates_by_job:
+            self.buffers.take_over()
+        return StepResult(
+            loss=first.loss,
+            weight=first.weight,
+            parts=first.parts if "" in taken else _by_phase(taken),
+            lr=first.lr,
+            grad_norm=first.grad_norm,
+            clipped_norm=first.clipped_norm,
+            scale=first.scale,
+            skipped=first.skipped,
+            stop=first.agreed.stop,
+            save=first.agreed.save,
+            pace=[sum(own) for own in zip(*(one.agreed.pace for one in taken.values()), strict=True)],
+            digests=self.digests.taken(position),
+        )
 
     def scale_down(self, position: Position) -> float:
         """The power of two that the losses of a step are multiplied by: one over its weight, as far as that is known before it."""
@@ -193,234 +221,211 @@ class Stepper:
             return
         self._abandoned = True
         self.buffers.restore()
-        self._forget_gradients()
-        if isinstance(self.wrapped, DistributedDataParallel):
-            # Its hooks on the parameters go with the reducer, which frames of the error at hand still hold.
-            self.wrapped.reducer = self.wrapped.logger = None  # type: ignore[assignment]
+        for phase in self.each_phase:
+            phase.abandon()
 
     # --- forward and backward -----------------------------------------------------------------------------
 
-    def _accumulate(self, position: Position, batches: Iterator[Any], scale_down: float) -> None:
+    def _accumulate(
+        self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float
+    ) -> None:
         """Leave in every `.grad` the tree sum of all micro-batches' gradients, `scale_down` times too large by the weight."""
         assigned = clip(self.assigned, position.micro_batches)
-        tree = TreeSum(position.micro_batches)
-        self._forget_gradients()
+        tree, names = TreeSum(position.micro_batches), phase.digested_as
+        phase.forget_gradients()
         self.watched.note()
-        self.digests.begin(
-            position, self.recheck.chosen(position) if self.recheck is not None else frozenset()
-        )
         for m in assigned[:-1]:
-            with self._no_sync():
-                self._compute(position, m, batches, scale_down, last=False)
+            with self._no_sync(phase):
+                self._compute(phase, position, m, batches, scale_down, last=False)
             if self.spec.reduction == "exact":
-                gradients = self._take_gradients(position, m)
+                gradients = self._take_gradients(phase, position, m)
                 if self.digests.notes:
-                    self.digests.next_micro_batch(m)
+                    self.digests.next_micro_batch(m, names)
                     self.digests.note(gradients)
                 tree.add(range(m, m + 1), gradients)
                 del gradients  # the tree alone holds them while the next micro-batch is computed
         folded, apart = tree.close(assigned[-1]) if assigned else ([], [])
-        if self.reduction is not None:
-            self.reduction.begin(position, folded, apart)
-            self.reduction.observe = self.digests.note if assigned and self.digests.notes else None
+        reduction = phase.reduction
+        if reduction is not None:
+            reduction.begin(position, folded, apart)
+            reduction.observe = self.digests.note if assigned and self.digests.notes else None
         if assigned:
-            self.digests.next_micro_batch(assigned[-1])
-            self._compute(position, assigned[-1], batches, scale_down, last=True)
+            self.digests.next_micro_batch(assigned[-1], names)
+            self._compute(phase, position, assigned[-1], batches, scale_down, last=True)
         else:
-            self._backward_nothing()
-        if self.reduction is not None and not self.reduction.finished:
-            raise self._without_gradient(position, assigned[-1] if assigned else 0)
+            self._backward_nothing(phase)
+        if reduction is not None and not reduction.finished:
+            raise phase.without_gradient(self._where(phase, position, assigned[-1] if assigned else 0))
         if self.group.size == 1:
-            gradients = self._gradients(position, assigned[-1])
+            gradients = phase.gradients(self._where(phase, position, assigned[-1]))
             self.digests.note(gradients)
             for total in folded:
                 torch._foreach_add_(gradients, total)
 
     def _compute(
-        self, position: Position, m: int, batches: Iterator[Any], scale_down: float, *, last: bool
+        self,
+        phase: PhaseStep,
+        position: Position,
+        m: int,
+        batches: Iterator[Any],
+        scale_down: float,
+        *,
+        last: bool,
     ) -> None:
-        with self.probe.around(position, m, self.state.model):
-            self._backward(position, m, batches, scale_down, last=last)
+        with self.probe.around(position, m, self.state.model, phase.name):
+            self._backward(phase, position, m, batches, scale_down, last=last)
 
     def _backward(
-        self, position: Position, m: int, batches: Iterator[Any], scale_down: float, *, last: bool
+        self,
+        phase: PhaseStep,
+        position: Position,
+        m: int,
+        batches: Iterator[Any],
+        scale_down: float,
+        *,
+        last: bool,
     ) -> None:
         with self.watch:
             batch = next(batches)
             self.probe.batch(position, m, batch)
-            loss = self._forward(self.wrapped, position, m, batch)
+            loss = self._forward(phase, phase.wrapped, position, m, batch)
             self.probe.loss(position, m, loss.total)
-        with self._of_job(position, m):
-            self.exchange.put(loss)
+        with self._of_job(phase, position, m):
+            phase.exchange.put(loss)
             if m == 0:
-                self.exchange.flag(self.buffers.keep())
+                phase.exchange.flag(self.buffers.keep())
             if last:
-                self.exchange.close(self.watch.take())
+                phase.exchange.close(self.watch.take())
             scaled = self.state.precision.scaled(loss.total * scale_down)
             self.probe.backward(position, m)
-            torch.autograd.backward(scaled)
-        self.watched.check(self._where(position, m))
+            phase.module.backward(scaled)
+        self.watched.check(self._where(phase, position, m))
         self.buffers.restore()
 
-    def _forward(self, module: nn.Module, position: Position, m: int, batch: Any) -> Loss:
-        seed_all(self.spec.seed, "step", position.step, m, cuda=self._cuda)
-        with self._of_job(position, m), self.state.precision.autocast():
+    def _forward(self, phase: PhaseStep, module: nn.Module, position: Position, m: int, batch: Any) -> Loss:
+        seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, cuda=self._cuda)
+        with self._of_job(phase, position, m), self.state.precision.autocast():
             loss: Loss = module(batch)
         if batch is None:  # data.without leaves this micro-batch no sample
-            loss = replace(loss, parts=dict.fromkeys(self.exchange.parts, Mean(0.0, 0.0)))
+            loss = replace(loss, parts=dict.fromkeys(phase.exchange.parts, Mean(0.0, 0.0)))
         return loss
 
-    def recomputed(self, position: Position, m: int, batch: Any) -> list[Tensor]:
+    def recomputed(self, position: Position, m: int, batch: Any) -> dict[str, Tensor]:
         """The gradients of a micro-batch of this step, computed beside it: those of the step and its buffers stay as they are.
 
         For before the update, on any rank. It takes the memory of one more set of gradients.
         """
-        held = [parameter.grad for parameter in self.parameters]
-        self._forget_gradients()
+        (phase,) = self.each_phase
+        held = [parameter.grad for parameter in phase.parameters]
+        phase.forget_gradients()
         # Past DDP, which has its gradients by now and expects none.
-        loss = self._forward(self.module, position, m, batch)
-        with self._of_job(position, m):
-            torch.autograd.backward(self.state.precision.scaled(loss.total * self.scale_down(position)))
-        self.watched.check(self._where(position, m))
+        loss = self._forward(phase, phase.module, position, m, batch)
+        with self._of_job(phase, position, m):
+            phase.module.backward(self.state.precision.scaled(loss.total * self.scale_down(position)))
+        self.watched.check(self._where(phase, position, m))
         self.buffers.restore()
-        gradients = self._take_gradients(position, m)
-        for parameter, gradient in zip(self.parameters, held, strict=True):
+        gradients = self._take_gradients(phase, position, m)
+        for parameter, gradient in zip(phase.parameters, held, strict=True):
             parameter.grad = gradient
+        return dict(zip(phase.digested_as, gradients, strict=True))
+
+    def _backward_nothing(self, phase: PhaseStep) -> None:
+        loss: Loss = phase.wrapped(None)
+        phase.exchange.close()
+        phase.module.backward(loss.total)
+
+    def _no_sync(self, phase: PhaseStep) -> Any:
+        wrapped = phase.wrapped
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+    def _take_gradients(self, phase: PhaseStep, position: Position, m: int) -> list[Tensor]:
+        gradients = phase.gradients(self._where(phase, position, m))
+        phase.forget_gradients()
         return gradients
-
-    def _backward_nothing(self) -> None:
-        loss: Loss = self.wrapped(None)
-        self.exchange.close()
-        torch.autograd.backward(loss.total)
-
-    def _no_sync(self) -> Any:
-        return self.wrapped.no_sync() if isinstance(self.wrapped, DistributedDataParallel) else nullcontext()
-
-    # --- gradients ----------------------------------------------------------------------------------------
-
-    def _forget_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def _gradients(self, position: Position, m: int) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self.parameters]
-        if any(gradient is None for gradient in gradients):
-            raise self._without_gradient(position, m)
-        return gradients  # type: ignore[return-value]
-
-    def _take_gradients(self, position: Position, m: int) -> list[Tensor]:
-        gradients = self._gradients(position, m)
-        self._forget_gradients()
-        return gradients
-
-    def _without_gradient(self, position: Position, m: int) -> JobError:
-        names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
-        return missing_gradient(names, self._where(position, m))
 
     # --- update -------------------------------------------------------------------------------------------
 
-    def _check(self, position: Position, totals: Totals) -> None:
+    def _check(self, phase: PhaseStep, position: Position, totals: Totals) -> None:
+        within = f" of phase {phase.name!r}" if phase.name else ""
         if totals.first_bad is not None and self.spec.precision != "fp16":
             raise NumericsError(
-                f"the loss of step {position.step + 1}, micro-batch {totals.first_bad} is {totals.loss}; usual causes: a learning "
-                f"rate that is too high (optimizer.lr is {self.state.base_rates[0]:g}), a label or an input that is not finite, a division by zero"
+                f"the loss of step {position.step + 1}, micro-batch {totals.first_bad}{within} is {totals.loss}; usual causes: a learning "
+                f"rate that is too high (optimizer.lr is {self._rate(phase):g}), a label or an input that is not finite, a division by zero"
             )
         if not totals.weight > 0.0 or not math.isfinite(totals.weight):
             raise JobError(
-                f"job.loss: the weights of step {position.step + 1} add up to {totals.weight}, wanted more than 0; "
+                f"{phase.phase.loss_told}: the weights of step {position.step + 1} add up to {totals.weight}, wanted more than 0; "
                 f"a step without any weight has no mean{'' if self.spec.data.without is None else ' (data.without leaves samples out)'}"
             )
 
-    def _update(self, position: Position, agreed: Agreed, scale_down: float) -> StepResult:
+    def _update(self, phase: PhaseStep, position: Position, agreed: Agreed, scale_down: float) -> PhaseResult:
         spec, state, totals = self.spec, self.state, agreed.totals
-        if self.updates_by_job or type(state.optimizer) not in (*ELEMENT_BY_ELEMENT, ShardedOptimizer):
-            align_gradients(self.parameters)
-        gradients = self._gradients(position, 0)
-        state.precision.unscale(state.optimizer)
+        optimizer = phase.optimizer
+        if phase.updates_by_job or type(optimizer) not in (*ELEMENT_BY_ELEMENT, ShardedOptimizer):
+            align_gradients(phase.parameters)
+        gradients = phase.gradients(self._where(phase, position, 0))
+        state.precision.unscale(optimizer)
         factor = 1.0 / (totals.weight * scale_down)
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-        grad_norm, scale = self.norm(gradients), state.precision.scale
+        grad_norm, scale = phase.norm(gradients), state.precision.scale
         if spec.clip_norm is not None:
             clip_gradients(gradients, grad_norm, spec.clip_norm)
         if not math.isfinite(grad_norm) and spec.precision != "fp16":
+            within = f" of phase {phase.name!r}" if phase.name else ""
             raise NumericsError(
-                f"the gradient of step {position.step + 1} has the norm {grad_norm} though its loss is finite; "
-                f"lower optimizer.lr (now {self.state.base_rates[0]:g}), or look for a square root or a logarithm at zero in the model"
+                f"the gradient of step {position.step + 1}{within} has the norm {grad_norm} though its loss is finite; "
+                f"lower optimizer.lr (now {self._rate(phase):g}), or look for a square root or a logarithm at zero in the model"
             )
-        self.rates.set(state.counters.updates)
-        if self.updates_by_job:  # else 30 us a step for nothing
-            seed_all(spec.seed, "update", position.step, cuda=self._cuda)
-        skipped = not state.precision.update(state.optimizer)
-        lr = self.rates.used()
-        state.advance(position, skipped=skipped, weight=totals.weight)
-        if not skipped:
-            follow_update(state, seed=spec.seed, cuda=self._cuda)
-        if self.updates_by_job:
-            self.buffers.take_over()
+        phase.rates.set(state.counters.updates)
+        if phase.updates_by_job:  # else 30 us a step for nothing
+            seed_all(spec.seed, "update", position.step, *phase.phase.key, cuda=self._cuda)
+        skipped = not state.precision.update(optimizer)
         parts = {
             name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()
         }
         clipped = grad_norm * min(1.0, spec.clip_norm / (grad_norm + 1e-6)) if spec.clip_norm else grad_norm
-        return StepResult(
+        return PhaseResult(
+            agreed=agreed,
             loss=totals.loss / totals.weight,
             weight=totals.weight,
             parts=parts,
-            lr=lr,
+            lr=phase.rates.used(),
             grad_norm=grad_norm,
             clipped_norm=clipped,
             scale=scale,
             skipped=skipped,
-            stop=agreed.stop,
-            save=agreed.save,
-            pace=agreed.pace,
-            digests=self.digests.taken(position),
         )
 
+    def _rate(self, phase: PhaseStep) -> float:
+        """The full learning rate of a phase, as messages tell it."""
+        return phase.rates.schedule.base[0]
+
     @contextmanager
-    def _of_job(self, position: Position, m: int) -> Iterator[None]:
+    def _of_job(self, phase: PhaseStep, position: Position, m: int) -> Iterator[None]:
         """What the job raises in a micro-batch, or that it ends the process, is told with its place."""
         try:
             yield
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:
-            raise self._failed(error, position, m) from error
+            raise self._failed(error, phase, position, m) from error
 
-    def _failed(self, error: BaseException, position: Position, m: int) -> LockstepError:
+    def _failed(self, error: BaseException, phase: PhaseStep, position: Position, m: int) -> LockstepError:
         """What went wrong in a micro-batch, as it is told, with the place of what another worker may come to as well."""
-        known, found = as_lockstep_error(error, self._where(position, m)), kind_of(error)
+        known = as_lockstep_error(error, self._where(phase, position, m))
+        found = kind_of(error)
         if found.kind in ("device", "memory"):
             known.place = FailedAt(found.what, position.number, m, tuple(map(int, self.samples(position, m))))
         return known
 
-    def _where(self, position: Position, m: int) -> str:
-        return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}"
+    def _where(self, phase: PhaseStep, position: Position, m: int) -> str:
+        within = f", phase {phase.name!r}" if phase.name else ""
+        return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}{within}"
 
 
-def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
-    if isinstance(optimizer, ShardedOptimizer):  # it takes none with code of the job's
-        return False
-    hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
-    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
-
-
-def named_hook(reduction: Reduction) -> Any:
-    """The reduction as DDP wants a hook: a function with a name, whose second parameter is called `bucket`.
-
-    DDP compares annotations with the types themselves, and those of this module are strings: it has none.
-    """
-
-    def exact_reduction(state, bucket):  # type: ignore[no-untyped-def]
-        return reduction(state, bucket)
-
-    return exact_reduction
-
-
-def missing_gradient(names: list[str], where: str) -> JobError:
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return JobError(
-        f"parameter {names[0]!r}{others} got no gradient ({where}); use it in the loss, set requires_grad to False, "
-        "or name it in conditional_parameters if some micro-batches rightly leave it out"
-    )
+def _by_phase(taken: Mapping[str, PhaseResult]) -> dict[str, float]:
+    """What each phase came to, as parts of the step: `discriminator/loss`."""
+    return {
+        f"{name}/{column}": value for name, one in taken.items() for column, value in one.columns().items()
+    }

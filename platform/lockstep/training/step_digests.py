@@ -36,7 +36,8 @@ class StepDigests:
     ) -> None:
         self._spec, self._group, self._state, self._last = spec, group, state, total_steps
         self._agreement = agreement
-        self._names = [name for name, p in state.model.named_parameters() if p.requires_grad]
+        self._names: Sequence[str] = ()
+        """Of the parameters whose gradients are at hand."""
         self._summed: dict[int, list[Summed]] | None = None
         """By micro-batch what its gradient adds to its digest, in a step of which that is noted."""
         self._wanted: frozenset[int] | None = None
@@ -59,14 +60,15 @@ class StepDigests:
         """Whether gradients of this step's micro-batches are noted. With `reduction: native` none is kept apart."""
         return self._summed is not None
 
-    def next_micro_batch(self, m: int) -> None:
-        """The gradients that follow are micro-batch `m`'s."""
+    def next_micro_batch(self, m: int, names: Sequence[str]) -> None:
+        """The gradients that follow are micro-batch `m`'s, of the parameters `names`. Those of several phases make one digest."""
+        self._names = names
         if self._summed is not None:
             wanted = self._wanted is None or m in self._wanted
             self._at_hand = self._summed.setdefault(m, []) if wanted else None
 
     def note(self, gradients: Sequence[Tensor], indices: Sequence[int] | None = None) -> None:
-        """Gradients of the micro-batch at hand, in logical order: those of the parameters `indices`, or of all."""
+        """Gradients of the micro-batch at hand, in logical order: those of its parameters `indices`, or of all."""
         if self._at_hand is None:
             return
         for gradient, i in zip(

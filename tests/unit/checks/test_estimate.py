@@ -25,10 +25,10 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
+from lockstep.training.phase_step import LossModule
 from lockstep.training.reduction import TreeSum
 from lockstep.training.requests import NoRequests
 from lockstep.training.setup import Run, prepare
-from lockstep.training.step import LossModule
 from tests.in_process import here
 
 CPU = Group.join(torch.device("cpu"))

@@ -12,9 +12,9 @@ import lockstep
 from lockstep.errors import JobError, NumericsError
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
+from lockstep.training.phase_step import LossModule
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.micro_batch import Rehearsal, rehearse
-from lockstep.training.step import LossModule
 
 CPU = torch.device("cpu")
 

@@ -17,10 +17,11 @@ from lockstep.randomness import seed_all
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.job_phases import RESERVED
 from lockstep.training.parameters import ParameterWatch, written_parameter
+from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.precision import Precision
 from lockstep.training.rehearsal.memory import tensor_digest
-from lockstep.training.step import LossModule, missing_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def compute(
     Raises JobError where the job wrote a parameter by itself.
     """
     model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
+    where += f", phase {module.phase.name!r}" if module.phase.name else ""
     seed_all(seed, "rehearsal", *([m] if m else []), cuda=device if device.type == "cuda" else None)
     buffers, parameters = KeptBuffers(model), ParameterWatch(model)
     values = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
@@ -104,10 +106,11 @@ def compute(
         try:
             with precision.autocast():
                 loss = module(batch)
-            check_loss(loss, precision, first=m == 0)
+            check_loss(loss, precision, first=m == 0, told=module.phase.loss_told)
+            _check_parts(loss, module)
             parameters.check(where)
             _check_untouched(model, values, where)
-            loss.total.backward()
+            module.backward(loss.total)
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:  # a job may end the process
@@ -116,7 +119,7 @@ def compute(
         for name, parameter in model.named_parameters():
             if tensor_digest(parameter) != values[name]:
                 raise written_parameter(name, where)
-        gradients = _gradients(model, where)
+        gradients = _gradients(module, where)
         written = buffers.written()
         return Computed(loss, _results(loss, gradients, buffers), gradients, written)
     finally:
@@ -139,12 +142,22 @@ def _check_untouched(model: nn.Module, before: Container[str], where: str) -> No
             )
 
 
-def _gradients(model: nn.Module, where: str) -> dict[str, Tensor]:
-    asking = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    missing = [name for name, p in asking.items() if p.grad is None]
+def _check_parts(loss: Loss, module: LossModule) -> None:
+    """Refuse a part by a name under which something else of its phase is recorded."""
+    taken = [name for name in loss.parts if module.phase.name and name in RESERVED]
+    if taken:
+        raise JobError(
+            f"{module.phase.loss_told}: {taken[0]!r} is no name for a part: {module.phase.name}/{taken[0]} is recorded of each phase already; "
+            "give it another name"
+        )
+
+
+def _gradients(module: LossModule, where: str) -> dict[str, Tensor]:
+    learning = dict(zip(module.names, module.parameters_that_learn, strict=True))
+    missing = [name for name, p in learning.items() if p.grad is None]
     if missing:
         raise missing_gradient(missing, where)
-    gradients = {name: p.grad for name, p in asking.items() if p.grad is not None}
+    gradients = {name: p.grad for name, p in learning.items() if p.grad is not None}
     sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
     if sparse:
         raise JobError(
@@ -163,10 +176,10 @@ def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> 
     }
 
 
-def check_loss(loss: object, precision: Precision, *, first: bool) -> None:
-    """Refuse what is no loss; of the run's very `first` micro-batch also a total that is not finite."""
+def check_loss(loss: object, precision: Precision, *, first: bool, told: str = "job.loss") -> None:
+    """Refuse what is no loss; of the run's very `first` micro-batch also a total that is not finite. `told` is how messages name it."""
     if not isinstance(loss, Loss):
-        raise JobError(f"job.loss: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
+        raise JobError(f"{told}: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
     total = loss.total
     if not isinstance(total, torch.Tensor) or total.dim() != 0:
         got = (
@@ -174,21 +187,21 @@ def check_loss(loss: object, precision: Precision, *, first: bool) -> None:
             if isinstance(total, torch.Tensor)
             else type(total).__name__
         )
-        raise JobError(f"job.loss: total is {got}, wanted a tensor of no dimension: the sum of the losses")
+        raise JobError(f"{told}: total is {got}, wanted a tensor of no dimension: the sum of the losses")
     if not total.requires_grad:
         raise JobError(
-            "job.loss: total has no gradient; it must come from the model, without detach() or no_grad()"
+            f"{told}: total has no gradient; it must come from the model, without detach() or no_grad()"
         )
     value, weight = float(total.detach()), float(loss.weight)
     if first and not math.isfinite(value) and precision.name != "fp16":
         raise NumericsError(
-            f"job.loss: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "
+            f"{told}: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "
             "a division by zero or a logarithm of zero"
         )
     if not math.isfinite(weight) or weight < 0:
-        raise JobError(f"job.loss: weight is {weight}, wanted a number of samples or tokens, at least 0")
+        raise JobError(f"{told}: weight is {weight}, wanted a number of samples or tokens, at least 0")
     for name, part in loss.parts.items():
         if not isinstance(part, Mean):
             raise JobError(
-                f"job.loss: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
+                f"{told}: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
             )

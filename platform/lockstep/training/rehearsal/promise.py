@@ -33,13 +33,14 @@ from lockstep.training.determinism import filled_memory
 from lockstep.training.digest import tree_digest
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.job_data import make_sampler
+from lockstep.training.job_phases import optimizers_of, phases_of
 from lockstep.training.parameters import ParameterWatch
+from lockstep.training.phase_step import LossModule
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
 from lockstep.training.rehearsal.sums import check_sum
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState
-from lockstep.training.step import LossModule
 
 FULL_S, FULL_BYTES = 0.5, 1 << 28
 """`auto` is full where the first micro-batch takes at most so long and the parameters take at most so much memory."""
@@ -50,11 +51,11 @@ QUICK_BYTES = 1 << 32
 Extent = Literal["full", "quick", "off"]
 
 
-def memory_of(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
-    """What a job, its module, its model and the hooks of its optimizer hold."""
+def memory_of(job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Memory:
+    """What a job, its module, its model and the hooks of its optimizers hold."""
     kinds = [kind for kind in type(job).__mro__ if kind not in {Job, object}]
     module = sys.modules.get(type(job).__module__)
-    hooks = [] if optimizer is None else [vars(optimizer).get(name) for name in _HOOKS]
+    hooks = [vars(optimizer).get(name) for optimizer in optimizers for name in _HOOKS]
     roots = {
         "model": model,
         "job": job,
@@ -62,9 +63,9 @@ def memory_of(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         **{kind.__name__: kind for kind in kinds},
         **({type(job).__module__: module} if module is not None else {}),
     }
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return Memory(roots, apart=[*parameters, *model.parameters(), optimizer])
+    return Memory(roots, apart=[*parameters, *model.parameters(), *optimizers])
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -77,7 +78,10 @@ def named(places: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class StepRehearsal:
-    """The first step of a run, on the bare model. Whatever it changes after the first micro-batch is put back."""
+    """The first step of a run, on the bare model, phase by phase, each from the initial weights and with nothing at rest.
+
+    Whatever it changes after the first micro-batch is put back.
+    """
 
     job: Job
     spec: Spec
@@ -87,25 +91,37 @@ class StepRehearsal:
     device: torch.device
     warn: Callable[[str], None]
 
-    def __call__(self) -> tuple[Rehearsal, Extent]:
-        """What the run needs to know of its first micro-batch, and how far the rehearsal went.
+    def __call__(self) -> tuple[dict[str, Rehearsal], Extent]:
+        """What the run needs to know of its first micro-batch, by the names of the phases, and how far the rehearsal went.
 
         Raises JobError or DeterminismError where the job breaks the promise, and names what does.
         """
         keys = self._keys()
         batch = self._fetched_twice(keys)
-        module = LossModule(self.job, self.state.model)
-        self._give_shapes(module, keys[0])
-        with filled_memory(True):
-            first = compute(module, batch, self.state.precision, seed=self.spec.seed, device=self.device)
-        found = Rehearsal(tuple(first.loss.parts), float(first.loss.total.detach()), first.written)
+        model = self.state.model
+        modules = [LossModule(self.job, model, phase) for phase in phases_of(self.job, model)]
+        self._give_shapes(modules, keys[0])
+        firsts = []
+        for module in modules:
+            batch = batch if module is modules[0] else self._fetch(keys[0])  # a job may write into it
+            with filled_memory(True):
+                firsts.append(self._computed(module, batch))
+        found = {
+            module.phase.name: Rehearsal(
+                tuple(first.loss.parts), float(first.loss.total.detach()), first.written
+            )
+            for module, first in zip(modules, firsts, strict=True)
+        }
         extent = self._extent()
         if extent == "off":
             return found, extent
         # What the very first call makes, such as a cache, stays: every worker has made it by now, from one seed.
         held = self._memory()
         try:
-            return found, self._compare(module, keys, first, extent)
+            for module, first in zip(modules, firsts, strict=True):
+                extent = self._compare(module, keys, first, extent)
+            self._compare_behind(modules, keys)
+            return found, extent
         finally:
             held.restore()
 
@@ -141,14 +157,15 @@ class StepRehearsal:
         draws = Draws()
         return self._fetch(key), draws.state()
 
-    def _give_shapes(self, module: LossModule, key: MicroBatch) -> None:
+    def _give_shapes(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
         """Make the parameters that a lazy module leaves to its first forward, from one seed on every worker."""
         model = self.state.model
         if not any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
             return
         model.eval()
         with torch.no_grad():
-            self._loss(module, self._fetch(key), 0)
+            for module in modules:
+                self._loss(module, self._fetch(key), 0)
         model.train()
 
     # --- how far ----------------------------------------------------------------------------------------------
@@ -165,8 +182,10 @@ class StepRehearsal:
     # --- comparing --------------------------------------------------------------------------------------------
 
     def _compute(self, module: LossModule, key: MicroBatch) -> Computed:
-        precision, m = self.state.precision, key.micro_batch
-        return compute(module, self._fetch(key), precision, seed=self.spec.seed, device=self.device, m=m)
+        return self._computed(module, self._fetch(key), key.micro_batch)
+
+    def _computed(self, module: LossModule, batch: Any, m: int = 0) -> Computed:
+        return compute(module, batch, self.state.precision, seed=self.spec.seed, device=self.device, m=m)
 
     def _compare(
         self, module: LossModule, keys: Sequence[MicroBatch], first: Computed, extent: Extent
@@ -176,7 +195,8 @@ class StepRehearsal:
         if self.spec.rehearsal == "auto" and time.perf_counter() - began > FULL_S:
             extent = "quick"
         before = self._memory()
-        check_sum(self._fetch, partial(self._forward, module), keys[0], again.loss, self.warn)
+        forward = partial(self._forward, module)
+        check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_told)
         if extent == "full":
             self._compare_across(module, keys, again, before)
         elif first.first_difference(again) is not None:
@@ -194,17 +214,32 @@ class StepRehearsal:
         if second is not None:
             gradients = [a + b for a, b in zip(gradients, second.gradients.values(), strict=True)]
         weight = sum(float(one.loss.weight) for one in (again, second) if one is not None)
-        alone = self._update(gradients, weight, tell=True)
+        alone = self._update(module, gradients, weight, tell=True)
         self._same(again, self._compute(module, keys[0]), before)
         if second is None or alone is None:
             return
-        shared = self._update(gradients, weight)
+        shared = self._update(module, gradients, weight)
         differing = [name for name, value in alone.items() if shared is None or shared[name] != value]
         if differing:
             raise JobError(
                 f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
                 "a hook reads what the loss left behind: keep nothing from the loss for the update"
             )
+
+    def _compare_behind(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
+        """Each phase on the first micro-batch, where the phases before it end with that one, and with another.
+
+        What they leave in the job is the last micro-batch's of their worker.
+        """
+        for i in range(1, len(modules) if len(keys) > 1 else 0):
+            found = []
+            for key in keys:
+                held = self._memory()
+                for module in modules[:i]:
+                    self._compute(module, key)
+                found.append(self._compute(modules[i], keys[0]))
+            if found[0].first_difference(found[1]) is not None:
+                self._same(found[0], found[1], held)
 
     def _same(self, before: Computed, after: Computed, held: Memory) -> None:
         """Refuse a micro-batch that came out different, and tell of what it left behind."""
@@ -229,7 +264,8 @@ class StepRehearsal:
             )
 
     def _memory(self) -> Memory:
-        return memory_of(self.job, self.state.model, self.state.optimizer)
+        optimizers = list(optimizers_of(self.state.optimizer).values())
+        return memory_of(self.job, self.state.model, optimizers)
 
     def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
         """The loss of a batch, forward only; buffers are put back. Seed 0 is that of the first micro-batch."""
@@ -268,43 +304,42 @@ class StepRehearsal:
     # --- the update -------------------------------------------------------------------------------------------
 
     def _update(
-        self, gradients: Sequence[Tensor], weight: float, *, tell: bool = False
+        self, module: LossModule, gradients: Sequence[Tensor], weight: float, *, tell: bool = False
     ) -> dict[str, str] | None:
-        """Digests of the parameters and buffers after the first update with such gradients; all is put back.
+        """Digests of the parameters and buffers after the first update of a phase with such gradients; all is put back.
 
         None where they are not finite: fp16 skips such a step, and any other fails in it. None for a sharded optimizer, whose ranks
         update together: each may rehearse to another extent.
         """
-        state, spec = self.state, self.spec
-        if isinstance(state.optimizer, ShardedOptimizer):
+        state, spec, phase = self.state, self.spec, module.phase
+        optimizer = state.optimizer_of(phase.name)
+        if isinstance(optimizer, ShardedOptimizer):
             return None
         if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in gradients):
             return None
-        model, optimizer = state.model, state.optimizer
+        model = state.model
         held, buffers = self._memory(), KeptBuffers(model)
         inside = Memory({"optimizer": optimizer}, apart=model.parameters(), largest=FULL_BYTES)
         values = [parameter.detach().clone() for parameter in model.parameters()]
         kept = tree_digest(dict(self.job.state_dict()))
         try:
-            asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            for parameter, gradient in zip(asking, gradients, strict=True):
+            for parameter, gradient in zip(module.parameters_that_learn, gradients, strict=True):
                 parameter.grad = gradient / weight
-            state.schedule.set(0)
-            seed_all(spec.seed, "update", 0, cuda=self.device if self.device.type == "cuda" else None)
+            state.schedule_of(phase.name).set(0)
+            cuda = self.device if self.device.type == "cuda" else None
+            seed_all(spec.seed, "update", 0, *phase.key, cuda=cuda)
             watch = ParameterWatch(model)
             try:
                 optimizer.step()
             except (Exception, SystemExit) as error:
                 raise as_lockstep_error(error, "first update, before training") from error
             if has_after_step(self.job):
-                call_after_step(
-                    state, 1, seed=spec.seed, cuda=self.device if self.device.type == "cuda" else None
-                )
+                call_after_step(state, 1, seed=spec.seed, cuda=cuda)
             watch.check_asking("after the first update, before training")
             watch.check_places()
             if tell:
                 own = Memory({"optimizer": optimizer}, apart=model.parameters()).changed_since(inside)
-                self._tell_unsaved(self._memory().changed_since(held), kept, own)
+                self._tell_unsaved(optimizer, self._memory().changed_since(held), kept, own)
             named_tensors = [*model.named_parameters(), *model.named_buffers()]
             return {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
         finally:
@@ -316,14 +351,16 @@ class StepRehearsal:
             inside.restore()
             held.restore()
 
-    def _tell_unsaved(self, changed: Sequence[str], kept: str, own: Sequence[str]) -> None:
+    def _tell_unsaved(
+        self, optimizer: torch.optim.Optimizer, changed: Sequence[str], kept: str, own: Sequence[str]
+    ) -> None:
         """Warn of what an update changes beside the model and the optimizer's state, unless the job or the optimizer saves it.
 
         `own` are the places in the optimizer that changed, of which its `state_dict` has two.
         """
         if tree_digest(dict(self.job.state_dict())) != kept:
             changed = []
-        if type(self.state.optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
             saved = (
                 "optimizer._opt_called",
                 "optimizer.state",

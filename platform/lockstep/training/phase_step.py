@@ -1,0 +1,248 @@
+"""One phase of a worker's steps: from the loss of its micro-batches to the sum of its gradients over all ranks.
+
+Invariants: a backward leaves gradients in the parameters that learn in the phase, and in no others, whatever its loss flows
+through; and what learns is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.data.loader import map_tensors
+from lockstep.errors import DriftError, JobError, LockstepError
+from lockstep.job.interface import Job, Loss
+from lockstep.plan import Plan
+from lockstep.spec.fields import Spec
+from lockstep.training.after_step import has_after_step
+from lockstep.training.exchange import Exchange
+from lockstep.training.group import Group
+from lockstep.training.job_phases import ModelPhase, phases_of
+from lockstep.training.norm import GradientNorm
+from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction
+from lockstep.training.schedule import Rates
+from lockstep.training.sharding import ShardedOptimizer
+from lockstep.training.state import TrainState
+
+
+class LossModule(nn.Module):
+    """What DDP wraps: a module whose forward is the loss of a phase, so that the job sees its own model.
+
+    A call without a batch gives a loss whose gradient is zero everywhere: the share of a worker that a ragged
+    step leaves without a micro-batch, and that of a micro-batch without samples.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, phase: ModelPhase | None = None) -> None:
+        """`phase` may be left out for a job without phases."""
+        super().__init__()
+        self.job = job
+        self.model = model
+        self.phase = phases_of(job, model)[0] if phase is None else phase
+        parameters = dict(model.named_parameters())
+        conditional = list(job.conditional_parameters(model))
+        unknown = [name for name in conditional if name not in parameters]
+        if unknown:
+            raise JobError(f"job.conditional_parameters: the model has no parameter {unknown[0]!r}")
+        self.learn(self.phase.names)
+        own = set(self.names) if self.apart else parameters.keys()
+        self.conditional = [name for name in conditional if name in own]
+
+    def learn(self, names: Sequence[str]) -> None:
+        """Settle which of the phase's parameters get a gradient from now on."""
+        every = dict(self.model.named_parameters())
+        self.names = list(names)
+        self.parameters_that_learn = [every[name] for name in names]
+        self.apart = len(names) < sum(parameter.requires_grad for parameter in every.values())
+        """Whether there are other parameters, which a backward must pass by."""
+
+    def forward(self, batch: Any) -> Loss:
+        if batch is None:
+            return Loss(zero_term(iter(self.parameters_that_learn)), 0.0)
+        loss = self.phase.loss(self.model, batch)
+        if not self.conditional:
+            return loss
+        parameters = dict(self.model.named_parameters())
+        return Loss(
+            loss.total + zero_term(parameters[name] for name in self.conditional), loss.weight, loss.parts
+        )
+
+    def backward(self, total: Tensor) -> None:
+        """Leave the gradients of `total` in the parameters that learn."""
+        torch.autograd.backward(total, inputs=self.parameters_that_learn if self.apart else None)
+
+
+def zero_term(parameters: Iterator[Tensor]) -> Tensor:
+    """Zero, with a gradient of exactly zero for every parameter, even one that holds infinities."""
+    return torch.stack([parameter.reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
+
+
+class PhaseStep:
+    """What a worker has for one phase of its steps: the loss, what learns, and how gradients and totals reach the other ranks."""
+
+    norm: GradientNorm
+
+    def __init__(
+        self,
+        job: Job,
+        spec: Spec,
+        plan: Plan,
+        group: Group,
+        state: TrainState,
+        phase: ModelPhase,
+        *,
+        parts: Sequence[str],
+        buffers: int,
+    ) -> None:
+        """`parts` are those of its loss, `buffers` is how many the model has. Nothing learns before `learn` is called."""
+        self._spec, self._plan, self._group = spec, plan, group
+        self.phase, self.name = phase, phase.name
+        self.optimizer = state.optimizer_of(phase.name)
+        self.rates = Rates(self.optimizer, state.schedule_of(phase.name))
+        self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
+        self.exchange = Exchange(group, plan.micro_batches, parts, buffers)
+        self.module = LossModule(job, state.model, phase)
+        self._every = phase.parameters(state.model)
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self.reduction: Reduction | None = None
+        self.wrapped: nn.Module = self.module
+
+    def learn(self, frozen: frozenset[str]) -> bool:
+        """Settle what learns from now on: all of the phase's parameters but those that rest. False where nothing is left.
+
+        Called by all ranks alike, between two steps.
+        """
+        names = [name for name in self.phase.names if name not in frozen]
+        if names != self.names:
+            self.abandon()
+            self.module.learn(names)
+            self.names, self.parameters = names, self.module.parameters_that_learn
+            if names:
+                self.norm = GradientNorm(self.parameters)
+                if self._group.size > 1:
+                    self.wrapped = self._in_ddp()
+        return bool(names)
+
+    @property
+    def digested_as(self) -> list[str]:
+        """The names of the parameters that learn, as digests of gradients have them."""
+        return [f"{self.name}: {name}" for name in self.names] if self.name else self.names
+
+    def _in_ddp(self) -> DistributedDataParallel:
+        """DDP around the loss; it broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        settings: dict[str, Any] = {
+            buffers: False,
+            "process_group": self._group.channel,  # its own beside the channel's costs gloo a second set of threads
+            "bucket_cap_mb": self._spec.workers.bucket_mb,
+            "gradient_as_bucket_view": True,
+        }
+        # Set anew each time: what another DDP passed by may learn now.
+        vars(self.module)["_ddp_params_and_buffers_to_ignore"] = list(self._passed_by())
+        wrapped = DistributedDataParallel(self.module, **settings)
+        kind = TreeReduction if self._spec.reduction == "exact" else NativeReduction
+        self.reduction = kind(self._group, self._plan, self.parameters, self.exchange)
+        wrapped.register_comm_hook(None, named_hook(self.reduction))
+        return wrapped
+
+    def _passed_by(self) -> Iterator[str]:
+        """Parameters and buffers that are nothing to DDP, by all their names: it would wait for the gradients of the former."""
+        if not self.module.apart:
+            return
+        own = set(map(id, self.parameters))
+        named = self.module.named_parameters(remove_duplicate=False)
+        yield from (name for name, parameter in named if id(parameter) not in own)
+        yield from (name for name, _ in self.module.named_buffers(remove_duplicate=False))
+
+    def abandon(self) -> None:
+        """Let the parameters go: what was under way is given up."""
+        self.forget_gradients()
+        if isinstance(self.wrapped, DistributedDataParallel):
+            # Its hooks on the parameters go with the reducer, which frames of an error at hand may still hold.
+            self.wrapped.reducer = self.wrapped.logger = None  # type: ignore[assignment]
+        self.wrapped, self.reduction = self.module, None
+
+    # --- gradients ----------------------------------------------------------------------------------------
+
+    def forget_gradients(self) -> None:
+        """Of those that rest as well: an update passes a parameter without a gradient by."""
+        for parameter in self._every:
+            parameter.grad = None
+
+    def gradients(self, where: str) -> list[Tensor]:
+        """Of what learns, in the order of `names`. JobError where one is missing."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        if any(gradient is None for gradient in gradients):
+            raise self.without_gradient(where)
+        return gradients  # type: ignore[return-value]
+
+    def without_gradient(self, where: str) -> LockstepError:
+        """What is told where the gradients are not all there."""
+        names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
+        if not names:
+            return DriftError(
+                f"a gradient was summed over this worker alone ({where}): DDP was not given all that learns"
+            )
+        return missing_gradient(names, where)
+
+
+def each_in_turn(batches: Iterator[Any], count: int, phases: int) -> Iterator[Iterator[Any]]:
+    """For each phase the same next `count` batches, in memory of its own, for a job may write into its batch.
+
+    They are fetched as the first phase takes them, and held until the last one is done.
+    """
+    if phases == 1:
+        yield batches
+        return
+    held: list[Any] = []
+
+    def fetched() -> Iterator[Any]:
+        for batch in islice(batches, count):
+            held.append(batch)
+            yield copied(batch)
+
+    yield fetched()
+    for _ in range(phases - 2):
+        yield map(copied, held)
+    yield iter(held)
+
+
+def copied(batch: Any) -> Any:
+    """A batch in memory of its own; tensors keep their strides where these leave no gaps."""
+    return map_tensors(batch, Tensor.clone, copy.deepcopy)
+
+
+def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
+    if isinstance(optimizer, ShardedOptimizer):  # it takes none with code of the job's
+        return False
+    hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def named_hook(reduction: Reduction) -> Any:
+    """The reduction as DDP wants a hook: a function with a name, whose second parameter is called `bucket`.
+
+    DDP compares annotations with the types themselves, and those of this module are strings: it has none.
+    """
+
+    def exact_reduction(state, bucket):  # type: ignore[no-untyped-def]
+        return reduction(state, bucket)
+
+    return exact_reduction
+
+
+def missing_gradient(names: Sequence[str], where: str) -> JobError:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return JobError(
+        f"parameter {names[0]!r}{others} got no gradient ({where}); use it in the loss, set requires_grad to False, "
+        "or name it in conditional_parameters if some micro-batches rightly leave it out"
+    )
