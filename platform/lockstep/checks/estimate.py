@@ -13,8 +13,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from lockstep.checks.bench import Bench
 from lockstep.checks.live_bytes import peak_of
+from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError
 from lockstep.job.loading import others_out_of_sight
@@ -106,15 +106,15 @@ class Estimate:
 def estimate(spec: Spec) -> Estimate:
     """Measure one micro-batch of the run in this process, in every precision. Leaves nothing behind. Raises LockstepError."""
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
-        bench = Bench(spec)
-        found = estimated(bench)
-        variants = [_variant(bench.beside(other)) for other in _others(bench)]
+        specimen = Specimen(spec)
+        found = estimated(specimen)
+        variants = [_variant(specimen.beside(other)) for other in _others(specimen)]
     return Estimate(**{**asdict(found), "variants": variants})
 
 
-def _others(bench: Bench) -> Iterable[Spec]:
-    spec = bench.spec
-    named = bool(list(bench.job.activation_checkpoints(bench.fresh().model)))
+def _others(specimen: Specimen) -> Iterable[Spec]:
+    spec = specimen.spec
+    named = bool(list(specimen.job.activation_checkpoints(specimen.fresh().model)))
     for checkpointing in (False, True) if named else (False,):
         for precision in PRECISIONS:
             other = {"precision": precision, "activation_checkpointing": checkpointing}
@@ -125,7 +125,7 @@ def _others(bench: Bench) -> Iterable[Spec]:
                 yield spec.model_copy(update=other)
 
 
-def _variant(bench: Bench) -> dict[str, Any]:
+def _variant(specimen: Specimen) -> dict[str, Any]:
     shown = (
         "precision",
         "activation_checkpointing",
@@ -133,19 +133,21 @@ def _variant(bench: Bench) -> dict[str, Any]:
         "total_bytes",
         "largest_micro_batch",
     )
-    found = asdict(estimated(bench))
+    found = asdict(estimated(specimen))
     return {name: found[name] for name in shown}
 
 
-def estimated(bench: Bench) -> Estimate:
-    """The estimate of a bench's own spec, without variants."""
-    spec, plan, device = bench.spec, bench.plan, bench.device
-    key = bench.micro_batches()[0]
-    whole = measured(bench, key)
+def estimated(specimen: Specimen) -> Estimate:
+    """The estimate of a specimen's own spec, without variants."""
+    spec, plan, device = specimen.spec, specimen.plan, specimen.device
+    key = specimen.micro_batches()[0]
+    whole = measured(specimen, key)
     half = (
-        measured(bench, key._replace(ids=key.ids[: len(key.ids) // 2], due=())) if len(key.ids) > 1 else whole
+        measured(specimen, key._replace(ids=key.ids[: len(key.ids) // 2], due=()))
+        if len(key.ids) > 1
+        else whole
     )
-    workers, available = bench.workers, available_bytes(device, bench.workers)
+    workers, available = specimen.workers, available_bytes(device, specimen.workers)
     largest = None
     for micro in sorted(n for n in range(1, plan.global_batch + 1) if plan.global_batch % n == 0):
         count = plan.global_batch // micro
@@ -177,17 +179,17 @@ def estimated(bench: Bench) -> Estimate:
 # --- measuring --------------------------------------------------------------------------------------------
 
 
-def measured(bench: Bench, key: MicroBatch) -> Measured:
+def measured(specimen: Specimen, key: MicroBatch) -> Measured:
     """Forward, backward and two updates with the micro-batch `key`, on a fresh state. What the first pass makes for good is no part of it."""
-    state, batch = bench.fresh(), bench.fetch(key)
+    state, batch = specimen.fresh(), specimen.fetch(key)
     module = LossModule(state.job, state.model)
     model, optimizer = state.model, state.optimizer
     try:
-        bench.backward(module, state, batch, key)
+        specimen.backward(module, state, batch, key)
     except JobError:
-        if len(key.ids) == bench.plan.micro_batch:
+        if len(key.ids) == specimen.plan.micro_batch:
             raise
-        return measured(bench, bench.micro_batches()[0])  # a job may need whole micro-batches
+        return measured(specimen, specimen.micro_batches()[0])  # a job may need whole micro-batches
     try:
         optimizer.step()  # it makes its state
     except (Exception, SystemExit) as error:
@@ -195,12 +197,12 @@ def measured(bench: Bench, key: MicroBatch) -> Measured:
     if state.average is not None:
         state.average.move()
     model.zero_grad(set_to_none=True)
-    with peak_of(bench.device) as forward:
-        loss = bench.forward(module, state, batch, key)
+    with peak_of(specimen.device) as forward:
+        loss = specimen.forward(module, state, batch, key)
     del loss
-    with peak_of(bench.device) as both:
-        bench.backward(module, state, batch, key)
-    with peak_of(bench.device) as update:
+    with peak_of(specimen.device) as both:
+        specimen.backward(module, state, batch, key)
+    with peak_of(specimen.device) as update:
         optimizer.step()
     return Measured(
         samples=len(key.ids),
@@ -210,7 +212,7 @@ def measured(bench: Bench, key: MicroBatch) -> Measured:
         optimizer=optimizer_bytes(optimizer),
         average=average_bytes(state),
         checkpoint=checkpoint_bytes(state),
-        workspace=workspace_bytes(bench.device),
+        workspace=workspace_bytes(specimen.device),
         batch=nbytes(tensors_in(batch)),
         activations=forward.bytes,
         computing=both.bytes,

@@ -8,11 +8,11 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from lockstep.checks.bench import Bench
 from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.checks.first_step import FirstStep
 from lockstep.checks.learning import FASTER, Learning
 from lockstep.checks.losses_seen import ClassLabels, Seen
+from lockstep.checks.specimen import Specimen
 from lockstep.training.digest import tensor_digests
 from lockstep.training.rehearsal.promise import named
 
@@ -29,9 +29,9 @@ MOVED = 0.02
 """The share by which the loss on one micro-batch has to fall."""
 
 
-def model(bench: Bench) -> list[Finding]:
+def model(specimen: Specimen) -> list[Finding]:
     """The model made twice from one seed, and parameters that are equal by chance in no model."""
-    first, second = bench.fresh().model, bench.fresh().model
+    first, second = specimen.fresh().model, specimen.fresh().model
     mine, other = tensor_digests(first.state_dict()), tensor_digests(second.state_dict())
     differing = [name for name in mine if other.get(name) != mine[name]]
     if differing:
@@ -204,7 +204,7 @@ def _labels_seen(seen: Seen) -> str:
 # --- the loss ---------------------------------------------------------------------------------------------
 
 
-def chance(bench: Bench, first: FirstStep) -> list[Finding]:
+def chance(specimen: Specimen, first: FirstStep) -> list[Finding]:
     """The first loss beside that of one who guesses."""
     seen = first.seen
     guesses: list[tuple[str, float, float, float]] = []
@@ -229,7 +229,7 @@ def chance(bench: Bench, first: FirstStep) -> list[Finding]:
         if loss > high * guess:
             remedy = "scale the inputs or the targets, or begin with smaller weights in the last layer"
             return [warned("chance", evidence, remedy)]
-        given = bench.spec.initial_weights or bench.spec.fork
+        given = specimen.spec.initial_weights or specimen.spec.fork
         if loss < LOW * guess and not given:
             remedy = "look for the label among the inputs; where the model comes with trained weights, this is right"
             return [warned("chance", evidence, remedy)]

@@ -8,9 +8,9 @@ from typing import Any
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim
-from lockstep.checks.bench import Bench
 from lockstep.checks.findings import Finding, advised, failed, passed, warned
 from lockstep.checks.preflight import check_storage
+from lockstep.checks.specimen import Specimen
 from lockstep.checks.tracking_store import database_opens
 from lockstep.errors import DriftError
 from lockstep.job.loading import load_job
@@ -34,11 +34,11 @@ VANISHED = 1e-4
 """A factor of the learning rate below which a step changes next to nothing."""
 
 
-def schedule(bench: Bench) -> list[Finding]:
+def schedule(specimen: Specimen) -> list[Finding]:
     """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
-    rule, steps = bench.spec.schedule, bench.plan.total_steps
-    optimizer = make_optimizer(bench.job, bench.fresh().model, bench.spec.optimizer)
-    if bench.job.schedule(optimizer, steps) is not None:
+    rule, steps = specimen.spec.schedule, specimen.plan.total_steps
+    optimizer = make_optimizer(specimen.job, specimen.fresh().model, specimen.spec.optimizer)
+    if specimen.job.schedule(optimizer, steps) is not None:
         return [passed("schedule", "the job's own; the run records the rate of each step")]
     factors = [rate_factor(rule, steps * i // 100, steps) for i in range(100)]
     if not isinstance(rule, OneCycle) and rule.warmup_steps >= steps:
@@ -66,15 +66,21 @@ def schedule(bench: Bench) -> list[Finding]:
     ]
 
 
-def same_bits(bench: Bench) -> list[Finding]:
+def same_bits(specimen: Specimen) -> list[Finding]:
     """The rehearsal that begins every run, as far as it can go: a micro-batch gives the same bits whatever ran before it."""
-    spec = bench.spec
+    spec = specimen.spec
     if spec.determinism != "strict":
         return [passed("same bits", "not compared: determinism is fast, which promises none")]
     warnings: list[str] = []
     thorough = spec.model_copy(update={"rehearsal": "full"})
     StepRehearsal(
-        bench.job, thorough, bench.plan, bench.fresh(), bench.batches, bench.device, warnings.append
+        specimen.job,
+        thorough,
+        specimen.plan,
+        specimen.fresh(),
+        specimen.batches,
+        specimen.device,
+        warnings.append,
     )()
     if warnings:
         return [advised("same bits", text) for text in warnings]
@@ -86,17 +92,17 @@ def same_bits(bench: Bench) -> list[Finding]:
     ]
 
 
-def evaluation(bench: Bench) -> list[Finding]:
+def evaluation(specimen: Specimen) -> list[Finding]:
     """The first evaluation micro-batch, again after the last one, in the same bits; and the metrics that the spec asks for."""
-    if bench.data[1] is None:
+    if specimen.data[1] is None:
         return [passed("evaluation", "the job has no evaluation data")]
-    spec, state = bench.spec, bench.fresh()
+    spec, state = specimen.spec, specimen.fresh()
     evaluate = Evaluation(
-        bench.job,
-        bench.data[1],
-        bench.group,
+        specimen.job,
+        specimen.data[1],
+        specimen.group,
         state.precision,
-        micro_batch=bench.plan.micro_batch,
+        micro_batch=specimen.plan.micro_batch,
         seed=spec.seed,
         processes=0,
     )
@@ -123,12 +129,12 @@ class _Named(NoRequests):
         return _RUN_ID
 
 
-def resume(bench: Bench) -> list[Finding]:
+def resume(specimen: Specimen) -> list[Finding]:
     """Three steps in one go, and two, a checkpoint, and the third of a new process's state: the same weights."""
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        spec = _short(bench.spec, folder)
-        whole, rows = _fitted(bench, spec, AttemptOrigin())
-        resumed, again = _fitted(bench, spec, claim(folder, _RUN_ID, 2))
+        spec = _short(specimen.spec, folder)
+        whole, rows = _fitted(specimen, spec, AttemptOrigin())
+        resumed, again = _fitted(specimen, spec, claim(folder, _RUN_ID, 2))
         size = sum(path.stat().st_size for path in Path(folder).rglob("step-*2/*"))
     if resumed["weights_digest"] == whole["weights_digest"] and rows[-1].loss == again[-1].loss:
         return [
@@ -137,7 +143,7 @@ def resume(bench: Bench) -> list[Finding]:
                 f"step 3 after loading step 2's checkpoint ({size:,} bytes) has the same bits as without",
             )
         ]
-    if bench.spec.determinism != "strict":
+    if specimen.spec.determinism != "strict":
         return [
             passed(
                 "resume",
@@ -167,7 +173,7 @@ def _short(spec: Spec, folder: str) -> Spec:
     )
 
 
-def _fitted(bench: Bench, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, Any], list[StepRow]]:
+def _fitted(specimen: Specimen, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, Any], list[StepRow]]:
     rows: list[StepRow] = []
 
     def tell(event: Event) -> None:
@@ -176,7 +182,7 @@ def _fitted(bench: Bench, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, 
 
     job = load_job(spec.job.use, spec.job.params)
     job.eval_data = lambda: None  # type: ignore[method-assign]  # an evaluation of everything would take long
-    summary = fit(spec, job, bench.group, tell, _Named(), origin)
+    summary = fit(spec, job, specimen.group, tell, _Named(), origin)
     if summary is None or not rows:
         raise DriftError("resume: the short run ended before its last step")
     return summary, rows
@@ -185,20 +191,20 @@ def _fitted(bench: Bench, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, 
 # --- where it writes --------------------------------------------------------------------------------------
 
 
-def storage(bench: Bench) -> list[Finding]:
+def storage(specimen: Specimen) -> list[Finding]:
     """Write and remove a file where checkpoints and the record go."""
-    check_storage(bench.spec)
+    check_storage(specimen.spec)
     return [
         passed(
             "storage",
-            f"can be written: {', '.join(dict.fromkeys((bench.spec.checkpoint.storage, str(bench.spec.folder))))}",
+            f"can be written: {', '.join(dict.fromkeys((specimen.spec.checkpoint.storage, str(specimen.spec.folder))))}",
         )
     ]
 
 
-def record(bench: Bench) -> list[Finding]:
+def record(specimen: Specimen) -> list[Finding]:
     """The tracking store answers, or its database can be made or opened. Nothing is made."""
-    return [passed("record", record_answers(bench.spec))]
+    return [passed("record", record_answers(specimen.spec))]
 
 
 def record_answers(spec: Spec) -> str:

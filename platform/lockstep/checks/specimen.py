@@ -1,4 +1,4 @@
-"""A run on the bench: its job, data, plan and states, built as training builds them, in one process and leaving nothing behind.
+"""A run as a specimen: its job, data, plan and states, built as training builds them, in one process and leaving nothing behind.
 
 Parts are made when a check first asks for them, so an error is told by the check that met it.
 """
@@ -33,7 +33,7 @@ from lockstep.training.state import TrainState
 from lockstep.training.step import LossModule, missing_gradient
 
 
-class Bench:
+class Specimen:
     """What the checks of one spec share. Enter `determinism` and `others_out_of_sight` around all of its use."""
 
     def __init__(self, spec: Spec) -> None:
@@ -43,9 +43,9 @@ class Bench:
         self.written: frozenset[int] = frozenset()
         """Indices of the buffers that a forward in training has written."""
 
-    def beside(self, spec: Spec) -> Bench:
-        """The bench of another spec of the same job on the same data, which are not opened again."""
-        other = Bench(spec)
+    def beside(self, spec: Spec) -> Specimen:
+        """The specimen of another spec of the same job on the same data, which are not opened again."""
+        other = Specimen(spec)
         other.job, other.data = self.job, self.data
         return other
 
