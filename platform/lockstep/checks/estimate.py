@@ -6,9 +6,9 @@ update are measured as they come and go (`live_bytes`). The sums of the tree fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -27,10 +27,10 @@ from lockstep.training.memory import (
     checkpoint_bytes,
     gradient_bytes,
     nbytes,
-    optimizer_bytes,
     tensors_in,
 )
 from lockstep.training.norm import workspace_bytes
+from lockstep.training.sharding import SCALARS, Stretch, flat, gathering_bytes, stretches
 from lockstep.training.step import LossModule
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -42,6 +42,24 @@ ROOM = 0.9
 """The share of the memory that is there which a micro-batch may be proposed to fill."""
 
 
+class ParameterState(NamedTuple):
+    """What an optimizer keeps of one parameter, and what decides how a sharded one cuts it."""
+
+    elements: int
+    """0 for a parameter that is not trained."""
+    width: int
+    """Bytes of an element."""
+    may_cut: bool
+    scalars: int
+    """Bytes of state that every stretch of the parameter has."""
+    others: int
+    """Bytes of state that has an element for each of the parameter's."""
+
+    def bytes(self, stretch: Stretch) -> int:
+        """Bytes of the state of a stretch."""
+        return self.scalars + self.others * (stretch.stop - stretch.start) // max(1, self.elements)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One micro-batch of `samples`, forward and backward, and an update, in bytes."""
@@ -50,7 +68,8 @@ class Measured:
     parameters: int
     buffers: int
     gradients: int
-    optimizer: int
+    optimizer: tuple[ParameterState, ...]
+    """Of each parameter, in the order of the optimizer's groups."""
     average: int
     checkpoint: int
     workspace: int
@@ -159,7 +178,7 @@ def estimated(specimen: Specimen) -> Estimate:
         parameters_bytes=whole.parameters,
         buffers_bytes=whole.buffers,
         gradients_bytes=whole.gradients,
-        optimizer_bytes=whole.optimizer,
+        optimizer_bytes=optimizer_bytes(spec, whole, workers),
         average_bytes=whole.average,
         activations_bytes=whole.activations,
         reduction_bytes=reduction_bytes(spec, whole, plan.micro_batches, workers),
@@ -209,7 +228,7 @@ def measured(specimen: Specimen, key: MicroBatch) -> Measured:
         parameters=nbytes(model.parameters()),
         buffers=nbytes(model.buffers()),
         gradients=gradient_bytes(model),
-        optimizer=optimizer_bytes(optimizer),
+        optimizer=tuple(states_of(optimizer)),
         average=average_bytes(state),
         checkpoint=checkpoint_bytes(state),
         workspace=workspace_bytes(specimen.device),
@@ -218,6 +237,20 @@ def measured(specimen: Specimen, key: MicroBatch) -> Measured:
         computing=both.bytes,
         updating=update.bytes,
     )
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
+    """What an optimizer that has taken a step keeps, parameter by parameter."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        scalars = sum(t.nbytes for name, value in state.items() if name in SCALARS for t in tensors_in(value))
+        yield ParameterState(
+            parameter.numel() if parameter.requires_grad else 0,
+            parameter.element_size(),
+            flat(parameter.detach()) is not None,
+            scalars,
+            sum(tensor.nbytes for tensor in tensors_in(state)) - scalars,
+        )
 
 
 def at(whole: Measured, half: Measured, samples: int) -> Measured:
@@ -251,6 +284,37 @@ def reduction_bytes(spec: Spec, found: Measured, micro_batches: int, workers: in
     return found.gradients * max(sums_held(own, micro_batches) for own in ranges)
 
 
+def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
+    """The optimizer's state, where it is sharded that of the worker that holds most of it."""
+    if not is_sharded(spec, workers):
+        return sum(one.scalars + one.others for one in found.optimizer)
+    held = [0] * workers
+    for stretch in _stretches(found, workers):
+        held[stretch.owner] += found.optimizer[stretch.parameter].bytes(stretch)
+    return max(held)
+
+
+def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
+    """What an update makes and lets go of: of a worker's own stretches, and then the rounds that gather the others'."""
+    if not is_sharded(spec, workers):
+        return found.updating
+    owned = [0] * workers
+    for stretch in _stretches(found, workers):
+        owned[stretch.owner] += (stretch.stop - stretch.start) * found.optimizer[stretch.parameter].width
+    most = max(owned)
+    return max(round(found.updating * most / max(1, sum(owned))), gathering_bytes(most, workers))
+
+
+def is_sharded(spec: Spec, workers: int) -> bool:
+    """Whether workers share the optimizer's state out."""
+    return spec.optimizer.sharded and workers > 1
+
+
+def _stretches(found: Measured, workers: int) -> list[Stretch]:
+    lengths, widths, cut, *_ = zip(*found.optimizer, strict=True)
+    return stretches(lengths, widths, cut, workers)
+
+
 def communication_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """DDP's buckets, which are there beside the gradients of a micro-batch that is not the last, and the messages of two of them."""
     if workers == 1:
@@ -262,10 +326,12 @@ def communication_bytes(spec: Spec, found: Measured, micro_batches: int, workers
 
 def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from."""
-    standing = found.parameters + 2 * found.buffers + found.optimizer + found.average + found.workspace
+    optimizer = optimizer_bytes(spec, found, workers)
+    standing = found.parameters + 2 * found.buffers + optimizer + found.average + found.workspace
     sums = reduction_bytes(spec, found, micro_batches, workers)
     moving = communication_bytes(spec, found, micro_batches, workers)
-    return standing + moving + max(sums + found.batch + found.computing, found.gradients + found.updating)
+    updating = updating_bytes(spec, found, workers)
+    return standing + moving + max(sums + found.batch + found.computing, found.gradients + updating)
 
 
 def available_bytes(device: torch.device, workers: int) -> int:

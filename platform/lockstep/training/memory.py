@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.tree import pack
+from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState
 
 
@@ -41,8 +42,9 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state."""
-    return sum(tensor.nbytes for state in optimizer.state.values() for tensor in tensors_in(state))
+    """Bytes of an optimizer's state; of one that is sharded, of this rank's part."""
+    states = optimizer.own_state() if isinstance(optimizer, ShardedOptimizer) else optimizer.state
+    return sum(tensor.nbytes for state in states.values() for tensor in tensors_in(state))
 
 
 def average_bytes(state: TrainState) -> int:

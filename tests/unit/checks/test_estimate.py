@@ -189,9 +189,9 @@ def test_another_micro_batch_lies_on_the_line_and_the_largest_that_fits_is_propo
     assert found.largest_micro_batch == 128
     # An estimate, not a value of training: what does not grow with the batch is in both.
     assert larger.activations_bytes == pytest.approx(2 * found.activations_bytes, rel=0.05)
-    whole = Measured(8, 0, 0, 100, 0, 0, 0, 0, 80, 800, 900, 0)
-    half = Measured(4, 0, 0, 100, 0, 0, 0, 0, 40, 500, 500, 0)
-    assert at(whole, half, 16) == Measured(16, 0, 0, 100, 0, 0, 0, 0, 160, 1400, 1700, 0)
+    whole = Measured(8, 0, 0, 100, (), 0, 0, 0, 80, 800, 900, 0)
+    half = Measured(4, 0, 0, 100, (), 0, 0, 0, 40, 500, 500, 0)
+    assert at(whole, half, 16) == Measured(16, 0, 0, 100, (), 0, 0, 0, 160, 1400, 1700, 0)
     assert total_bytes(spec, at(whole, half, 16), 2, 1) == 160 + 1700 + 100, "one sum waits for the second"
 
 
