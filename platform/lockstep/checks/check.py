@@ -69,7 +69,8 @@ class Trial:
         slow = (
             not self.learning.broke and not self.learning.moving and abs(self.learning.fall) < of_model.MOVED
         )
-        return of_model.overfit(self.learning, learn(self.specimen, self.first, FASTER) if slow else None)
+        faster = learn(self.specimen, self.first, FASTER) if slow else None
+        return of_model.overfit(self.learning, faster, self.specimen.spec.clip_norm)
 
 
 class Check(NamedTuple):
@@ -86,14 +87,15 @@ CHECKS: Sequence[Check] = (
     Check("shards", lambda trial: of_data.shards(trial.specimen)),
     Check("data", lambda trial: of_data.data(trial.specimen), ("shards",)),
     Check("leakage", lambda trial: of_data.leakage(trial.specimen), ("data",)),
-    Check("schedule", lambda trial: of_run.schedule(trial.specimen), ("data",)),
     Check("model", lambda trial: of_model.model(trial.specimen), ("data",)),
-    Check("loss", Trial.loss, ("data", "model")),
+    Check("optimizer", lambda trial: of_run.optimizer(trial.specimen), ("model",)),
+    Check("schedule", lambda trial: of_run.schedule(trial.specimen), ("optimizer",)),
+    Check("loss", Trial.loss, ("data", "model", "optimizer")),
     Check("modes", lambda trial: of_model.modes(trial.first), ("loss",)),
     Check("labels", Trial.labels, ("loss",)),
-    Check("chance", lambda trial: of_model.chance(trial.specimen, trial.first), ("loss",)),
+    Check("chance", lambda trial: of_model.chance(trial.specimen, trial.first), ("labels",)),
     Check("same bits", lambda trial: of_run.same_bits(trial.specimen), ("loss", "modes")),
-    Check("evaluation", lambda trial: of_run.evaluation(trial.specimen), ("loss", "modes")),
+    Check("evaluation", lambda trial: of_run.evaluation(trial.specimen), ("loss", "modes", "same bits")),
     Check("gradients", lambda trial: of_model.gradients(trial.first, trial.learning), ("loss", "same bits")),
     Check("overfit", Trial.overfit, ("loss", "same bits", "gradients")),
     Check("resume", lambda trial: of_run.resume(trial.specimen), ("loss", "same bits", "evaluation")),

@@ -27,6 +27,7 @@ class FirstStep:
     loss: float = 0.0
     weight: float = 0.0
     """The sum of the micro-batches' weights."""
+    samples: int = 0
     parts: tuple[str, ...] = ()
     written: frozenset[int] = frozenset()
     seen: Seen = field(default_factory=Seen)
@@ -56,7 +57,7 @@ def walk(specimen: Specimen) -> FirstStep:
         found.compute_s = min(found.compute_s, time.perf_counter() - began)
         found.changed_mode = found.changed_mode or first_change(modes, modes_of(state.model))
         total, weight = total + float(loss.total.detach()), weight + float(loss.weight)
-        found.parts = tuple(loss.parts)
+        found.parts, found.samples = tuple(loss.parts), found.samples + len(key.ids)
         silent -= {n for n, p in state.model.named_parameters() if p.grad is not None and bool(p.grad.any())}
         state.model.zero_grad(set_to_none=True)
         state.model.train()

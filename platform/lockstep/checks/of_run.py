@@ -6,6 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim
 from lockstep.checks.findings import Finding, advised, failed, passed, warned
@@ -32,6 +35,63 @@ _RUN_ID = "0" * 32
 
 VANISHED = 1e-4
 """A factor of the learning rate below which a step changes next to nothing."""
+
+
+PULLED = 1.0
+"""How far weight decay may pull the scale of a norm over the run: to a factor of exp(-1) of what else would hold it."""
+
+_NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,  # batch norms and instance norms
+)
+
+
+def optimizer(specimen: Specimen) -> list[Finding]:
+    """What the optimizer holds, and how far weight decay pulls the parameters of norms to zero over the run."""
+    state = specimen.fresh()
+    groups = state.optimizer.param_groups
+    held = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
+    pulled, name = _pull_on_norms(specimen, state.model, state.optimizer)
+    if pulled > PULLED:
+        return [
+            warned(
+                "optimizer",
+                f"weight decay acts on parameters of norms as well, such as {name!r}: over the run it pulls them to exp(-{pulled:.2g}) of their "
+                "size, where the loss does not hold them",
+                "give the parameters of norms a group of their own with weight_decay=0 in job.optimizer, or lower optimizer.weight_decay",
+            )
+        ]
+    kind = type(state.optimizer).__name__
+    return [
+        passed("optimizer", f"{kind} holds each of {held:,} trainable numbers once, in {len(groups)} groups")
+    ]
+
+
+def _pull_on_norms(
+    specimen: Specimen, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[float, str]:
+    """The greatest sum over the run of rate times weight decay on a parameter of a norm, and the parameter's name."""
+    of_norms = {
+        id(p): f"{name}.{own}".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, _NORMS)
+        for own, p in module.named_parameters(recurse=False)
+    }
+    steps = specimen.plan.total_steps
+    rates: tuple[float, ...] = (1.0,)
+    if specimen.job.schedule(optimizer, steps) is None:
+        rates = tuple(rate_factor(specimen.spec.schedule, steps * i // 100, steps) for i in range(100))
+    found = (0.0, "")
+    for group in optimizer.param_groups:
+        # Adam adds the decay to the gradient, which it then divides by its size: how far that pulls is not known.
+        if not (group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.SGD)):
+            continue
+        pull = steps * group["lr"] * group["weight_decay"] * sum(rates) / len(rates)
+        first = next((of_norms[id(p)] for p in group["params"] if id(p) in of_norms), "")
+        found = max(found, (float(pull) if first else 0.0, first))
+    return found
 
 
 def schedule(specimen: Specimen) -> list[Finding]:

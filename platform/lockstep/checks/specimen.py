@@ -115,11 +115,16 @@ class Specimen:
         assert batches is not None
         return next(Loader(batches, [key], self.device))
 
-    def fresh(self) -> TrainState:
-        """The state of the run before its first step, with a job of its own."""
+    def fresh_model(self) -> tuple[Job, torch.nn.Module]:
+        """The model of the run before its first step, and the job of its own that it belongs to."""
         job = load_job(self.spec.job.use, self.spec.job.params)
         model = make_model(self.spec, job, self.plan, self.device)
         self._give_shapes(job, model)
+        return job, model
+
+    def fresh(self) -> TrainState:
+        """The state of the run before its first step, with a job of its own."""
+        job, model = self.fresh_model()
         return make_state(self.spec, job, self.plan, model, self.device, evaluates=self.data[1] is not None)
 
     def _give_shapes(self, job: Job, model: torch.nn.Module) -> None:
