@@ -133,10 +133,14 @@ def bench(
     check_workers(spec, workers, steps)
     speeds = []
     for count in workers:
-        say(f"{steps} steps on {count} {'worker' if count == 1 else 'workers'}")
+        say(f"{_counted(steps, 'step')} on {_counted(count, 'worker')}")
         speeds.append(_measured(spec, count, steps, start or start_python))
     promised = spec.determinism == "strict" and spec.reduction == "exact"
     return Benched(steps, speeds, promised, first_difference(speeds) if promised else "", usable_cores())
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def check_workers(spec: Spec, workers: Sequence[int], steps: int) -> None:

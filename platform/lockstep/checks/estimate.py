@@ -18,15 +18,16 @@ from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError
 from lockstep.job.loading import others_out_of_sight
-from lockstep.plan import nodes, worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.memory import (
     average_bytes,
     checkpoint_bytes,
+    communication_bytes,
     gradient_bytes,
     nbytes,
+    reduction_bytes,
     tensors_in,
 )
 from lockstep.training.norm import workspace_bytes
@@ -34,9 +35,6 @@ from lockstep.training.sharding import SCALARS, Stretch, flat, gathering_bytes, 
 from lockstep.training.step import LossModule
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-
-BUCKETS_MOVING = 2
-"""Buckets that are on their way at once: the one that leaves, and the one before it."""
 
 ROOM = 0.9
 """The share of the memory that is there which a micro-batch may be proposed to fill."""
@@ -181,8 +179,8 @@ def estimated(specimen: Specimen) -> Estimate:
         optimizer_bytes=optimizer_bytes(spec, whole, workers),
         average_bytes=whole.average,
         activations_bytes=whole.activations,
-        reduction_bytes=reduction_bytes(spec, whole, plan.micro_batches, workers),
-        communication_bytes=communication_bytes(spec, whole, plan.micro_batches, workers),
+        reduction_bytes=reduction_bytes(spec, whole.gradients, plan.micro_batches, workers),
+        communication_bytes=communication_bytes(spec, whole.gradients, plan.micro_batches, workers),
         checkpoint_bytes=whole.checkpoint,
         total_bytes=total_bytes(spec, whole, plan.micro_batches, workers),
         available_bytes=available,
@@ -271,19 +269,6 @@ def at(whole: Measured, half: Measured, samples: int) -> Measured:
 # --- arithmetic -------------------------------------------------------------------------------------------
 
 
-def sums_held(assigned: range, leaves: int) -> int:
-    """The most sets of gradients that a worker's part of the tree holds while another micro-batch is computed."""
-    return max((len(nodes(range(assigned.start, m), leaves)) for m in assigned), default=0)
-
-
-def reduction_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
-    """The tree's sums on the worker that holds most of them."""
-    if spec.reduction != "exact":
-        return 0
-    ranges = worker_ranges(micro_batches, workers)
-    return found.gradients * max(sums_held(own, micro_batches) for own in ranges)
-
-
 def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
     """The optimizer's state, where it is sharded that of the worker that holds most of it."""
     if not is_sharded(spec, workers):
@@ -315,21 +300,12 @@ def _stretches(found: Measured, workers: int) -> list[Stretch]:
     return stretches(lengths, widths, cut, workers)
 
 
-def communication_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
-    """DDP's buckets, which are there beside the gradients of a micro-batch that is not the last, and the messages of two of them."""
-    if workers == 1:
-        return 0
-    sums = max(len(nodes(own, micro_batches)) for own in worker_ranges(micro_batches, workers))
-    bucket = min(found.gradients, int(spec.workers.bucket_mb * 2**20))
-    return found.gradients + BUCKETS_MOVING * 2 * bucket * (sums if spec.reduction == "exact" else 1)
-
-
 def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from."""
     optimizer = optimizer_bytes(spec, found, workers)
     standing = found.parameters + 2 * found.buffers + optimizer + found.average + found.workspace
-    sums = reduction_bytes(spec, found, micro_batches, workers)
-    moving = communication_bytes(spec, found, micro_batches, workers)
+    sums = reduction_bytes(spec, found.gradients, micro_batches, workers)
+    moving = communication_bytes(spec, found.gradients, micro_batches, workers)
     updating = updating_bytes(spec, found, workers)
     return standing + moving + max(sums + found.batch + found.computing, found.gradients + updating)
 

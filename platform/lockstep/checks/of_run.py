@@ -38,7 +38,7 @@ VANISHED = 1e-4
 
 
 PULLED = 1.0
-"""How far weight decay may pull the scale of a norm over the run: to a factor of exp(-1) of what else would hold it."""
+"""The sum of rate times weight decay over a run from which on it is told: what the loss does not hold shrinks to exp(-1) of its size."""
 
 _NORMS = (
     nn.LayerNorm,

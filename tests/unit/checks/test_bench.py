@@ -164,7 +164,7 @@ def test_other_bits_are_exit_code_1(
     code, out, err = here(monkeypatch, capfd, tmp_path, "bench", "spec.yaml", *words)
     assert code == 1
     assert "different: step 1" in out
-    assert "1 steps on 2 workers" in err
+    assert "1 step on 2 workers" in err
 
 
 @pytest.mark.parametrize(

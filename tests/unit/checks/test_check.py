@@ -36,7 +36,7 @@ FAULTS = [
     Fault("Truncated", "data", "failure", "unexpected end of file", {"data": {"shuffle": "none"}}),
     Fault("LyingBlocks", "shards", "failure", "beyond the data's 256", {"data": {"shuffle": "blocks", "window": 2}}),
     Fault("LyingLength", "data", "failure", "IndexError", {"data": {"shuffle": "none", "drop_last": False}}),
-    Fault("Leaking", "leakage", "warning", "128 of 128 evaluation samples"),
+    Fault("Leaking", "leakage", "warning", "evaluation samples are training samples too"),
     Fault("Slow", "loader", "warning", "is fetched in"),
     Fault("UnseededAugmentation", "same bits", "failure", "data"),
     Fault("OwnGenerator", "same bits", "failure", "job.generator"),
