@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg")
 
 _BLUE, _ORANGE, _GREY = "#1f6fb4", "#d9680c", "#888888"
-_COLOURS = dict(zip(PARTS, (_ORANGE, "#8d4bb0", "#b03a48", "#bbbbbb"), strict=True))
+_COLOURS = dict(zip(PARTS, (_ORANGE, _BLUE, "#b03a48", "#bbbbbb"), strict=True))
 
 
 def destination(given: Path, name: str) -> Path:
@@ -32,7 +32,7 @@ def destination(given: Path, name: str) -> Path:
 
 
 def draw_bench(found: Benched, file: Path) -> Path:
-    """Samples a second over the number of workers, and of each what the time of all workers goes to."""
+    """Samples a second over the number of workers, and what the time of all workers goes to in a step."""
     figure, (above, below) = _figure("Samples a second, and where the rest goes", 2)
     workers = [speed.workers for speed in found.speeds]
     first = found.speeds[0]
@@ -43,15 +43,20 @@ def draw_bench(found: Benched, file: Path) -> Path:
     above.set_ylim(bottom=0)
     above.legend(frameon=False)
     places = range(len(workers))
-    bottom = [found.efficiency(speed) for speed in found.speeds]
-    below.bar(places, bottom, color=_BLUE, label="efficiency")
-    for part in PARTS:
-        shares = [max(0.0, found.lost(speed)[part]) for speed in found.speeds]
-        below.bar(places, shares, bottom=bottom, color=_COLOURS[part], label=part)
-        bottom = [base + share for base, share in zip(bottom, shares, strict=True)]
+    bottom = [0.0] * len(workers)
+    for part, column in zip(PARTS, zip(*(speed.taken for speed in found.speeds), strict=True), strict=True):
+        heights = [1e3 * count * value for count, value in zip(workers, column, strict=True)]
+        below.bar(places, heights, bottom=bottom, color=_COLOURS[part], label=part, width=0.6)
+        bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
+    below.axhline(bottom[0], linestyle="--", color=_GREY)  # what is above it is lost
+    for place, top, speed in zip(places, bottom, found.speeds, strict=True):
+        below.annotate(f"{found.efficiency(speed):.0%}", (place, top), ha="center", va="bottom")
     below.set_xticks(list(places), [str(count) for count in workers])
-    below.set(ylabel="share of the workers' time", xlabel="workers")
-    below.legend(frameon=False, ncols=len(PARTS) + 1, fontsize="small", loc="lower center")
+    below.margins(y=0.1)
+    below.set(ylabel="ms of all workers, a step", xlabel="workers, and their efficiency")
+    figure.legend(
+        *below.get_legend_handles_labels(), frameon=False, ncols=len(PARTS), loc="outside lower center"
+    )
     return save(figure, file)
 
 

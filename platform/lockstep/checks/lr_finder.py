@@ -57,7 +57,7 @@ class RateRange:
             told += " and rises from there on"
         if self.diverged is not None:
             told += f"; at {self.diverged:.2g} it has diverged (a loss that is not finite, or {DIVERGED:g} times the least)"
-        return f"{told}; a tenth of that rate leaves room for noise and for a longer run: optimizer.lr={self.suggestion:g}"
+        return f"{told}; a tenth of {self.rises_from:.2g} leaves room for noise and for a longer run: optimizer.lr={self.suggestion:g}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
