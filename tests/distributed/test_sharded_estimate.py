@@ -26,8 +26,9 @@ from tests.unit.checks.test_estimate import MODELS
 
 
 def of_model(name: str) -> SpecDocument:
-    """A model of the estimate's own tests, sharded."""
-    return {**MODELS[name], "optimizer": {"sharded": True}}
+    """A model of the estimate's own tests, sharded, in steps that four workers can share."""
+    micro = MODELS[name]["batch"]["micro"]
+    return {**MODELS[name], "batch": {"global": 4 * micro, "micro": micro}, "optimizer": {"sharded": True}}
 
 
 STRIDED: SpecDocument = {
