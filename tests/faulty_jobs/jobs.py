@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import random
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -67,6 +69,34 @@ class SoundTied(Sound):
 
     def model(self) -> nn.Module:
         return Pair(tied=True)
+
+
+class SoundNll(Sound):
+    """Log-probabilities of the model's own, each label weighted by itself."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.nll_loss(model(x).log_softmax(1), y, reduction="none").sum(), len(y))
+
+
+class SoundBinary(SoundRegression):
+    """Yes or no, from one logit."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        logits = model(x).squeeze(1)
+        return lockstep.Loss(
+            F.binary_cross_entropy_with_logits(logits, (y > 1).float(), reduction="sum"), len(y)
+        )
+
+
+class SoundMeanOfSequence(Sound):
+    """A mean over the labels of a sample, and a weight that counts samples."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        twice = F.cross_entropy(torch.cat([model(x), model(x)]), torch.cat([y, y]), reduction="sum")
+        return lockstep.Loss(twice / 2, len(y))
 
 
 # --- the data ---------------------------------------------------------------------------------------------
@@ -142,6 +172,42 @@ class Noisy(TensorDataset):
         return x + int.from_bytes(os.urandom(2), "little") / 2**18, y
 
 
+class LyingLength(Sound):
+    """`__len__` says more than there is."""
+
+    def train_data(self) -> Dataset[Any]:
+        return Longer(*points(256, 1))
+
+
+class Longer(TensorDataset):
+    def __len__(self) -> int:
+        return 300
+
+
+class ShuffledEvaluation(Sound):
+    """Held-out samples come in another order each time, drawn from a generator of the dataset's own."""
+
+    def eval_data(self) -> Dataset[Any]:
+        return Reordered(*points(128, 2))
+
+
+class Reordered(TensorDataset):
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__(*tensors)
+        self.generator = random.Random(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(self.generator.randrange(len(self)))
+
+
+class EmptyEvaluation(Sound):
+    """A split that holds nothing out."""
+
+    def eval_data(self) -> Dataset[Any]:
+        x, y = points(128, 2)
+        return TensorDataset(x[:0], y[:0])
+
+
 # --- the labels -------------------------------------------------------------------------------------------
 
 
@@ -155,6 +221,34 @@ class SoftmaxTwice(Sound):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         x, y = batch
         return lockstep.Loss(F.cross_entropy(model(x).softmax(1), y, reduction="sum"), len(y))
+
+
+class ProbabilitiesInNll(Sound):
+    """`nll_loss` on probabilities, of which the logarithm was forgotten."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.nll_loss(model(x).softmax(1), y, reduction="sum"), len(y))
+
+
+class LogitsInNll(Sound):
+    """`nll_loss` on logits."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.nll_loss(model(x), y, reduction="sum"), len(y))
+
+
+class SigmoidTwice(Sound):
+    """Probabilities where logits are wanted."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1), nn.Sigmoid())
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        total = F.binary_cross_entropy_with_logits(model(x).squeeze(1), (y > 1).float(), reduction="sum")
+        return lockstep.Loss(total, len(y))
 
 
 class MissingClass(Sound):
@@ -209,6 +303,14 @@ class Stretched(SoundRegression):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         x, _ = batch
         return lockstep.Loss(F.mse_loss(model(x), x[:, 0], reduction="sum"), len(x))
+
+
+class StretchedAbsolute(SoundRegression):
+    """The same with absolute errors."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, _ = batch
+        return lockstep.Loss(F.smooth_l1_loss(model(x), x[:, 0], reduction="sum"), len(x))
 
 
 class PaddingCounts(Sound):
@@ -290,6 +392,15 @@ class DeadUnits(Sound):
         return model
 
 
+class Saturated(Sound):
+    """Initial weights so large that every sigmoid is exactly 0 or 1."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Sigmoid(), nn.Linear(16, CLASSES))
+        nn.init.constant_(model[0].weight, 1e6)  # type: ignore[arg-type]
+        return model
+
+
 class Detached(Sound):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         loss = super().loss(model, batch)
@@ -330,6 +441,15 @@ class LogOfZero(Sound):
         return lockstep.Loss((logits - logits).log().sum() * 0 + logits.sum(), len(y))
 
 
+class NoDeterministicForm(Sound):
+    """An operator that torch has no deterministic kernel of."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        pooled, places = F.max_pool1d(x.unsqueeze(1), 2, return_indices=True)
+        return super().loss(model, (F.max_unpool1d(pooled, places, 2).squeeze(1), y))
+
+
 class InEvaluationMode(Sound):
     """Training without dropout."""
 
@@ -356,6 +476,53 @@ class MeanLoss(Sound):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         x, y = batch
         return lockstep.Loss(F.cross_entropy(model(x), y), len(y))
+
+
+class WeightOfOne(Sound):
+    """A sum that is divided by the number of micro-batches."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        return lockstep.Loss(super().loss(model, batch).total, 1.0)
+
+
+class SoftmaxOverBatch(Sound):
+    """The softmax is taken over the samples and not over the classes."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.nll_loss(model(x).log_softmax(0), y, reduction="sum"), len(y))
+
+
+class OwnGenerator(Sound):
+    """Noise from a generator that nobody seeds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return super().loss(model, (x + 0.1 * torch.randn(x.shape, generator=self.generator), y))
+
+
+class Clocked(Sound):
+    """A factor that depends on the time of day."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        loss = super().loss(model, batch)
+        return lockstep.Loss(loss.total * (1 + time.time() % 1), loss.weight)
+
+
+class StaleCache(Sound):
+    """Scales by the mean of the first micro-batch that it saw."""
+
+    mean: Tensor | None = None
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        self.mean = x.mean(0) if self.mean is None else self.mean.lerp(x.mean(0), 0.1)
+        return super().loss(model, (x - self.mean, y))
 
 
 class KeptGraph(Sound):
@@ -395,6 +562,20 @@ class Uphill(torch.optim.SGD):
 class Ascending(Sound):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return Uphill(model.parameters(), lr=0.003)
+
+
+class ForeignParameters(Sound):
+    """The optimizer holds the parameters of another copy of the model."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(copy.deepcopy(model).parameters(), lr=0.01)
+
+
+class LeftOut(Sound):
+    """The optimizer has the last layer alone."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model[4].parameters(), lr=0.01)  # type: ignore[index]
 
 
 class Idle(torch.optim.SGD):

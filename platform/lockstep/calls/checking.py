@@ -1,21 +1,26 @@
-"""What is known before a run: the call behind `lockstep check`."""
+"""What is known before a run: the calls behind `lockstep check`, `estimate`, `bench` and `lr-find`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checks.findings import Finding, Report
 from lockstep.checks.preflight import advise, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.errors import SpecError
 from lockstep.job.source import check_job_source
 from lockstep.spec.fields import Spec
-from lockstep.spec.loading import load_spec
+from lockstep.spec.loading import load_spec, named_store
+from lockstep.spec.locations import RECORD_OFF
 
 if TYPE_CHECKING:
+    from lockstep.checks.bench import Benched
     from lockstep.checks.estimate import Estimate
+    from lockstep.checks.lr_finder import RateRange
+    from lockstep.record.measurement import Kept
 
 
 def check_spec(
@@ -50,6 +55,87 @@ def estimate_spec(spec: Spec | str | Path | Mapping[str, Any], overrides: Iterab
     from lockstep.checks.estimate import estimate
 
     return estimate(_loaded(spec, overrides, "off"))
+
+
+def bench_spec(
+    spec: Spec | str | Path | Mapping[str, Any],
+    workers: Sequence[int],
+    overrides: Iterable[str] = (),
+    *,
+    steps: int = 20,
+    local: bool = False,
+    plot: Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Benched:
+    """Take the first steps of a run on each number of `workers`, in processes of this machine; `plot` is a figure to write.
+
+    SpecError for a wrong spec, for a cluster that a run would join unless `local` leaves it out, and for numbers that cannot be
+    measured; LockstepError for what a worker raises.
+    """
+    from lockstep.checks import figures
+    from lockstep.checks.bench import bench
+    from lockstep.checks.processes import interruptible
+
+    file = None if plot is None else figures.destination(plot, "bench")
+    cluster = LOCAL if local else cluster_address(None)
+    if cluster != LOCAL:
+        raise SpecError(
+            f"bench: a run would join the cluster at {cluster}, and a bench measures processes of this machine; give --local"
+        )
+    with interruptible():
+        found = bench(_loaded(spec, overrides, "off"), workers, steps, say or (lambda line: None))
+    if file is not None:
+        figures.draw_bench(found, file)
+    return found
+
+
+def find_rate(
+    spec: Spec | str | Path | Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    lowest: float = 1e-7,
+    highest: float = 10.0,
+    steps: int = 100,
+    uri: str | None = None,
+    plot: Path | None = None,
+) -> tuple[RateRange, Kept | None]:
+    """The learning-rate range test of a run, in this process; `plot` is a figure to write.
+
+    Where a store is named, by `uri`, MLFLOW_TRACKING_URI or the spec's `record.uri`, the curve is kept there as a run of its
+    own. Raises LockstepError; RecordError before anything is trained where that store does not answer.
+    """
+    from lockstep.checks import figures
+    from lockstep.checks.lr_finder import lr_find
+    from lockstep.checks.of_run import record_answers
+    from lockstep.record.documents import as_json
+    from lockstep.record.measurement import keep_measurement
+
+    file = None if plot is None else figures.destination(plot, "lr-find")
+    given = list(overrides)
+    loaded = (
+        spec
+        if isinstance(spec, Spec)
+        else load_spec(spec, given, uri=named_store(spec, given, uri) or RECORD_OFF)
+    )
+    record_answers(loaded)
+    found = lr_find(loaded, lowest=lowest, highest=highest, steps=steps)
+    if file is not None:
+        figures.draw_range(found, file)
+    if loaded.record.uri in (None, RECORD_OFF):
+        return found, None
+    kept = keep_measurement(
+        loaded,
+        "lr-find",
+        found.reasoning,
+        curves={
+            "lr_find/rate": found.rates,
+            "lr_find/loss": found.losses,
+            "lr_find/smoothed": found.smoothed,
+        },
+        texts={"lr-find.json": as_json(found.as_dict())},
+        draw=lambda path: figures.draw_range(found, path),
+    )
+    return found, kept
 
 
 def _loaded(spec: Spec | str | Path | Mapping[str, Any], overrides: Iterable[str], uri: str | None) -> Spec:

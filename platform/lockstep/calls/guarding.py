@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from lockstep.checks.processes import interruptible
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
 from lockstep.proof.bisection import first_changed
@@ -17,7 +18,6 @@ from lockstep.proof.guard import (
     Trainer,
     UnfitError,
     compare,
-    interruptible,
     look_into,
     start_python,
 )

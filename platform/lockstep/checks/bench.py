@@ -1,189 +1,271 @@
-"""A run on the bench: its job, data, plan and states, built as training builds them, in one process and leaving nothing behind.
-
-Parts are made when a check first asks for them, so an error is told by the check that met it.
-"""
+"""The same steps on several numbers of workers of this machine: how fast they are, where the rest goes, and that the bits are the same."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
+from lockstep.checks import bench_worker
+from lockstep.checks.bench_worker import Taken
+from lockstep.checks.processes import Process, first_failure, run_together
+from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.spec.fields import Length, Spec
+from lockstep.spec.locations import RECORD_OFF
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
-from lockstep.data.loader import Loader, MicroBatches
-from lockstep.data.sampler import EVALUATION, MicroBatch, MicroBatchSampler
-from lockstep.errors import LockstepError
-from lockstep.job.interface import Job, Loss
-from lockstep.job.loading import dataset_size, load_job
-from lockstep.plan import Plan
-from lockstep.randomness import seed_all
-from lockstep.spec.fields import Spec
-from lockstep.training.buffers import KeptBuffers
-from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group, local_device
-from lockstep.training.job_data import check_rules, make_sampler, open_data
-from lockstep.training.job_phases import refuse_phases
-from lockstep.training.phase_step import LossModule, missing_gradient
-from lockstep.training.rehearsal.micro_batch import check_loss
-from lockstep.training.setup import make_model, make_plan, make_state
-from lockstep.training.state import TrainState
+WARM_UP = 3
+"""Steps before those that count: the first pays for what is made once, and after it DDP lays its buckets out anew."""
+
+PARTS = ("data", "compute", "reduction", "rest")
+"""What the time of a step goes to."""
+
+Start = Callable[[str, Mapping[str, str]], Process]
+"""Starts `bench_worker.main` of a request with an environment."""
 
 
-class Bench:
-    """What the checks of one spec share. Enter `determinism` and `others_out_of_sight` around all of its use."""
+def start_python(request: str, environment: Mapping[str, str]) -> Process:
+    """A new interpreter."""
+    return subprocess.Popen(
+        [sys.executable, "-m", bench_worker.__name__, request],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self.device = local_device(spec)
-        self.group = Group(rank=0, size=1, device=self.device)
-        self.written: frozenset[int] = frozenset()
-        """Indices of the buffers that a forward in training has written."""
 
-    def beside(self, spec: Spec) -> Bench:
-        """The bench of another spec of the same job on the same data, which are not opened again."""
-        other = Bench(spec)
-        other.job, other.data = self.job, self.data
-        return other
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One number of workers. `taken` is the mean of its workers' steps."""
 
-    @cached_property
-    def job(self) -> Job:
-        job = load_job(self.spec.job.use, self.spec.job.params)
-        refuse_phases(job, "lockstep check and lockstep estimate")
-        return job
-
-    @cached_property
-    def data(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
-        """Training and held-out data."""
-        opened = open_data(self.job, self.spec.seed)
-        check_rules(self.spec, opened[1])
-        return opened
-
-    @cached_property
-    def plan(self) -> Plan:
-        return make_plan(self.spec, dataset_size(self.data[0], "train_data"))
+    workers: int
+    samples_per_s: float
+    taken: Taken
+    losses: tuple[str, ...]
+    """Of every step, the first ones too, each as `float.hex` writes it."""
+    digests: tuple[str, ...]
+    """Of the weights after the last step, by rank."""
+    device: str
 
     @property
-    def workers(self) -> int:
-        """The most workers that may share a step."""
-        return min(self.spec.workers.max, self.plan.micro_batches)
+    def step_s(self) -> float:
+        return sum(self.taken)
 
-    @cached_property
-    def batches(self) -> MicroBatches:
-        return MicroBatches(self.data[0], self.job.collate, seed=self.spec.seed, purpose="data")
 
-    @cached_property
-    def eval_batches(self) -> MicroBatches | None:
-        if self.data[1] is None:
-            return None
-        return MicroBatches(self.data[1], self.job.collate, seed=self.spec.seed, purpose="eval data")
+@dataclass(frozen=True, slots=True)
+class Benched:
+    """What a bench found. `first_difference` tells the first bits that were not those of the first run, or is empty."""
 
-    def sampler(self, assigned: range, plan: Plan | None = None, start: int = 0) -> MicroBatchSampler:
-        """The micro-batches of a worker from step `start` on."""
-        return make_sampler(self.spec, plan or self.plan, self.data[0], assigned, start)
+    steps: int
+    speeds: Sequence[Speed]
+    compared: bool
+    """Whether the spec promises the same bits: under `determinism: strict` with `reduction: exact`."""
+    first_difference: str
+    cores: int
+    """Cores of this machine that its processes may use."""
 
     @property
-    def epoch_steps(self) -> int:
-        """Steps of the first epoch that the run takes."""
-        return min(self.plan.steps_per_epoch, self.plan.total_steps)
+    def same_bits(self) -> bool | None:
+        """None where nothing is promised."""
+        return None if not self.compared else not self.first_difference
 
-    def micro_batches(self, step: int = 0) -> list[MicroBatch]:
-        """The micro-batches of one step, whoever runs them."""
-        count = self.plan.position(step).micro_batches
-        every = iter(self.sampler(range(count), start=step))
-        return [next(every) for _ in range(count)]
+    def efficiency(self, speed: Speed) -> float:
+        """Samples a second and worker, beside those of the first run."""
+        first = self.speeds[0]
+        return (speed.samples_per_s / speed.workers) / (first.samples_per_s / first.workers)
 
-    @property
-    def evaluation_count(self) -> int:
-        """Micro-batches of an evaluation."""
-        return (
-            0
-            if self.data[1] is None
-            else -(-dataset_size(self.data[1], "eval_data") // self.plan.micro_batch)
+    def lost(self, speed: Speed) -> dict[str, float]:
+        """Where the rest of the efficiency goes: the further time that each part takes of all workers, as a share of theirs.
+
+        With the efficiency they add up to 1. A part that takes less than in the first run is below 0.
+        """
+        first = self.speeds[0]
+        whole = speed.workers * speed.step_s
+        return {
+            part: (speed.workers * now - first.workers * before) / whole
+            for part, now, before in zip(PARTS, speed.taken, first.taken, strict=True)
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "steps": self.steps,
+            "device": self.speeds[0].device,
+            "cores": self.cores,
+            "same_bits": self.same_bits,
+            "first_difference": self.first_difference or None,
+            "weights_digest": self.speeds[0].digests[0],
+            "runs": [
+                {
+                    "workers": speed.workers,
+                    "samples_per_s": speed.samples_per_s,
+                    "efficiency": self.efficiency(speed),
+                    "step_s": speed.step_s,
+                    **speed.taken._asdict(),
+                    "lost": self.lost(speed),
+                }
+                for speed in self.speeds
+            ],
+        }
+
+
+def bench(
+    spec: Spec,
+    workers: Sequence[int],
+    steps: int,
+    say: Callable[[str], None] = lambda line: None,
+    start: Start | None = None,
+) -> Benched:
+    """Take `steps` steps of the run, after WARM_UP others, with each number of `workers`, one after another.
+
+    Each worker is a process of this machine. Nothing is recorded or saved. Raises SpecError for numbers that no step can be shared
+    out among, and what a worker raises: its line.
+    """
+    check_workers(spec, workers, steps)
+    speeds = []
+    for count in workers:
+        say(f"{_counted(steps, 'step')} on {_counted(count, 'worker')}")
+        speeds.append(_measured(spec, count, steps, start or start_python))
+    promised = spec.determinism == "strict" and spec.reduction == "exact"
+    return Benched(steps, speeds, promised, first_difference(speeds) if promised else "", usable_cores())
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def check_workers(spec: Spec, workers: Sequence[int], steps: int) -> None:
+    """SpecError for what cannot be measured."""
+    most = spec.batch.micro_batches
+    if not workers or min(workers) < 1 or len(set(workers)) < len(workers):
+        raise SpecError(
+            f"workers: got {', '.join(map(str, workers)) or 'none'}, wanted different whole numbers above 0, such as 1,2,4"
         )
-
-    def evaluation_micro_batch(self, i: int) -> MicroBatch:
-        """Micro-batch `i` of an evaluation; the last one may be short."""
-        assert self.data[1] is not None
-        micro, size = self.plan.micro_batch, dataset_size(self.data[1], "eval_data")
-        return MicroBatch(EVALUATION, i, list(range(i * micro, min((i + 1) * micro, size))))
-
-    def fetch(self, key: MicroBatch) -> Any:
-        """A micro-batch on the device."""
-        batches = self.eval_batches if key.step == EVALUATION else self.batches
-        assert batches is not None
-        return next(Loader(batches, [key], self.device))
-
-    def fresh(self) -> TrainState:
-        """The state of the run before its first step, with a job of its own."""
-        job = load_job(self.spec.job.use, self.spec.job.params)
-        model = make_model(self.spec, job, self.plan, self.device)
-        self._give_shapes(job, model)
-        return make_state(self.spec, job, self.plan, model, self.device, evaluates=self.data[1] is not None)
-
-    def _give_shapes(self, job: Job, model: torch.nn.Module) -> None:
-        """Make the parameters that a lazy module leaves to its first forward."""
-        if any(torch.nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
-            model.eval()
-            with torch.no_grad(), self.told(self.micro_batches()[0]):
-                job.loss(model, self.fetch(self.micro_batches()[0]))
-            model.train()
-
-    def forward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
-        """The loss of a micro-batch, seeded as in its step."""
-        cuda = self.device if self.device.type == "cuda" else None
-        seed_all(self.spec.seed, "step", key.step, key.micro_batch, cuda=cuda)
-        with self.told(key), state.precision.autocast():
-            loss: Loss = module(batch)
-        check_loss(loss, state.precision, first=True)
-        return loss
-
-    def backward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
-        """The loss of a micro-batch, whose gradients are left in the model. Buffers are put back."""
-        model, buffers = state.model, KeptBuffers(state.model)
-        try:
-            with self.told(key):
-                loss = self.forward(module, state, batch, key)
-                torch.autograd.backward(state.precision.scaled(loss.total))
-        finally:
-            self.written |= buffers.written()
-            buffers.restore()
-        missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        if missing:
-            raise missing_gradient(missing, self.where(key))
-        return loss
-
-    @contextmanager
-    def told(self, key: MicroBatch) -> Iterator[None]:
-        """Whatever the job raises in the block as a LockstepError with the place of the micro-batch."""
-        try:
-            yield
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:  # a job may end the process
-            raise as_lockstep_error(error, self.where(key)) from error
-
-    def where(self, key: MicroBatch) -> str:
-        """The place of a micro-batch in the run, with the rank that will have it on the most workers."""
-        if key.step == EVALUATION:
-            return f"evaluation micro-batch {key.micro_batch}"
-        ranges = self.plan.ranges(self.workers)
-        rank = next(rank for rank, own in enumerate(ranges) if key.micro_batch in own)
-        return f"step {key.step + 1}, micro-batch {key.micro_batch}, rank {rank} of {self.workers}"
+    if max(workers) > most:
+        raise SpecError(
+            f"workers: got {max(workers)}, and a step has {most} micro-batches (batch.global / batch.micro); give at most as many "
+            "workers, or lower batch.micro"
+        )
+    if steps < 1:
+        raise SpecError(f"steps: got {steps}, wanted 1 or more")
 
 
-@dataclass(slots=True)
-class Timed:
-    """What something took, as the least of several tries: other programs only ever add to it."""
+def usable_cores() -> int:
+    """Cores that processes of this one may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    least_s: float = float("inf")
 
-    def __call__(self, action: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        result = action()
-        self.least_s = min(self.least_s, time.perf_counter() - began)
-        return result
+def first_difference(speeds: Sequence[Speed]) -> str:
+    """The first loss, or else the final weights, in which a run differs from the first one; empty where none does."""
+    first = speeds[0]
+    for other in speeds:
+        for step, (wanted, got) in enumerate(zip(first.losses, other.losses, strict=True), 1):
+            if got != wanted:
+                return (
+                    f"step {step}: the loss is {float.fromhex(wanted)!r} on {first.workers} and "
+                    f"{float.fromhex(got)!r} on {other.workers} workers"
+                )
+        for rank, digest in enumerate(other.digests):
+            if digest != first.digests[0]:
+                return (
+                    f"after step {len(first.losses)} the weights are {first.digests[0]} on {first.workers} and {digest} on rank "
+                    f"{rank} of {other.workers} workers"
+                )
+    return ""
+
+
+def _measured(spec: Spec, workers: int, steps: int, start: Start) -> Speed:
+    """The processes of one number of workers, from their start to their end."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as out:
+        request = {
+            "spec": shortened(spec, workers, steps).document(),
+            "warm_up": WARM_UP,
+            "steps": steps,
+            "ranks": workers,
+            "out": out,
+        }
+        starts = [
+            partial(
+                start,
+                json.dumps({**request, "rank": rank}),
+                {**os.environ, **WORKER_ENVIRONMENT, "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(workers)
+        ]
+        failed = first_failure(run_together(starts))
+        if failed is not None:
+            raise _told(failed.code, failed.said, workers)
+        return speed_of(json.loads(Path(out, bench_worker.RESULT).read_text(encoding="utf-8")))
+
+
+def speed_of(found: Mapping[str, Any]) -> Speed:
+    """What `bench_worker.taken` gave."""
+    rows = [Taken(*row) for rank in found["taken"] for row in rank]
+    taken = Taken(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+    return Speed(
+        len(found["taken"]),
+        found["samples"] / (len(found["taken"][0]) * sum(taken)),
+        taken,
+        tuple(found["losses"]),
+        tuple(found["digests"]),
+        found["device"],
+    )
+
+
+def _told(code: int, said: str, workers: int) -> LockstepError:
+    """The line of a worker that failed, with the exit code that it had."""
+    if not said or code < 0:
+        return ClusterError(f"bench: one of {workers} workers ended with exit code {code} {said}".rstrip())
+    return SpecError(said) if code == SpecError.exit_code else LockstepError(said)
+
+
+def shortened(spec: Spec, workers: int, steps: int) -> Spec:
+    """The run's first steps alone, without what a run does beside them."""
+    return spec.model_copy(
+        update={
+            "length": Length(steps=WARM_UP + steps),
+            "workers": spec.workers.model_copy(update={"min": workers, "max": workers}),
+            "rehearsal": "off",
+            "early_stop": None,
+            "checkpoint": spec.checkpoint.model_copy(update={"keep_best": None}),
+            "record": spec.record.model_copy(update={"uri": RECORD_OFF}),
+        }
+    )
+
+
+# --- for a person -----------------------------------------------------------------------------------------
+
+
+def as_text(found: Benched) -> str:
+    """A line for each number of workers, what the others lose to, and whether the bits are the same."""
+    head = f"{'workers':>7}{'samples/s':>12}{'efficiency':>12}{'a step':>12}" + "".join(
+        f"{part:>12}" for part in PARTS
+    )
+    lines = [head]
+    for speed in found.speeds:
+        times = "".join(f"{f'{1e3 * value:.1f} ms':>12}" for value in (speed.step_s, *speed.taken))
+        lines.append(f"{speed.workers:>7}{speed.samples_per_s:>12.1f}{found.efficiency(speed):>12.1%}{times}")
+    for speed in found.speeds[1:]:
+        lost = ", ".join(f"{part} {share:.1%}" for part, share in found.lost(speed).items())
+        lines.append(f"{speed.workers} workers lose to: {lost}")
+    most = max(speed.workers for speed in found.speeds)
+    if found.speeds[0].device == "cpu" and most > found.cores:
+        lines.append(f"{most} workers share {found.cores} cores: what they compute takes longer for it")
+    if not found.compared:
+        lines.append("bits were not compared: determinism=fast and reduction=native promise none")
+    elif found.first_difference:
+        lines.append(f"different: {found.first_difference}")
+    else:
+        lines.append(
+            f"same: every loss of {len(found.speeds[0].losses)} steps and the weights, {found.speeds[0].digests[0]}"
+        )
+    return "\n".join(lines)

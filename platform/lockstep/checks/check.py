@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lockstep.checks import of_data, of_model, of_run
-from lockstep.checks.bench import Bench
 from lockstep.checks.estimate import estimated, shown
 from lockstep.checks.findings import Finding, Report, failed, passed, told
 from lockstep.checks.first_step import FirstStep, labels_of, walk
 from lockstep.checks.learning import FASTER, Learning, learn
+from lockstep.checks.specimen import Specimen
 from lockstep.errors import LockstepError, SpecError
 from lockstep.job.loading import others_out_of_sight
 from lockstep.spec.fields import Spec
@@ -20,37 +20,37 @@ from lockstep.training.determinism import determinism
 
 
 class Trial:
-    """A bench with what several checks look at, computed when the first of them asks."""
+    """A specimen with what several checks look at, computed when the first of them asks."""
 
     def __init__(self, spec: Spec) -> None:
-        self.bench = Bench(spec)
+        self.specimen = Specimen(spec)
 
     @cached_property
     def first(self) -> FirstStep:
-        return walk(self.bench)
+        return walk(self.specimen)
 
     @cached_property
     def learning(self) -> Learning:
-        return learn(self.bench, self.first)
+        return learn(self.specimen, self.first)
 
     def loss(self) -> list[Finding]:
         """The first step's micro-batches from end to end."""
-        first, plan = self.first, self.bench.plan
+        first, plan = self.first, self.specimen.plan
         count = plan.position(0).micro_batches
         return [
             passed(
                 "loss",
-                f"{count} micro-batches of {plan.micro_batch} forward and backward, those of {self.bench.workers} "
-                f"{'worker' if self.bench.workers == 1 else 'workers'}; the mean loss is {first.loss:.4g}",
+                f"{count} micro-batches of {plan.micro_batch} forward and backward, those of {self.specimen.workers} "
+                f"{'worker' if self.specimen.workers == 1 else 'workers'}; the mean loss is {first.loss:.4g}",
             )
         ]
 
     def labels(self) -> list[Finding]:
-        return of_model.labels(self.first, labels_of(self.bench, False), labels_of(self.bench, True))
+        return of_model.labels(self.first, labels_of(self.specimen, False), labels_of(self.specimen, True))
 
     def memory(self) -> list[Finding]:
         """What a worker needs beside what it can have."""
-        found = estimated(self.bench)
+        found = estimated(self.specimen)
         evidence = (
             f"a worker needs {shown(found.total_bytes)} at the peak of a step, {shown(found.activations_bytes)} of it activations; there "
             f"are {shown(found.available_bytes)} for each of {found.workers} on this machine ({found.device})"
@@ -69,7 +69,8 @@ class Trial:
         slow = (
             not self.learning.broke and not self.learning.moving and abs(self.learning.fall) < of_model.MOVED
         )
-        return of_model.overfit(self.learning, learn(self.bench, self.first, FASTER) if slow else None)
+        faster = learn(self.specimen, self.first, FASTER) if slow else None
+        return of_model.overfit(self.learning, faster, self.specimen.spec.clip_norm)
 
 
 class Check(NamedTuple):
@@ -81,23 +82,24 @@ class Check(NamedTuple):
 
 
 CHECKS: Sequence[Check] = (
-    Check("storage", lambda trial: of_run.storage(trial.bench)),
-    Check("record", lambda trial: of_run.record(trial.bench)),
-    Check("shards", lambda trial: of_data.shards(trial.bench)),
-    Check("data", lambda trial: of_data.data(trial.bench), ("shards",)),
-    Check("leakage", lambda trial: of_data.leakage(trial.bench), ("data",)),
-    Check("schedule", lambda trial: of_run.schedule(trial.bench), ("data",)),
-    Check("model", lambda trial: of_model.model(trial.bench), ("data",)),
-    Check("loss", Trial.loss, ("data", "model")),
+    Check("storage", lambda trial: of_run.storage(trial.specimen)),
+    Check("record", lambda trial: of_run.record(trial.specimen)),
+    Check("shards", lambda trial: of_data.shards(trial.specimen)),
+    Check("data", lambda trial: of_data.data(trial.specimen), ("shards",)),
+    Check("leakage", lambda trial: of_data.leakage(trial.specimen), ("data",)),
+    Check("model", lambda trial: of_model.model(trial.specimen), ("data",)),
+    Check("optimizer", lambda trial: of_run.optimizer(trial.specimen), ("model",)),
+    Check("schedule", lambda trial: of_run.schedule(trial.specimen), ("optimizer",)),
+    Check("loss", Trial.loss, ("data", "model", "optimizer")),
     Check("modes", lambda trial: of_model.modes(trial.first), ("loss",)),
     Check("labels", Trial.labels, ("loss",)),
-    Check("chance", lambda trial: of_model.chance(trial.bench, trial.first), ("loss",)),
-    Check("same bits", lambda trial: of_run.same_bits(trial.bench), ("loss", "modes")),
-    Check("evaluation", lambda trial: of_run.evaluation(trial.bench), ("loss", "modes")),
+    Check("chance", lambda trial: of_model.chance(trial.specimen, trial.first), ("labels",)),
+    Check("same bits", lambda trial: of_run.same_bits(trial.specimen), ("loss", "modes")),
+    Check("evaluation", lambda trial: of_run.evaluation(trial.specimen), ("loss", "modes", "same bits")),
     Check("gradients", lambda trial: of_model.gradients(trial.first, trial.learning), ("loss", "same bits")),
     Check("overfit", Trial.overfit, ("loss", "same bits", "gradients")),
-    Check("resume", lambda trial: of_run.resume(trial.bench), ("loss", "same bits", "evaluation")),
-    Check("loader", lambda trial: of_data.loader(trial.bench, trial.first.compute_s), ("loss",)),
+    Check("resume", lambda trial: of_run.resume(trial.specimen), ("loss", "same bits", "evaluation")),
+    Check("loader", lambda trial: of_data.loader(trial.specimen, trial.first.compute_s), ("loss",)),
     Check("memory", Trial.memory, ("loss", "same bits", "gradients")),
 )
 

@@ -6,40 +6,56 @@ update are measured as they come and go (`live_bytes`). The sums of the tree fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from lockstep.checks.bench import Bench
 from lockstep.checks.live_bytes import peak_of
+from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import JobError
 from lockstep.job.loading import others_out_of_sight
-from lockstep.plan import nodes, worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.memory import (
     average_bytes,
     checkpoint_bytes,
+    communication_bytes,
     gradient_bytes,
     nbytes,
-    optimizer_bytes,
+    reduction_bytes,
     tensors_in,
 )
 from lockstep.training.norm import workspace_bytes
 from lockstep.training.phase_step import LossModule
+from lockstep.training.sharding import SCALARS, Stretch, flat, gathering_bytes, stretches
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
-BUCKETS_MOVING = 2
-"""Buckets that are on their way at once: the one that leaves, and the one before it."""
-
 ROOM = 0.9
 """The share of the memory that is there which a micro-batch may be proposed to fill."""
+
+
+class ParameterState(NamedTuple):
+    """What an optimizer keeps of one parameter, and what decides how a sharded one cuts it."""
+
+    elements: int
+    """0 for a parameter that is not trained."""
+    width: int
+    """Bytes of an element."""
+    may_cut: bool
+    scalars: int
+    """Bytes of state that every stretch of the parameter has."""
+    others: int
+    """Bytes of state that has an element for each of the parameter's."""
+
+    def bytes(self, stretch: Stretch) -> int:
+        """Bytes of the state of a stretch."""
+        return self.scalars + self.others * (stretch.stop - stretch.start) // max(1, self.elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +66,8 @@ class Measured:
     parameters: int
     buffers: int
     gradients: int
-    optimizer: int
+    optimizer: tuple[ParameterState, ...]
+    """Of each parameter, in the order of the optimizer's groups."""
     average: int
     checkpoint: int
     workspace: int
@@ -106,15 +123,15 @@ class Estimate:
 def estimate(spec: Spec) -> Estimate:
     """Measure one micro-batch of the run in this process, in every precision. Leaves nothing behind. Raises LockstepError."""
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
-        bench = Bench(spec)
-        found = estimated(bench)
-        variants = [_variant(bench.beside(other)) for other in _others(bench)]
+        specimen = Specimen(spec)
+        found = estimated(specimen)
+        variants = [_variant(specimen.beside(other)) for other in _others(specimen)]
     return Estimate(**{**asdict(found), "variants": variants})
 
 
-def _others(bench: Bench) -> Iterable[Spec]:
-    spec = bench.spec
-    named = bool(list(bench.job.activation_checkpoints(bench.fresh().model)))
+def _others(specimen: Specimen) -> Iterable[Spec]:
+    spec = specimen.spec
+    named = bool(list(specimen.job.activation_checkpoints(specimen.fresh().model)))
     for checkpointing in (False, True) if named else (False,):
         for precision in PRECISIONS:
             other = {"precision": precision, "activation_checkpointing": checkpointing}
@@ -125,7 +142,7 @@ def _others(bench: Bench) -> Iterable[Spec]:
                 yield spec.model_copy(update=other)
 
 
-def _variant(bench: Bench) -> dict[str, Any]:
+def _variant(specimen: Specimen) -> dict[str, Any]:
     shown = (
         "precision",
         "activation_checkpointing",
@@ -133,19 +150,21 @@ def _variant(bench: Bench) -> dict[str, Any]:
         "total_bytes",
         "largest_micro_batch",
     )
-    found = asdict(estimated(bench))
+    found = asdict(estimated(specimen))
     return {name: found[name] for name in shown}
 
 
-def estimated(bench: Bench) -> Estimate:
-    """The estimate of a bench's own spec, without variants."""
-    spec, plan, device = bench.spec, bench.plan, bench.device
-    key = bench.micro_batches()[0]
-    whole = measured(bench, key)
+def estimated(specimen: Specimen) -> Estimate:
+    """The estimate of a specimen's own spec, without variants."""
+    spec, plan, device = specimen.spec, specimen.plan, specimen.device
+    key = specimen.micro_batches()[0]
+    whole = measured(specimen, key)
     half = (
-        measured(bench, key._replace(ids=key.ids[: len(key.ids) // 2], due=())) if len(key.ids) > 1 else whole
+        measured(specimen, key._replace(ids=key.ids[: len(key.ids) // 2], due=()))
+        if len(key.ids) > 1
+        else whole
     )
-    workers, available = bench.workers, available_bytes(device, bench.workers)
+    workers, available = specimen.workers, available_bytes(device, specimen.workers)
     largest = None
     for micro in sorted(n for n in range(1, plan.global_batch + 1) if plan.global_batch % n == 0):
         count = plan.global_batch // micro
@@ -157,11 +176,11 @@ def estimated(bench: Bench) -> Estimate:
         parameters_bytes=whole.parameters,
         buffers_bytes=whole.buffers,
         gradients_bytes=whole.gradients,
-        optimizer_bytes=whole.optimizer,
+        optimizer_bytes=optimizer_bytes(spec, whole, workers),
         average_bytes=whole.average,
         activations_bytes=whole.activations,
-        reduction_bytes=reduction_bytes(spec, whole, plan.micro_batches, workers),
-        communication_bytes=communication_bytes(spec, whole, plan.micro_batches, workers),
+        reduction_bytes=reduction_bytes(spec, whole.gradients, plan.micro_batches, workers),
+        communication_bytes=communication_bytes(spec, whole.gradients, plan.micro_batches, workers),
         checkpoint_bytes=whole.checkpoint,
         total_bytes=total_bytes(spec, whole, plan.micro_batches, workers),
         available_bytes=available,
@@ -177,17 +196,17 @@ def estimated(bench: Bench) -> Estimate:
 # --- measuring --------------------------------------------------------------------------------------------
 
 
-def measured(bench: Bench, key: MicroBatch) -> Measured:
+def measured(specimen: Specimen, key: MicroBatch) -> Measured:
     """Forward, backward and two updates with the micro-batch `key`, on a fresh state. What the first pass makes for good is no part of it."""
-    state, batch = bench.fresh(), bench.fetch(key)
+    state, batch = specimen.fresh(), specimen.fetch(key)
     module = LossModule(state.job, state.model)
     model, optimizer = state.model, state.optimizer_of("")
     try:
-        bench.backward(module, state, batch, key)
+        specimen.backward(module, state, batch, key)
     except JobError:
-        if len(key.ids) == bench.plan.micro_batch:
+        if len(key.ids) == specimen.plan.micro_batch:
             raise
-        return measured(bench, bench.micro_batches()[0])  # a job may need whole micro-batches
+        return measured(specimen, specimen.micro_batches()[0])  # a job may need whole micro-batches
     try:
         optimizer.step()  # it makes its state
     except (Exception, SystemExit) as error:
@@ -195,27 +214,41 @@ def measured(bench: Bench, key: MicroBatch) -> Measured:
     if state.average is not None:
         state.average.move()
     model.zero_grad(set_to_none=True)
-    with peak_of(bench.device) as forward:
-        loss = bench.forward(module, state, batch, key)
+    with peak_of(specimen.device) as forward:
+        loss = specimen.forward(module, state, batch, key)
     del loss
-    with peak_of(bench.device) as both:
-        bench.backward(module, state, batch, key)
-    with peak_of(bench.device) as update:
+    with peak_of(specimen.device) as both:
+        specimen.backward(module, state, batch, key)
+    with peak_of(specimen.device) as update:
         optimizer.step()
     return Measured(
         samples=len(key.ids),
         parameters=nbytes(model.parameters()),
         buffers=nbytes(model.buffers()),
         gradients=gradient_bytes(model),
-        optimizer=optimizer_bytes(optimizer),
+        optimizer=tuple(states_of(optimizer)),
         average=average_bytes(state),
         checkpoint=checkpoint_bytes(state),
-        workspace=workspace_bytes(bench.device),
+        workspace=workspace_bytes(specimen.device),
         batch=nbytes(tensors_in(batch)),
         activations=forward.bytes,
         computing=both.bytes,
         updating=update.bytes,
     )
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
+    """What an optimizer that has taken a step keeps, parameter by parameter."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        scalars = sum(t.nbytes for name, value in state.items() if name in SCALARS for t in tensors_in(value))
+        yield ParameterState(
+            parameter.numel() if parameter.requires_grad else 0,
+            parameter.element_size(),
+            flat(parameter.detach()) is not None,
+            scalars,
+            sum(tensor.nbytes for tensor in tensors_in(state)) - scalars,
+        )
 
 
 def at(whole: Measured, half: Measured, samples: int) -> Measured:
@@ -236,34 +269,45 @@ def at(whole: Measured, half: Measured, samples: int) -> Measured:
 # --- arithmetic -------------------------------------------------------------------------------------------
 
 
-def sums_held(assigned: range, leaves: int) -> int:
-    """The most sets of gradients that a worker's part of the tree holds while another micro-batch is computed."""
-    return max((len(nodes(range(assigned.start, m), leaves)) for m in assigned), default=0)
+def optimizer_bytes(spec: Spec, found: Measured, workers: int) -> int:
+    """The optimizer's state, where it is sharded that of the worker that holds most of it."""
+    if not is_sharded(spec, workers):
+        return sum(one.scalars + one.others for one in found.optimizer)
+    held = [0] * workers
+    for stretch in _stretches(found, workers):
+        held[stretch.owner] += found.optimizer[stretch.parameter].bytes(stretch)
+    return max(held)
 
 
-def reduction_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
-    """The tree's sums on the worker that holds most of them."""
-    if spec.reduction != "exact":
-        return 0
-    ranges = worker_ranges(micro_batches, workers)
-    return found.gradients * max(sums_held(own, micro_batches) for own in ranges)
+def updating_bytes(spec: Spec, found: Measured, workers: int) -> int:
+    """What an update makes and lets go of: of a worker's own stretches, and then the rounds that gather the others'."""
+    if not is_sharded(spec, workers):
+        return found.updating
+    owned = [0] * workers
+    for stretch in _stretches(found, workers):
+        owned[stretch.owner] += (stretch.stop - stretch.start) * found.optimizer[stretch.parameter].width
+    most = max(owned)
+    return max(round(found.updating * most / max(1, sum(owned))), gathering_bytes(most, workers))
 
 
-def communication_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
-    """DDP's buckets, which are there beside the gradients of a micro-batch that is not the last, and the messages of two of them."""
-    if workers == 1:
-        return 0
-    sums = max(len(nodes(own, micro_batches)) for own in worker_ranges(micro_batches, workers))
-    bucket = min(found.gradients, int(spec.workers.bucket_mb * 2**20))
-    return found.gradients + BUCKETS_MOVING * 2 * bucket * (sums if spec.reduction == "exact" else 1)
+def is_sharded(spec: Spec, workers: int) -> bool:
+    """Whether workers share the optimizer's state out."""
+    return spec.optimizer.sharded and workers > 1
+
+
+def _stretches(found: Measured, workers: int) -> list[Stretch]:
+    lengths, widths, cut, *_ = zip(*found.optimizer, strict=True)
+    return stretches(lengths, widths, cut, workers)
 
 
 def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -> int:
     """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from."""
-    standing = found.parameters + 2 * found.buffers + found.optimizer + found.average + found.workspace
-    sums = reduction_bytes(spec, found, micro_batches, workers)
-    moving = communication_bytes(spec, found, micro_batches, workers)
-    return standing + moving + max(sums + found.batch + found.computing, found.gradients + found.updating)
+    optimizer = optimizer_bytes(spec, found, workers)
+    standing = found.parameters + 2 * found.buffers + optimizer + found.average + found.workspace
+    sums = reduction_bytes(spec, found.gradients, micro_batches, workers)
+    moving = communication_bytes(spec, found.gradients, micro_batches, workers)
+    updating = updating_bytes(spec, found, workers)
+    return standing + moving + max(sums + found.batch + found.computing, found.gradients + updating)
 
 
 def available_bytes(device: torch.device, workers: int) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lockstep.checks.bench import Bench
 from lockstep.checks.losses_seen import LossesSeen, Seen
+from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.evaluate import evaluating
@@ -27,6 +27,7 @@ class FirstStep:
     loss: float = 0.0
     weight: float = 0.0
     """The sum of the micro-batches' weights."""
+    samples: int = 0
     parts: tuple[str, ...] = ()
     written: frozenset[int] = frozenset()
     seen: Seen = field(default_factory=Seen)
@@ -41,58 +42,58 @@ class FirstStep:
     """The fastest micro-batch, forward and backward."""
 
 
-def walk(bench: Bench) -> FirstStep:
+def walk(specimen: Specimen) -> FirstStep:
     """Compute the first step's micro-batches, and the first of the evaluation. Raises the JobError or NumericsError that a run would."""
-    state = bench.fresh()
-    module = LossModule(bench.job, state.model)
+    state = specimen.fresh()
+    module = LossModule(specimen.job, state.model)
     found, total, weight = FirstStep(), 0.0, 0.0
     silent = {name for name, p in state.model.named_parameters() if p.requires_grad} - set(module.conditional)
-    for key in bench.micro_batches():
-        batch = bench.fetch(key)
+    for key in specimen.micro_batches():
+        batch = specimen.fetch(key)
         modes = modes_of(state.model)
         began = time.perf_counter()
         with LossesSeen(found.seen):
-            loss = bench.backward(module, state, batch, key)
+            loss = specimen.backward(module, state, batch, key)
         found.compute_s = min(found.compute_s, time.perf_counter() - began)
         found.changed_mode = found.changed_mode or first_change(modes, modes_of(state.model))
         total, weight = total + float(loss.total.detach()), weight + float(loss.weight)
-        found.parts = tuple(loss.parts)
+        found.parts, found.samples = tuple(loss.parts), found.samples + len(key.ids)
         silent -= {n for n, p in state.model.named_parameters() if p.grad is not None and bool(p.grad.any())}
         state.model.zero_grad(set_to_none=True)
         state.model.train()
     found.loss, found.weight = total / weight if weight else float("nan"), weight
-    found.silent, found.written = frozenset(silent), bench.written
-    if bench.evaluation_count:
-        found.kept_mode = _evaluated(bench, state.model, bench.evaluation_micro_batch(0))
+    found.silent, found.written = frozenset(silent), specimen.written
+    if specimen.evaluation_count:
+        found.kept_mode = _evaluated(specimen, state.model, specimen.evaluation_micro_batch(0))
     return found
 
 
-def _evaluated(bench: Bench, model: nn.Module, key: MicroBatch) -> str:
+def _evaluated(specimen: Specimen, model: nn.Module, key: MicroBatch) -> str:
     """A module that is in training mode after one evaluation micro-batch."""
-    batch, buffers = bench.fetch(key), KeptBuffers(model)
+    batch, buffers = specimen.fetch(key), KeptBuffers(model)
     try:
-        with evaluating(model), bench.told(key):
-            loss = bench.job.loss(model, batch)
-            means_of(loss, bench.job.metrics(model, batch))
+        with evaluating(model), specimen.told(key):
+            loss = specimen.job.loss(model, batch)
+            means_of(loss, specimen.job.metrics(model, batch))
             return next((name or "the model" for name, on in modes_of(model).items() if on), "")
     finally:
         buffers.restore()
 
 
-def labels_of(bench: Bench, held_out: bool) -> Seen:
+def labels_of(specimen: Specimen, held_out: bool) -> Seen:
     """The labels of as many micro-batches as a second allows, by the calls of torch's losses in evaluation mode."""
-    state, seen = bench.fresh(), Seen()
-    module, until = LossModule(bench.job, state.model), time.perf_counter() + LABELS_S
-    count = bench.plan.micro_batches
-    held = (bench.evaluation_micro_batch(i) for i in range(bench.evaluation_count))
-    keys = held if held_out else bench.sampler(range(count))
+    state, seen = specimen.fresh(), Seen()
+    module, until = LossModule(specimen.job, state.model), time.perf_counter() + LABELS_S
+    count = specimen.plan.micro_batches
+    held = (specimen.evaluation_micro_batch(i) for i in range(specimen.evaluation_count))
+    keys = held if held_out else specimen.sampler(range(count))
     with evaluating(state.model), LossesSeen(seen):
         for key in keys:
-            if time.perf_counter() > until or (key.step > 0 and key.step >= bench.plan.steps_per_epoch):
+            if time.perf_counter() > until or (key.step > 0 and key.step >= specimen.plan.steps_per_epoch):
                 break
             buffers = KeptBuffers(state.model)
-            with bench.told(key), torch.no_grad(), state.precision.autocast():
-                module.job.loss(state.model, bench.fetch(key))
+            with specimen.told(key), torch.no_grad(), state.precision.autocast():
+                module.job.loss(state.model, specimen.fetch(key))
             buffers.restore()
     return seen
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lockstep.checks.bench import Bench
 from lockstep.checks.findings import Finding, failed, passed
 from lockstep.checks.of_run import record_answers
 from lockstep.checks.preflight import check_storage
+from lockstep.checks.specimen import Specimen
 from lockstep.errors import LockstepError
 from lockstep.job.loading import others_out_of_sight
 from lockstep.spec.fields import Spec
@@ -29,7 +29,7 @@ def look_from_here(spec: Spec) -> Sight:
     """Try in this process what a worker on this node will have to do: write, reach the store, read the data, compute a micro-batch."""
     problems: dict[str, str] = {}
     facts: dict[str, str] = {}
-    bench = Bench(spec)
+    specimen = Specimen(spec)
 
     def tried(what: str, action: Callable[[], object]) -> None:
         try:
@@ -38,10 +38,10 @@ def look_from_here(spec: Spec) -> Sight:
             problems[what] = str(error)
 
     def computed() -> None:
-        state, key = bench.fresh(), bench.micro_batches()[0]
-        facts["training samples"] = str(bench.plan.samples)
+        state, key = specimen.fresh(), specimen.micro_batches()[0]
+        facts["training samples"] = str(specimen.plan.samples)
         facts["initial weights"] = weights_digest(state.model.state_dict())
-        loss = bench.backward(LossModule(state.job, state.model), state, bench.fetch(key), key)
+        loss = specimen.backward(LossModule(state.job, state.model), state, specimen.fetch(key), key)
         facts["the first micro-batch's loss"] = float(loss.total.detach()).hex()
 
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
@@ -49,7 +49,7 @@ def look_from_here(spec: Spec) -> Sight:
         tried("record", lambda: record_answers(spec))
         tried("data and model", computed)
         if spec.determinism == "strict":
-            facts["numerics probe"] = numerics_probe(bench.device)
+            facts["numerics probe"] = numerics_probe(specimen.device)
     return Sight(problems, facts)
 
 

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.checks.bench import Bench
 from lockstep.checks.first_step import FirstStep
+from lockstep.checks.specimen import Specimen
 from lockstep.errors import NumericsError
 from lockstep.training.buffers import statistics
 from lockstep.training.schedule import FunctionOfUpdates
@@ -55,21 +55,21 @@ class Learning:
         return (self.start - self.end) / (abs(self.start) or 1.0)
 
 
-def learn(bench: Bench, first: FirstStep, faster: float = 1.0) -> Learning:
+def learn(specimen: Specimen, first: FirstStep, faster: float = 1.0) -> Learning:
     """Take the updates on the first micro-batch, from a fresh state, and see what becomes of its loss."""
-    spec = bench.spec
+    spec = specimen.spec
     exact = spec.model_copy(update={"reduction": "exact"})
-    state, key = bench.fresh(), bench.micro_batches()[0]
+    state, key = specimen.fresh(), specimen.micro_batches()[0]
     optimizer = state.optimizer_of("")
     for group in optimizer.param_groups:
         group["lr"] *= faster
     state.schedule = FunctionOfUpdates(optimizer, lambda _: 1.0)
     size = len(key.ids)
-    plan = replace(bench.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
+    plan = replace(specimen.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
     step = Stepper(
-        state.job, exact, plan, bench.group, state, parts={"": first.parts}, written_buffers=first.written
+        state.job, exact, plan, specimen.group, state, parts={"": first.parts}, written_buffers=first.written
     )
-    batch, found = bench.fetch(key), Learning(state.schedule.base[0])
+    batch, found = specimen.fetch(key), Learning(state.schedule.base[0])
     usual, (phase,) = statistics(state.model), step.each_phase
     buffers = [name for name, _ in state.model.named_buffers()]
     found.moving = next((buffers[i] for i in sorted(first.written - usual)), "")

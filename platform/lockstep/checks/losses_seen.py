@@ -22,6 +22,9 @@ MOST_CLASSES = 1 << 20
 _ROUNDING = 1e-3
 """How far from 1 the sum of a row of probabilities may be, in half precision too."""
 
+_FAR = 0.05
+"""How far from 1 it has to be to be none."""
+
 
 @dataclass(slots=True)
 class ClassLabels:
@@ -33,7 +36,11 @@ class ClassLabels:
     ignored: int = 0
     rows: int = 0
     probabilities: int = 0
-    """Rows whose logits are probabilities: none negative, the sum 1."""
+    """Rows whose logits, or log-probabilities, are probabilities: none negative, the sum 1."""
+    unnormalised: int = 0
+    """Rows of log-probabilities whose probabilities are far from adding up to 1."""
+    logs: bool = False
+    """Whether `nll_loss` was called, which is given log-probabilities."""
     loss: float = 0.0
     """Sum of the losses of all labels that count."""
 
@@ -46,7 +53,10 @@ class ClassLabels:
             return
         self.counts += torch.bincount(own, minlength=self.classes)[: self.classes].cpu()
         self.rows += len(own)
-        if not logs and self.classes > 1:
+        if logs:
+            self.logs = True
+            self.unnormalised += int(((used.exp().sum(1) - 1).abs() > _FAR).sum())
+        if self.classes > 1:
             sums = (used.sum(1) - 1).abs() < _ROUNDING
             self.probabilities += int((sums & (used >= 0).all(1)).sum())
         self.loss += float(F.nll_loss(used if logs else used.log_softmax(1), own, reduction="sum"))
@@ -65,10 +75,16 @@ class BinaryLabels:
     positive: float = 0.0
     outside: int = 0
     """Labels below 0 or above 1."""
+    probabilities: int = 0
+    """Logits above 0 and below 1."""
+    spread: float = 0.0
+    """The greatest distance between logits of one call."""
     loss: float = 0.0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         own = labels.double()
+        self.probabilities += int(((logits > 0) & (logits < 1)).sum())
+        self.spread = max(self.spread, float(logits.max() - logits.min())) if logits.numel() else self.spread
         self.rows += own.numel()
         self.positive += float(own.sum())
         self.outside += int(((own < 0) | (own > 1)).sum())
@@ -80,7 +96,7 @@ class BinaryLabels:
 
 @dataclass(slots=True)
 class Numbers:
-    """The targets of all calls of a squared error."""
+    """The targets of all calls of a squared error, and the shapes that other errors of numbers were given."""
 
     rows: int = 0
     sum: float = 0.0
@@ -89,11 +105,13 @@ class Numbers:
     stretched: str = ""
     """Shapes of outputs and targets that were not the same, so that each was held against several of the other."""
 
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
+    def compare(self, name: str, outputs: Tensor, targets: Tensor) -> None:
+        """Note a call of the loss `name` whose outputs and targets are not of one shape."""
         if outputs.shape != targets.shape:
-            self.stretched = (
-                f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
-            )
+            self.stretched = f"{name} is given outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        """Count one call of a squared error."""
         given = outputs.double()
         own = targets.double() + torch.zeros_like(given)
         self.rows += own.numel()
@@ -140,8 +158,10 @@ class LossesSeen(TorchFunctionMode):
         output, target = given["input"].detach(), given["target"].detach()
         if func is F.binary_cross_entropy_with_logits:
             self.seen.binary.add(output, target)
-        elif func is F.mse_loss:
-            self.seen.numbers.add(output, target)
+        elif func in _OF_NUMBERS:
+            self.seen.numbers.compare(func.__name__, output, target)
+            if func is F.mse_loss:
+                self.seen.numbers.add(output, target)
         elif not target.is_floating_point():
             classes = output.shape[-1] if output.dim() == 1 else output.shape[1]
             if classes > MOST_CLASSES:
@@ -158,4 +178,5 @@ def _is_symbolic(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-_NOTED = frozenset({F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.mse_loss})
+_OF_NUMBERS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss})
+_NOTED = frozenset({F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits}) | _OF_NUMBERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,33 @@ class RateRange:
     diverged: float | None
     suggestion: float
 
+    @property
+    def rises_from(self) -> float:
+        """The rate at which the smoothed loss is least."""
+        return self.rates[self._least]
+
+    @property
+    def _least(self) -> int:
+        return min(range(len(self.smoothed)), key=self.smoothed.__getitem__)
+
+    @property
+    def reasoning(self) -> str:
+        """Why this rate is suggested, in words."""
+        least, last = self._least, len(self.rates) - 1
+        told = f"the smoothed loss goes from {self.smoothed[0]:.4g} to {self.smoothed[least]:.4g}, its least, at a rate of {self.rises_from:.2g}"
+        if least == 0:
+            told = f"the smoothed loss rises from the first rate on, {self.rises_from:.2g}: lower --lowest to see where it falls"
+        elif least == last:
+            told += ", the last one: raise --highest to see where it rises"
+        else:
+            told += " and rises from there on"
+        if self.diverged is not None:
+            told += f"; at {self.diverged:.2g} it has diverged (a loss that is not finite, or {DIVERGED:g} times the least)"
+        return f"{told}; a tenth of {self.rises_from:.2g} leaves room for noise and for a longer run: optimizer.lr={self.suggestion:g}"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return asdict(self)
+        return {**asdict(self), "rises_from": self.rises_from, "reasoning": self.reasoning}
 
 
 class _Curve(NoRequests):
@@ -106,9 +130,9 @@ def lr_find(
         raise SpecError(
             f"lr-find: the loss is not finite at the first step already, with a rate of {lowest:g}; lower the rate, or look at the loss"
         )
-    at_least = curve.rates[min(range(len(curve.smoothed)), key=curve.smoothed.__getitem__)]
     end = curve.rates[-1] if curve.diverged or not_finite else None
-    return RateRange(curve.rates, curve.losses, curve.smoothed, end, float(f"{at_least / 10:.2g}"))
+    found = RateRange(curve.rates, curve.losses, curve.smoothed, end, 0.0)
+    return replace(found, suggestion=float(f"{found.rises_from / 10:.2g}"))
 
 
 def as_text(found: RateRange, *, width: int = 60) -> str:
@@ -121,8 +145,4 @@ def as_text(found: RateRange, *, width: int = 60) -> str:
         f"{found.rates[i]:9.2e}  {found.smoothed[i]:10.4f}  {'▪' * max(1, round(width * min(1.0, found.smoothed[i] / top)))}"
         for i in shown.values()
     ]
-    ending = f", and has diverged at {found.diverged:.2g}" if found.diverged else ""
-    rises = (
-        f"the loss rises from {10 * found.suggestion:.2g} on{ending}; try optimizer.lr={found.suggestion:g}"
-    )
-    return "\n".join([*lines, rises])
+    return "\n".join([*lines, found.reasoning])

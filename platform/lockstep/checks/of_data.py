@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lockstep.checks.bench import Bench, Timed
 from lockstep.checks.dry_run import leakage_of
 from lockstep.checks.findings import Finding, failed, passed, warned
+from lockstep.checks.specimen import Specimen, Timed
 from lockstep.data.sampler import MicroBatch
 from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
@@ -36,14 +36,14 @@ EACH = 8
 FETCHES = 5
 
 
-def data(bench: Bench) -> list[Finding]:
+def data(specimen: Specimen) -> list[Finding]:
     """The first and the last micro-batch of an epoch, and of the evaluation: fetched, collated, and finite."""
-    plan = bench.plan
-    keys = [bench.micro_batches()[0], bench.micro_batches(bench.epoch_steps - 1)[-1]]
-    last = bench.evaluation_count - 1
-    held_out = [bench.evaluation_micro_batch(i) for i in sorted({0, last}) if last >= 0]
+    plan = specimen.plan
+    keys = [specimen.micro_batches()[0], specimen.micro_batches(specimen.epoch_steps - 1)[-1]]
+    last = specimen.evaluation_count - 1
+    held_out = [specimen.evaluation_micro_batch(i) for i in sorted({0, last}) if last >= 0]
     for key in [*keys, *held_out]:
-        for tensor in tensors_in(bench.fetch(key)):
+        for tensor in tensors_in(specimen.fetch(key)):
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 place = "the evaluation" if key in held_out else f"step {key.step + 1}"
                 return [
@@ -54,7 +54,7 @@ def data(bench: Bench) -> list[Finding]:
                         "leave these samples out, or fill what is missing before the model sees it",
                     )
                 ]
-    if same_everywhere(bench.fetch(keys[0])):
+    if same_everywhere(specimen.fetch(keys[0])):
         return [
             failed(
                 "data",
@@ -62,7 +62,7 @@ def data(bench: Bench) -> list[Finding]:
                 "make train_data give another sample for each index",
             )
         ]
-    size = 0 if bench.data[1] is None else dataset_size(bench.data[1], "eval_data")
+    size = 0 if specimen.data[1] is None else dataset_size(specimen.data[1], "eval_data")
     return [
         passed(
             "data",
@@ -76,13 +76,13 @@ def _first(key: MicroBatch) -> str:
     return ", ".join(map(str, ids)) + (", …" if len(key.ids) > len(ids) else "")
 
 
-def shards(bench: Bench) -> list[Finding]:
+def shards(specimen: Specimen) -> list[Finding]:
     """The places of an epoch's samples on the most workers: each sample once, but for the tail that is dropped."""
-    plan, workers = bench.plan, bench.workers
+    plan, workers = specimen.plan, specimen.workers
     steps = min(plan.steps_per_epoch, max(1, MOST_SAMPLES // plan.global_batch))
     epoch = replace(plan, total_steps=steps)
     ranges = plan.ranges(workers) if workers <= EACH else [range(plan.micro_batches)]
-    ids = [np.asarray(key.ids) for own in ranges for key in bench.sampler(own, epoch)]
+    ids = [np.asarray(key.ids) for own in ranges for key in specimen.sampler(own, epoch)]
     every = np.concatenate(ids)
     expected = sum(position.samples for position in epoch.positions())
     strays = int(((every < 0) | (every >= plan.samples)).sum())
@@ -100,19 +100,19 @@ def shards(bench: Bench) -> list[Finding]:
     left = plan.samples % plan.global_batch if plan.drop_last and steps == plan.steps_per_epoch else 0
     if left:
         found.append(f"{left} an epoch left out by data.drop_last")
-    if bench.data[1] is not None:
-        size = dataset_size(bench.data[1], "eval_data")
+    if specimen.data[1] is not None:
+        size = dataset_size(specimen.data[1], "eval_data")
         shares = evaluation_ranges(size, plan.micro_batch, workers)
         found.append(f"{sum(map(len, shares))} evaluation micro-batches shared out")
     return [passed("shards", "; ".join(found))]
 
 
-def leakage(bench: Bench) -> list[Finding]:
+def leakage(specimen: Specimen) -> list[Finding]:
     """Evaluation samples that are training samples."""
-    train_data, eval_data = bench.data
+    train_data, eval_data = specimen.data
     if eval_data is None:
         return [passed("leakage", "no evaluation data")]
-    found = leakage_of(train_data, eval_data, bench.spec.seed, LEAKAGE_S)
+    found = leakage_of(train_data, eval_data, specimen.spec.seed, LEAKAGE_S)
     size = dataset_size(eval_data, "eval_data")
     if found is None:
         return [passed("leakage", "not compared: what the samples hold cannot be read")]
@@ -134,12 +134,12 @@ def leakage(bench: Bench) -> list[Finding]:
     ]
 
 
-def loader(bench: Bench, compute_s: float) -> list[Finding]:
+def loader(specimen: Specimen, compute_s: float) -> list[Finding]:
     """What fetching a micro-batch takes beside computing it, in this process and without loader processes."""
-    keys = bench.micro_batches()
-    fetched, processes = Timed(), bench.spec.data.loader_processes
+    keys = specimen.micro_batches()
+    fetched, processes = Timed(), specimen.spec.data.loader_processes
     for i in range(FETCHES):
-        fetched(partial(bench.fetch, keys[i % len(keys)]))
+        fetched(partial(specimen.fetch, keys[i % len(keys)]))
     fetch_s = fetched.least_s
     waits = max(0.0, fetch_s / processes - compute_s) if processes else fetch_s
     share = waits / (waits + compute_s)

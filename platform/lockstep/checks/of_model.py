@@ -8,11 +8,11 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from lockstep.checks.bench import Bench
 from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.checks.first_step import FirstStep
 from lockstep.checks.learning import FASTER, Learning
 from lockstep.checks.losses_seen import ClassLabels, Seen
+from lockstep.checks.specimen import Specimen
 from lockstep.training.digest import tensor_digests
 from lockstep.training.rehearsal.promise import named
 
@@ -25,13 +25,16 @@ HIGH_SQUARED = 100.0
 EXPECTED = 20.0
 """A class of which evaluation should have so many labels, and has none, is told: by chance that is one case in 10^8."""
 
+FEW_LOGITS = 16
+"""Of fewer logits nothing is said: that all are between 0 and 1 may be chance."""
+
 MOVED = 0.02
 """The share by which the loss on one micro-batch has to fall."""
 
 
-def model(bench: Bench) -> list[Finding]:
+def model(specimen: Specimen) -> list[Finding]:
     """The model made twice from one seed, and parameters that are equal by chance in no model."""
-    first, second = bench.fresh().model, bench.fresh().model
+    (_, first), (_, second) = specimen.fresh_model(), specimen.fresh_model()
     mine, other = tensor_digests(first.state_dict()), tensor_digests(second.state_dict())
     differing = [name for name in mine if other.get(name) != mine[name]]
     if differing:
@@ -118,7 +121,7 @@ def labels(first: FirstStep, train: Seen, held_out: Seen) -> list[Finding]:
         return [
             failed(
                 "labels",
-                f"mse_loss is given {seen.numbers.stretched}: each output is compared with every target",
+                f"{seen.numbers.stretched}: each output is compared with every target",
                 "give both one shape: squeeze the output, or unsqueeze the target",
             )
         ]
@@ -130,9 +133,23 @@ def labels(first: FirstStep, train: Seen, held_out: Seen) -> list[Finding]:
                 "give labels of 0 and 1",
             )
         ]
+    if (
+        seen.binary.rows >= FEW_LOGITS
+        and seen.binary.probabilities == seen.binary.rows
+        and seen.binary.spread > 0
+    ):
+        return [
+            warned(
+                "labels",
+                f"all {seen.binary.rows} logits of binary_cross_entropy_with_logits lie between 0 and 1, as probabilities do: the sigmoid may be "
+                "taken twice",
+                "give it the logits: take out the sigmoid, or use binary_cross_entropy",
+            )
+        ]
     findings = []
     for classes, noted in seen.classes.items():
         findings += _of_classes(noted, train.classes.get(classes, noted), first.weight)
+    findings += _weight(first)
     for classes, noted in train.classes.items():
         findings += _missing(noted, held_out.classes.get(classes))
     if findings:
@@ -141,6 +158,23 @@ def labels(first: FirstStep, train: Seen, held_out: Seen) -> list[Finding]:
 
 
 def _of_classes(noted: ClassLabels, train: ClassLabels, weight: float) -> list[Finding]:
+    if noted.rows and noted.probabilities == noted.rows and noted.logs:
+        return [
+            failed(
+                "labels",
+                f"nll_loss is given probabilities without their logarithm: all {noted.rows} rows are at least 0 and add up to 1",
+                "give it log_softmax of the logits, or the logits to cross_entropy",
+            )
+        ]
+    if noted.rows and noted.logs and noted.unnormalised == noted.rows:
+        return [
+            failed(
+                "labels",
+                f"nll_loss is given numbers that are no log-probabilities of the {noted.classes} classes: in none of {noted.rows} rows do they "
+                "add up to 1",
+                "give it log_softmax over the classes (dim=1 of (samples, classes)), or the logits to cross_entropy",
+            )
+        ]
     if noted.rows and noted.probabilities == noted.rows:
         return [
             failed(
@@ -166,6 +200,22 @@ def _of_classes(noted: ClassLabels, train: ClassLabels, weight: float) -> list[F
             )
         ]
     return []
+
+
+def _weight(first: FirstStep) -> list[Finding]:
+    """A total that is the sum of the losses of all labels, and a weight that counts fewer things than there are samples."""
+    rows = sum(noted.rows for noted in first.seen.classes.values())
+    total = sum(noted.loss for noted in first.seen.classes.values())
+    is_sum = math.isclose(first.loss * first.weight, total, rel_tol=1e-3)
+    if not (is_sum and 0 < first.weight < min(rows, first.samples)):
+        return []
+    return [
+        warned(
+            "labels",
+            f"the total of the first step is the sum over {rows} labels, and its weight is {first.weight:g}: the loss is no mean",
+            "give the number of labels as the weight",
+        )
+    ]
 
 
 def _missing(train: ClassLabels, held_out: ClassLabels | None) -> list[Finding]:
@@ -204,7 +254,7 @@ def _labels_seen(seen: Seen) -> str:
 # --- the loss ---------------------------------------------------------------------------------------------
 
 
-def chance(bench: Bench, first: FirstStep) -> list[Finding]:
+def chance(specimen: Specimen, first: FirstStep) -> list[Finding]:
     """The first loss beside that of one who guesses."""
     seen = first.seen
     guesses: list[tuple[str, float, float, float]] = []
@@ -229,14 +279,14 @@ def chance(bench: Bench, first: FirstStep) -> list[Finding]:
         if loss > high * guess:
             remedy = "scale the inputs or the targets, or begin with smaller weights in the last layer"
             return [warned("chance", evidence, remedy)]
-        given = bench.spec.initial_weights or bench.spec.fork
+        given = specimen.spec.initial_weights or specimen.spec.fork
         if loss < LOW * guess and not given:
             remedy = "look for the label among the inputs; where the model comes with trained weights, this is right"
             return [warned("chance", evidence, remedy)]
     return [passed("chance", evidence)]
 
 
-def overfit(learning: Learning, faster: Learning | None) -> list[Finding]:
+def overfit(learning: Learning, faster: Learning | None, clip_norm: float | None = None) -> list[Finding]:
     """Whether one micro-batch is learnt. `faster` is a second try, where the first did not move the loss."""
     if learning.moving:
         return [
@@ -284,6 +334,7 @@ def overfit(learning: Learning, faster: Learning | None) -> list[Finding]:
         failed(
             "overfit",
             f"{told}, and does not fall at {FASTER:g} times the rate either",
-            "look for a loss that does not depend on the trainable parameters' outputs, and for an optimizer that does not change them",
+            "look for a loss that does not depend on the trainable parameters' outputs, and for an optimizer that does not change them"
+            + (f"; clip_norm is {clip_norm:g}" if clip_norm is not None else ""),
         )
     ]

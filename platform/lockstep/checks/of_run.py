@@ -6,11 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim
-from lockstep.checks.bench import Bench
 from lockstep.checks.findings import Finding, advised, failed, passed, warned
 from lockstep.checks.preflight import check_storage
+from lockstep.checks.specimen import Specimen
 from lockstep.checks.tracking_store import database_opens
 from lockstep.errors import DriftError
 from lockstep.job.loading import load_job
@@ -33,11 +36,69 @@ VANISHED = 1e-4
 """A factor of the learning rate below which a step changes next to nothing."""
 
 
-def schedule(bench: Bench) -> list[Finding]:
+PULLED = 1.0
+"""The sum of rate times weight decay over a run from which on it is told: what the loss does not hold shrinks to exp(-1) of its size."""
+
+_NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,  # batch norms and instance norms
+)
+
+
+def optimizer(specimen: Specimen) -> list[Finding]:
+    """What the optimizer holds, and how far weight decay pulls the parameters of norms to zero over the run."""
+    state = specimen.fresh()
+    own = state.optimizer_of("")
+    groups = own.param_groups
+    held = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
+    pulled, name = _pull_on_norms(specimen, state.model, own)
+    if pulled > PULLED:
+        return [
+            warned(
+                "optimizer",
+                f"weight decay acts on parameters of norms as well, such as {name!r}: over the run it pulls them to exp(-{pulled:.2g}) of their "
+                "size, where the loss does not hold them",
+                "give the parameters of norms a group of their own with weight_decay=0 in job.optimizer, or lower optimizer.weight_decay",
+            )
+        ]
+    kind = type(state.optimizer).__name__
+    return [
+        passed("optimizer", f"{kind} holds each of {held:,} trainable numbers once, in {len(groups)} groups")
+    ]
+
+
+def _pull_on_norms(
+    specimen: Specimen, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[float, str]:
+    """The greatest sum over the run of rate times weight decay on a parameter of a norm, and the parameter's name."""
+    of_norms = {
+        id(p): f"{name}.{own}".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, _NORMS)
+        for own, p in module.named_parameters(recurse=False)
+    }
+    steps = specimen.plan.total_steps
+    rates: tuple[float, ...] = (1.0,)
+    if specimen.job.schedule(optimizer, steps) is None:
+        rates = tuple(rate_factor(specimen.spec.schedule, steps * i // 100, steps) for i in range(100))
+    found = (0.0, "")
+    for group in optimizer.param_groups:
+        # Adam adds the decay to the gradient, which it then divides by its size: how far that pulls is not known.
+        if not (group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.SGD)):
+            continue
+        pull = steps * group["lr"] * group["weight_decay"] * sum(rates) / len(rates)
+        first = next((of_norms[id(p)] for p in group["params"] if id(p) in of_norms), "")
+        found = max(found, (float(pull) if first else 0.0, first))
+    return found
+
+
+def schedule(specimen: Specimen) -> list[Finding]:
     """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
-    rule, steps = bench.spec.schedule, bench.plan.total_steps
-    optimizer = bench.fresh().optimizer_of("")
-    if bench.job.schedule(optimizer, steps) is not None:
+    rule, steps = specimen.spec.schedule, specimen.plan.total_steps
+    optimizer = specimen.fresh().optimizer_of("")
+    if specimen.job.schedule(optimizer, steps) is not None:
         return [passed("schedule", "the job's own; the run records the rate of each step")]
     factors = [rate_factor(rule, steps * i // 100, steps) for i in range(100)]
     if not isinstance(rule, OneCycle) and rule.warmup_steps >= steps:
@@ -65,15 +126,21 @@ def schedule(bench: Bench) -> list[Finding]:
     ]
 
 
-def same_bits(bench: Bench) -> list[Finding]:
+def same_bits(specimen: Specimen) -> list[Finding]:
     """The rehearsal that begins every run, as far as it can go: a micro-batch gives the same bits whatever ran before it."""
-    spec = bench.spec
+    spec = specimen.spec
     if spec.determinism != "strict":
         return [passed("same bits", "not compared: determinism is fast, which promises none")]
     warnings: list[str] = []
     thorough = spec.model_copy(update={"rehearsal": "full"})
     StepRehearsal(
-        bench.job, thorough, bench.plan, bench.fresh(), bench.batches, bench.device, warnings.append
+        specimen.job,
+        thorough,
+        specimen.plan,
+        specimen.fresh(),
+        specimen.batches,
+        specimen.device,
+        warnings.append,
     )()
     if warnings:
         return [advised("same bits", text) for text in warnings]
@@ -85,17 +152,17 @@ def same_bits(bench: Bench) -> list[Finding]:
     ]
 
 
-def evaluation(bench: Bench) -> list[Finding]:
+def evaluation(specimen: Specimen) -> list[Finding]:
     """The first evaluation micro-batch, again after the last one, in the same bits; and the metrics that the spec asks for."""
-    if bench.data[1] is None:
+    if specimen.data[1] is None:
         return [passed("evaluation", "the job has no evaluation data")]
-    spec, state = bench.spec, bench.fresh()
+    spec, state = specimen.spec, specimen.fresh()
     evaluate = Evaluation(
-        bench.job,
-        bench.data[1],
-        bench.group,
+        specimen.job,
+        specimen.data[1],
+        specimen.group,
         state.precision,
-        micro_batch=bench.plan.micro_batch,
+        micro_batch=specimen.plan.micro_batch,
         seed=spec.seed,
         processes=0,
     )
@@ -122,12 +189,12 @@ class _Named(NoRequests):
         return _RUN_ID
 
 
-def resume(bench: Bench) -> list[Finding]:
+def resume(specimen: Specimen) -> list[Finding]:
     """Three steps in one go, and two, a checkpoint, and the third of a new process's state: the same weights."""
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        spec = _short(bench.spec, folder)
-        whole, rows = _fitted(bench, spec, AttemptOrigin())
-        resumed, again = _fitted(bench, spec, claim(folder, _RUN_ID, 2))
+        spec = _short(specimen.spec, folder)
+        whole, rows = _fitted(specimen, spec, AttemptOrigin())
+        resumed, again = _fitted(specimen, spec, claim(folder, _RUN_ID, 2))
         size = sum(path.stat().st_size for path in Path(folder).rglob("step-*2/*"))
     if resumed["weights_digest"] == whole["weights_digest"] and rows[-1].loss == again[-1].loss:
         return [
@@ -136,7 +203,7 @@ def resume(bench: Bench) -> list[Finding]:
                 f"step 3 after loading step 2's checkpoint ({size:,} bytes) has the same bits as without",
             )
         ]
-    if bench.spec.determinism != "strict":
+    if specimen.spec.determinism != "strict":
         return [
             passed(
                 "resume",
@@ -166,7 +233,7 @@ def _short(spec: Spec, folder: str) -> Spec:
     )
 
 
-def _fitted(bench: Bench, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, Any], list[StepRow]]:
+def _fitted(specimen: Specimen, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, Any], list[StepRow]]:
     rows: list[StepRow] = []
 
     def tell(event: Event) -> None:
@@ -175,7 +242,7 @@ def _fitted(bench: Bench, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, 
 
     job = load_job(spec.job.use, spec.job.params)
     job.eval_data = lambda: None  # type: ignore[method-assign]  # an evaluation of everything would take long
-    summary = fit(spec, job, bench.group, tell, _Named(), origin)
+    summary = fit(spec, job, specimen.group, tell, _Named(), origin)
     if summary is None or not rows:
         raise DriftError("resume: the short run ended before its last step")
     return summary, rows
@@ -184,20 +251,20 @@ def _fitted(bench: Bench, spec: Spec, origin: AttemptOrigin) -> tuple[dict[str, 
 # --- where it writes --------------------------------------------------------------------------------------
 
 
-def storage(bench: Bench) -> list[Finding]:
+def storage(specimen: Specimen) -> list[Finding]:
     """Write and remove a file where checkpoints and the record go."""
-    check_storage(bench.spec)
+    check_storage(specimen.spec)
     return [
         passed(
             "storage",
-            f"can be written: {', '.join(dict.fromkeys((bench.spec.checkpoint.storage, str(bench.spec.folder))))}",
+            f"can be written: {', '.join(dict.fromkeys((specimen.spec.checkpoint.storage, str(specimen.spec.folder))))}",
         )
     ]
 
 
-def record(bench: Bench) -> list[Finding]:
+def record(specimen: Specimen) -> list[Finding]:
     """The tracking store answers, or its database can be made or opened. Nothing is made."""
-    return [passed("record", record_answers(bench.spec))]
+    return [passed("record", record_answers(specimen.spec))]
 
 
 def record_answers(spec: Spec) -> str:

@@ -1,4 +1,4 @@
-"""The commands that look ahead: `check` and `estimate`."""
+"""The commands that look ahead: `check`, `estimate` and `bench`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(check)
     app.command()(estimate)
+    app.command()(bench)
 
 
 def check(
@@ -62,3 +63,50 @@ def estimate(
 
         found = estimate_spec(spec, overrides or [])
         answer(found.as_dict(), lambda: as_text(found))
+
+
+def bench(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    workers: Annotated[
+        str,
+        typer.Option(metavar="W,W,…", help="numbers of workers, such as 1,2,4; the first is compared with"),
+    ] = "1,2",
+    steps: Annotated[int, typer.Option(metavar="N", help="how many steps count, after 3 to warm up")] = 20,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="draw it: a file .svg or .png, or a folder")
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="measure this machine, though a run would join a cluster")
+    ] = False,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure how fast the same steps are on several numbers of workers, and compare their bits. Keeps no run."""
+    with answered(json_, verbose) as answer:
+        sys.path.insert(0, str(Path.cwd()))
+        from lockstep.calls.checking import bench_spec
+        from lockstep.checks.bench import as_text
+
+        counts = _numbers(workers)
+        say = None if json_ else _said
+        found = bench_spec(spec, counts, overrides or [], steps=steps, local=local, plot=plot, say=say)
+        answer(found.as_dict(), lambda: as_text(found))
+    if found.same_bits is False:
+        raise typer.Exit(1)
+
+
+def _numbers(text: str) -> list[int]:
+    """Whole numbers between commas."""
+    from lockstep.errors import SpecError
+
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise SpecError(
+            f"workers: got {text!r}, wanted whole numbers between commas, such as 1,2,4"
+        ) from None
+
+
+def _said(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -116,14 +116,24 @@ def lr_find(
     lowest: Annotated[float, typer.Option(help="learning rate of the first step")] = 1e-7,
     highest: Annotated[float, typer.Option(help="learning rate of the last step")] = 10.0,
     steps: Annotated[int, typer.Option(help="number of steps")] = 100,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="draw the curve: a file .svg or .png, or a folder")
+    ] = None,
+    uri: Uri = None,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Find a learning rate. One short run raises the rate until the loss explodes."""
     with answered(json_, verbose) as answer:
+        from lockstep.calls.checking import find_rate
         from lockstep.checks.lr_finder import as_text
-        from lockstep.checks.lr_finder import lr_find as find
 
         sys.path.insert(0, str(Path.cwd()))
-        found = find(spec, overrides or [], lowest=lowest, highest=highest, steps=steps)
-        answer(found.as_dict(), lambda: as_text(found))
+        found, kept = find_rate(
+            spec, overrides or [], lowest=lowest, highest=highest, steps=steps, uri=uri, plot=plot
+        )
+        lines = [] if kept is None else [f"run {kept.run_id}", *filter(None, [kept.url])]
+        answer(
+            {**found.as_dict(), "run_id": kept and kept.run_id},
+            lambda: "\n".join([as_text(found), *lines]),
+        )

@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.errors import SpecError
 from lockstep.proof import side
 from lockstep.proof.causes import Cause, causes
@@ -23,17 +23,6 @@ from lockstep.record.comparison import differing_evaluation
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
-
-
-class Process(Protocol):
-    """As much of `subprocess.Popen` as is used."""
-
-    def communicate(self) -> tuple[str, str]: ...
-
-    def wait(self) -> int: ...
-
-    def kill(self) -> None: ...
-
 
 Start = Callable[[str, Path, Mapping[str, str]], Process]
 """Starts `side.main` of a request, in a folder and with an environment."""
@@ -109,26 +98,14 @@ class Trainer:
         }
 
     def _run(self, request: dict[str, Any], here: Path, environment: Mapping[str, str], what: str) -> None:
-        ranks = request["ranks"]
-        with ThreadPoolExecutor(ranks) as readers, ExitStack() as running:
-            # One after the other would block a rank that writes more than a pipe holds.
-            reading = []
-            for rank in range(ranks):
-                process = self.start(json.dumps({**request, "rank": rank}), here, environment)
-                running.callback(_end, process)
-                reading.append((process, readers.submit(process.communicate)))
-            told = [errors.result()[1] for _, errors in reading]
-            codes = [process.wait() for process, _ in reading]
-        failed = next((i for i, code in enumerate(codes) if code), None)
+        starts = [
+            partial(self.start, json.dumps({**request, "rank": rank}), here, environment)
+            for rank in range(request["ranks"])
+        ]
+        failed = first_failure(run_together(starts))
         if failed is not None:
-            lines = told[failed].strip().splitlines()
-            said = lines[-1] if lines else f"its process ended with exit code {codes[failed]}"
+            said = failed.said or f"its process ended with exit code {failed.code}"
             raise UnfitError(f"guard: {what} cannot be trained: {said}")
-
-
-def _end(process: Process) -> None:
-    process.kill()
-    process.wait()
 
 
 def _read(out: Path) -> Trained:
@@ -208,19 +185,3 @@ def look_into(parted: Parted, look: Callable[[str, tuple[int, int]], Look | None
     one, other = look("base", at), look("found", at)
     if one is not None and other is not None:
         tell_parting(parted, one, other)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: what it has put somewhere is removed."""
-    import signal
-    import threading
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -128,7 +128,7 @@ def _line(ax: Any, x: Any, y: Any, color: str, label: str) -> None:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure, whole or not at all."""
+    """Write a figure, whole or not at all, in the format that the name ends with: .png, .svg."""
     with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+        figure.savefig(file, format=path.suffix[1:], dpi=110)
     return path

@@ -7,6 +7,7 @@ leaves this module is complete and immutable.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,17 @@ def load_spec(
     override(document, overrides)
     spec = validate(document)
     return _resolve(spec, default_name=spec.name or _default_name(source, spec), uri=uri)
+
+
+def named_store(
+    source: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), uri: str | None = None
+) -> str | None:
+    """The store that somebody has named for a spec, by `uri`, in the spec or by MLFLOW_TRACKING_URI. None where only the default is left."""
+    document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
+    override(document, overrides)
+    record = document.get("record")
+    in_spec = record.get("uri") if isinstance(record, Mapping) else None
+    return uri or in_spec or os.environ.get("MLFLOW_TRACKING_URI") or None
 
 
 def validate(document: Mapping[str, Any]) -> Spec:

@@ -130,7 +130,7 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
     summary = summarise(run, clock, stopped=stopped, checkpoint=checkpoints.newest)
     peaks = run.group.gather(peak_memory(run.group.device))
     tell(PeakMemory(peaks))
-    tell(Document("memory.json", memory.used(run.state, peaks)))
+    tell(Document("memory.json", memory.used(run.spec, run.plan, run.group.size, run.state, peaks)))
     tell(Finished(summary, kept(run, Seat(run.group, tell, requests, origin), stopped=stopped)))
     return summary
 

@@ -10,19 +10,31 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.tree import pack
+from lockstep.plan import Plan, nodes, worker_ranges
+from lockstep.spec.fields import Spec
 from lockstep.training.job_phases import Optimizers, optimizers_of
+from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState
 
+BUCKETS_MOVING = 2
+"""Buckets that are on their way at once: the one that leaves, and the one before it."""
 
-def used(state: TrainState, peak_by_rank: Sequence[int]) -> str:
-    """memory.json: what this rank holds at the end of a run, by the names of an estimate's fields, and every rank's peak."""
+
+def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: Sequence[int]) -> str:
+    """memory.json: what this rank holds at the end of a run, by the names of an estimate's fields, and every rank's peak.
+
+    The sums of the tree and what is sent are gone by then: they follow from the plan, as in the estimate.
+    """
+    gradients, count = gradient_bytes(state.model), plan.micro_batches
     return json.dumps(
         {
             "parameters_bytes": nbytes(state.model.parameters()),
             "buffers_bytes": nbytes(state.model.buffers()),
-            "gradients_bytes": gradient_bytes(state.model),
+            "gradients_bytes": gradients,
             "optimizer_bytes": optimizer_bytes(state.optimizer),
             "average_bytes": average_bytes(state),
+            "reduction_bytes": reduction_bytes(spec, gradients, count, workers),
+            "communication_bytes": communication_bytes(spec, gradients, count, workers),
             "checkpoint_bytes": checkpoint_bytes(state),
             "peak_bytes_by_rank": list(peak_by_rank),
         },
@@ -42,8 +54,12 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 
 
 def optimizer_bytes(optimizer: Optimizers) -> int:
-    """Bytes of an optimizer's state, or of those of all phases."""
-    states = [state for one in optimizers_of(optimizer).values() for state in one.state.values()]
+    """Bytes of an optimizer's state, or of those of all phases; of one that is sharded, of this rank's part."""
+    states = [
+        state
+        for one in optimizers_of(optimizer).values()
+        for state in (one.own_state() if isinstance(one, ShardedOptimizer) else one.state).values()
+    ]
     return sum(tensor.nbytes for tensor in tensors_in(states))
 
 
@@ -56,6 +72,28 @@ def checkpoint_bytes(state: TrainState) -> int:
     """Bytes of the tensors that a checkpoint of `state` holds."""
     packed = (pack(tree, section) for section, tree in state.sections().items())
     return sum(tensor.nbytes for one in packed for tensor in one.tensors.values())
+
+
+def sums_held(assigned: range, leaves: int) -> int:
+    """The most sets of gradients that a worker's part of the tree holds while another micro-batch is computed."""
+    return max((len(nodes(range(assigned.start, m), leaves)) for m in assigned), default=0)
+
+
+def reduction_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:
+    """The tree's sums on the worker that holds most of them, where a set of gradients has so many bytes."""
+    if spec.reduction != "exact":
+        return 0
+    ranges = worker_ranges(micro_batches, workers)
+    return gradients * max(sums_held(own, micro_batches) for own in ranges)
+
+
+def communication_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:
+    """DDP's buckets, which are there beside the gradients of a micro-batch that is not the last, and the messages of two of them."""
+    if workers == 1:
+        return 0
+    sums = max(len(nodes(own, micro_batches)) for own in worker_ranges(micro_batches, workers))
+    bucket = min(gradients, int(spec.workers.bucket_mb * 2**20))
+    return gradients + BUCKETS_MOVING * 2 * bucket * (sums if spec.reduction == "exact" else 1)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

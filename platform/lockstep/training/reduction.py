@@ -13,6 +13,7 @@ buckets that hangs.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,8 @@ class Reduction(ABC):
         self._summed = 0
         """Parameters of the buckets that have come."""
         self._stages: tuple[Stage, ...] = ()
+        self.held_up_s = 0.0
+        """Seconds that backward has spent in the hook so far, by the host's clock: what it adds, sends and waits for, and nothing hides."""
         self.observe: Callable[[Gradients, list[int]], None] | None = None
         """Is given the last micro-batch's own gradients, bucket by bucket, with the numbers of their parameters."""
 
@@ -141,6 +144,13 @@ class Reduction(ABC):
         self._summed = 0
 
     def __call__(self, _state: object, bucket: Any) -> Future[Tensor]:
+        began = time.perf_counter()
+        future = self._taken_up(bucket)
+        self.held_up_s += time.perf_counter() - began
+        return future
+
+    def _taken_up(self, bucket: Any) -> Future[Tensor]:
+        """Send a bucket, and take those before it a round further."""
         gradients = bucket.gradients()
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
         self._summed += len(indices)

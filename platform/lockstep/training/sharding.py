@@ -71,6 +71,17 @@ def stretches(
     return found
 
 
+def gathering_width(ranks: int) -> int:
+    """Bytes that a rank gives in one round of gathering, at most."""
+    return max(1, GATHER_BYTES // ranks // UNIT) * UNIT
+
+
+def gathering_bytes(most: int, ranks: int) -> int:
+    """What gathering makes and lets go of, where the rank that gives most gives `most` bytes: the rounds that are under way at once."""
+    width = gathering_width(ranks)
+    return min(2, -(-most // width)) * (ranks + 1) * min(width, most)
+
+
 def flat(tensor: Tensor) -> Tensor | None:
     """All elements in the order of memory, as a view. None where the memory has gaps."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -178,6 +189,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return gradient.permute(self._orders[stretch.parameter]).reshape(-1)[stretch.start : stretch.stop]
 
     # --- the state ------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """What this rank keeps, by its stretches of the parameters."""
+        self._build()
+        return self._own.state
 
     def state_dict(self) -> dict[str, Any]:
         """As that of the optimizer it stands for, with `Elsewhere` for every tensor. All ranks call it.
@@ -300,7 +316,7 @@ class _Gathering:
         through = {id(one): copy for parts in self._copies for one, copy in parts}
         rows = [[through.get(id(one), one).view(-1).view(torch.uint8) for one in parts] for parts in every]
         most = max((sum(map(len, row)) for row in rows), default=0)
-        width = max(1, GATHER_BYTES // group.size // UNIT) * UNIT
+        width = gathering_width(group.size)
         self._rounds = [[_within(row, at, at + width) for row in rows] for at in range(0, most, width)]
 
     def __call__(self) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.checkpoint.snapshot import snapshot
-from lockstep.checks.bench import Bench
-from lockstep.checks.estimate import Estimate, Measured, at, estimate, estimated, sums_held, total_bytes
+from lockstep.checks.estimate import Estimate, Measured, at, estimate, estimated, total_bytes
 from lockstep.checks.live_bytes import LiveBytes
+from lockstep.checks.specimen import Specimen
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan
 from lockstep.record.events import Document, Event, tell_nobody
@@ -25,6 +25,7 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
+from lockstep.training.memory import sums_held
 from lockstep.training.phase_step import LossModule
 from lockstep.training.reduction import TreeSum
 from lockstep.training.requests import NoRequests
@@ -83,7 +84,7 @@ def runs() -> Iterator[Callable[[str], tuple[Estimate, Run]]]:
             spec = spec_of(name)
             job = load_job(spec.job.use, spec.job.params)
             with determinism("strict", 1):
-                made[name] = (estimated(Bench(spec)), prepare(spec, job, CPU, tell_nobody))
+                made[name] = (estimated(Specimen(spec)), prepare(spec, job, CPU, tell_nobody))
         return made[name]
 
     yield of
@@ -120,13 +121,13 @@ def test_the_peak_of_a_step_is_near_what_torch_allocates(
 ) -> None:
     """Within 5 %, and activations within 1 %: activations, gradients, sums and the update, by the profiler's account of the third step."""
     found, run = runs(name)
-    bench = Bench(spec_of(name))
+    specimen = Specimen(spec_of(name))
     with determinism("strict", 1):
         peak = step_of(run, allocated)
-        state, key = bench.fresh(), bench.micro_batches()[0]
-        module, batch = LossModule(state.job, state.model), bench.fetch(key)
-        bench.forward(module, state, batch, key)  # whatever the first call makes for good
-        forward = allocated(lambda: bench.forward(module, state, batch, key))
+        state, key = specimen.fresh(), specimen.micro_batches()[0]
+        module, batch = LossModule(state.job, state.model), specimen.fetch(key)
+        specimen.forward(module, state, batch, key)  # whatever the first call makes for good
+        forward = allocated(lambda: specimen.forward(module, state, batch, key))
     assert found.activations_bytes == pytest.approx(forward, rel=0.01)
     standing = found.parameters_bytes + 2 * found.buffers_bytes + found.optimizer_bytes + (1 << 19)
     assert found.total_bytes - standing == pytest.approx(peak, rel=0.05)
@@ -139,11 +140,14 @@ def test_what_a_run_used_is_in_its_record_by_the_names_of_its_estimate() -> None
     (document,) = [event for event in told if isinstance(event, Document)]
     used = json.loads(document.text)
     with determinism("strict", 1):
-        found = estimated(Bench(spec)).as_dict()
+        found = estimated(Specimen(spec)).as_dict()
     peaks = used.pop("peak_bytes_by_rank")
     assert document.name == "memory.json"
     assert used == {name: found[name] for name in used}
-    assert used.keys() >= {"parameters_bytes", "gradients_bytes", "optimizer_bytes", "checkpoint_bytes"}
+    assert used.keys() >= {
+        f"{part}_bytes"
+        for part in ("parameters", "gradients", "optimizer", "checkpoint", "reduction", "communication")
+    }
     assert used["average_bytes"] == used["parameters_bytes"]
     assert len(peaks) == 1
     assert peaks[0] > found["total_bytes"], "the whole process, which torch itself is part of"
@@ -182,16 +186,16 @@ def test_the_sums_that_a_worker_holds_are_those_of_its_tree() -> None:
 def test_another_micro_batch_lies_on_the_line_and_the_largest_that_fits_is_proposed() -> None:
     spec = spec_of("convolutions")
     with determinism("strict", 1):
-        found = estimated(Bench(spec))
+        found = estimated(Specimen(spec))
         larger = estimated(
-            Bench(spec.model_copy(update={"batch": spec.batch.model_copy(update={"micro": 64})}))
+            Specimen(spec.model_copy(update={"batch": spec.batch.model_copy(update={"micro": 64})}))
         )
     assert found.largest_micro_batch == 128
     # An estimate, not a value of training: what does not grow with the batch is in both.
     assert larger.activations_bytes == pytest.approx(2 * found.activations_bytes, rel=0.05)
-    whole = Measured(8, 0, 0, 100, 0, 0, 0, 0, 80, 800, 900, 0)
-    half = Measured(4, 0, 0, 100, 0, 0, 0, 0, 40, 500, 500, 0)
-    assert at(whole, half, 16) == Measured(16, 0, 0, 100, 0, 0, 0, 0, 160, 1400, 1700, 0)
+    whole = Measured(8, 0, 0, 100, (), 0, 0, 0, 80, 800, 900, 0)
+    half = Measured(4, 0, 0, 100, (), 0, 0, 0, 40, 500, 500, 0)
+    assert at(whole, half, 16) == Measured(16, 0, 0, 100, (), 0, 0, 0, 160, 1400, 1700, 0)
     assert total_bytes(spec, at(whole, half, 16), 2, 1) == 160 + 1700 + 100, "one sum waits for the second"
 
 

@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from lockstep.calls.guarding import guard
+from lockstep.checks.processes import Process
 from lockstep.cli.proofs import guarded_as_text
 from lockstep.errors import SpecError
 from lockstep.proof import side
-from lockstep.proof.guard import Guarded, Process
+from lockstep.proof.guard import Guarded
 from tests.forked import Forked
 from tests.in_process import here
 

@@ -1,0 +1,174 @@
+"""One worker of a bench, in a process of its own: takes the steps, and takes the time of each apart.
+
+`python -m lockstep.checks.bench_worker REQUEST`, a JSON object with `spec`, `warm_up` and `steps`, `rank` of `ranks`, and the
+folder `out`, where the workers meet and rank 0 leaves RESULT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.checks.processes import LOST
+from lockstep.errors import LockstepError, SpecError
+from lockstep.job.loading import load_job, others_out_of_sight
+from lockstep.plan import Position
+from lockstep.record.events import tell_nobody
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import validate
+from lockstep.training.determinism import determinism
+from lockstep.training.digest import weights_digest
+from lockstep.training.group import Group, local_device
+from lockstep.training.phase_step import PhaseStep
+from lockstep.training.probe import NoProbe
+from lockstep.training.recovery import is_lost_peer
+from lockstep.training.setup import prepare
+
+RESULT = "result.json"
+
+
+class Taken(NamedTuple):
+    """What one worker's step took, in seconds; the parts add up to the step."""
+
+    data_s: float
+    """Waiting for micro-batches, and copying them to the device."""
+    compute_s: float
+    """Forward and backward. On a GPU with what backward waits for the reduction: that is not known apart from it."""
+    reduction_s: float
+    """What backward spends in the reduction, waiting for slower workers included: no computation hides it."""
+    rest_s: float
+    """Norm, update, buffers and bookkeeping; with a sharded optimizer the gathering of the parameters."""
+
+
+class StepClock(NoProbe):
+    """Takes the steps of one worker apart. As a probe it is told when a micro-batch is there, and when it is computed."""
+
+    def __init__(self, device: torch.device, phases: Sequence[PhaseStep]) -> None:
+        self.steps: list[Taken] = []
+        self._cuda = device if device.type == "cuda" else None
+        self._phases = phases
+        self._fetched = self._data = self._computed = 0.0
+
+    def _now(self) -> float:
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+        return time.perf_counter()
+
+    @contextmanager
+    def around(self, position: Position, m: int, model: torch.nn.Module, phase: str) -> Iterator[None]:
+        began = self._now()
+        yield
+        self._data += self._fetched - began
+        self._computed += self._now() - self._fetched
+
+    def batch(self, position: Position, m: int, batch: Any) -> None:
+        self._fetched = self._now()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step."""
+        self._data = self._computed = 0.0
+        began, held_up = self._now(), self._held_up()
+        yield
+        # Where what learns changes, the reduction is made anew, and its clock with it.
+        whole, reduction = self._now() - began, max(0.0, self._held_up() - held_up)
+        # A ragged step may leave a worker no micro-batch: it is in the reduction all the same.
+        compute = max(0.0, self._computed - reduction)
+        self.steps.append(Taken(self._data, compute, reduction, whole - self._data - compute - reduction))
+
+    def _held_up(self) -> float:
+        if self._cuda is not None:
+            return 0.0
+        reductions = (phase.reduction for phase in self._phases)
+        return sum(one.held_up_s for one in reductions if one is not None)
+
+
+def main(request: str) -> int:
+    """Take the steps that the request asks for. Returns the exit code; an error is one line on standard error."""
+    wanted = json.loads(request)
+    try:
+        _bench(wanted)
+    except LockstepError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        sys.stderr.write(f"another worker was lost: {error}\n")
+        return LOST
+    return 0
+
+
+def _bench(wanted: dict[str, Any]) -> None:
+    spec, out = validate(wanted["spec"]), Path(wanted["out"])
+    device = _device(spec, wanted["ranks"])
+    with _meeting(out, device, wanted["rank"], wanted["ranks"]):
+        found = taken(spec, Group.join(device), wanted["warm_up"], wanted["steps"])
+    if wanted["rank"] == 0:
+        (out / RESULT).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _device(spec: Spec, ranks: int) -> torch.device:
+    there = torch.cuda.device_count()
+    if there and spec.workers.gpus_each != 0 and ranks > there:
+        raise SpecError(
+            f"workers: got {ranks}, and this machine has {there} GPUs; bench fewer, or the processors with workers.gpus_each=0"
+        )
+    return local_device(spec)
+
+
+@contextmanager
+def _meeting(out: Path, device: torch.device, rank: int, ranks: int) -> Iterator[None]:
+    """The workers as one process group, which meets by a file; none for a worker alone."""
+    import torch.distributed as dist
+
+    if ranks == 1:
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{out}/meeting", rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def taken(spec: Spec, group: Group, warm_up: int, steps: int) -> dict[str, Any]:
+    """Take `warm_up + steps` steps as training takes them; every worker of the group calls it, and gets the same.
+
+    `losses` of every step, bit for bit, `digests` of the weights by rank, `samples` of the steps that count, and `taken`: of
+    each rank what each of them took.
+    """
+    job = load_job(spec.job.use, spec.job.params)
+    job.eval_data = lambda: None  # type: ignore[method-assign]  # steps alone are looked at
+    losses, samples = [], 0
+    with determinism(spec.determinism, spec.threads), others_out_of_sight():
+        run = prepare(spec, job, group, tell_nobody)
+        clock = StepClock(group.device, run.step.each_phase)
+        run.step.probe = clock
+        with closing(run.loader()) as batches:
+            for position in run.plan.positions():
+                with clock.step():
+                    result = run.step(position, batches)
+                losses.append(result.loss.hex())
+                samples += position.samples if position.step >= warm_up else 0
+        digest = weights_digest(run.state.model.state_dict())
+        every = group.gather((digest, clock.steps[warm_up:]))
+    return {
+        "losses": losses,
+        "digests": [digest for digest, _ in every],
+        "samples": samples,
+        "taken": [rows for _, rows in every],
+        "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,90 @@
+"""Processes of this machine that do one thing together: started at once, listened to, and ended however that ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple, Protocol
+
+GRACE_S = 10.0
+"""How long the others have to end by themselves where one has failed: one that waits for it in a collective hears of it at once."""
+
+LOST = 4
+"""The exit code of a process that has failed only because another one has."""
+
+
+class Process(Protocol):
+    """As much of `subprocess.Popen` as is used."""
+
+    def communicate(self) -> tuple[str, str]: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class Ended(NamedTuple):
+    """How a process ended: its exit code, and the last line that it wrote to standard error."""
+
+    code: int
+    said: str
+
+
+def run_together(starts: Sequence[Callable[[], Process]]) -> list[Ended]:
+    """Start processes and wait for all of them. Where one fails, those that do not end by themselves are killed."""
+    with ThreadPoolExecutor(len(starts)) as readers, ExitStack() as running:
+        # One after the other would block a process that writes more than a pipe holds.
+        reading: dict[Future[Ended], Process] = {}
+        for start in starts:
+            process = start()
+            running.callback(_end, process)
+            reading[readers.submit(_ended, process)] = process
+        for future in _left(set(reading)):
+            reading[future].kill()
+        return [future.result() for future in reading]
+
+
+def first_failure(ended: Sequence[Ended]) -> Ended | None:
+    """The first that failed by itself; one that lost another, or was killed, where there is no such. None where all went well."""
+    failed = [one for one in ended if one.code]
+    return min(failed, key=lambda one: one.code < 0 or one.code == LOST, default=None)
+
+
+def _left(pending: set[Future[Ended]]) -> set[Future[Ended]]:
+    """Wait for processes to end; those that still go on GRACE_S after one has failed."""
+    until: float | None = None
+    while pending:
+        patience = None if until is None else max(0.0, until - time.monotonic())
+        done, pending = wait(pending, patience, FIRST_COMPLETED)
+        if not done:
+            break
+        if until is None and any(one.result().code for one in done):
+            until = time.monotonic() + GRACE_S
+    return pending
+
+
+def _ended(process: Process) -> Ended:
+    lines = process.communicate()[1].strip().splitlines()
+    return Ended(process.wait(), lines[-1] if lines else "")
+
+
+def _end(process: Process) -> None:
+    process.kill()
+    process.wait()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: what it has put somewhere is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
