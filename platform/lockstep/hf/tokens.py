@@ -174,12 +174,12 @@ def _kept(identity: str, make: Callable[[], Iterable[list[int]]]) -> Kept:
     try:
         return np.load(files[0], mmap_mode="r"), np.load(files[1], mmap_mode="r")
     except (OSError, ValueError):  # not there, or of no tokens
-        made = _joined(list(make()))
+        tokens, ends = _joined(list(make()))
     with suppress(OSError):
-        for file, array in zip(files, made, strict=True):
+        for file, array in ((files[0], tokens), (files[1], ends)):
             with replacing(file) as content:
                 np.save(content, array)
-    return made
+    return tokens, ends
 
 
 def _joined(rows: Sequence[Sequence[int]]) -> Kept:
