@@ -61,6 +61,7 @@ def test_workers_and_loader_processes_change_no_bit(
         assert trained.summary["metrics"] == whole.summary["metrics"]
 
 
+@pytest.mark.exact
 def test_a_run_that_is_stopped_goes_on_with_the_same_augmentation(folder: Path, tmp_path: Path) -> None:
     """Folders and tables hold the same images here, in another order. The negative control is a run without augmentation."""
     whole = train(spec(folder))

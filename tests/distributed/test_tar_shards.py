@@ -116,6 +116,7 @@ def test_workers_and_loader_processes_change_no_bit(
         assert trained.summary["metrics"] == whole.summary["metrics"]
 
 
+@pytest.mark.exact
 def test_a_run_that_is_stopped_goes_on_at_its_shard_and_position(folder: Path, tmp_path: Path) -> None:
     """The negative control is the run in the shards' own order."""
     order = {"shuffle": "blocks", "window": 2}

@@ -117,6 +117,7 @@ def test_the_loss_is_that_of_transformers(
     assert list(train(document).digests) == by_hand(document)
 
 
+@pytest.mark.exact
 def test_the_loss_of_a_classifier_is_that_of_transformers(folder: Path) -> None:
     document = one_micro_batch(classifier(folder, undropped(BERT)))
     assert list(train(document).digests) == by_hand(document)
@@ -258,6 +259,7 @@ def test_a_classifier_keeps_the_names_of_its_classes(folder: Path, tmp_path: Pat
     assert model.config.id2label == {0: "start", 1: "within"}
 
 
+@pytest.mark.exact
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's, about transformers
 def test_adapters_load_in_peft_with_the_same_logits(folder: Path, tmp_path: Path) -> None:
     """And what is frozen is in no optimizer and has not moved."""
