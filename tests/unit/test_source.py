@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep.errors import JobImportError
+from lockstep.job.recorded_source import imported_from, source_digest
 from lockstep.job.source import check_job_source, job_source_digest, job_sources
 
 
@@ -72,3 +75,23 @@ def test_a_syntax_error_is_told_with_its_line(project: Path) -> None:
 def test_a_name_that_is_imported_or_assigned_is_left_to_the_import(project: Path) -> None:
     (project / "job.py").write_text("from torch import nn as Mine\nclass Other: ...\n")
     check_job_source("shapes_of_source.job:Mine")
+
+
+def test_a_job_of_lockstep_has_the_files_of_its_room_alone() -> None:
+    """The rest is known by Lockstep's version, which the identity has; and a recorded source must not bring a second Lockstep."""
+    found = job_sources("lockstep.hf:CausalLM")
+    assert {"lockstep.hf", "lockstep.hf.causal_lm", "lockstep.hf.tokens"} <= found.keys()
+    assert all(name.startswith("lockstep.hf") for name in found)
+
+
+def test_the_recorded_source_of_a_job_of_lockstep_is_what_is_imported() -> None:
+    paths = job_sources("lockstep.hf:CausalLM")
+    root = Path(lockstep.__file__).parents[1]
+    source = {path.relative_to(root).as_posix(): path.read_bytes() for path in paths.values()}
+    source["lockstep/hf/causal_lm.py"] += b"\nRECORDED = True\n"
+    with imported_from(source):
+        module = importlib.import_module("lockstep.hf.causal_lm")
+        assert module.RECORDED
+        assert issubclass(module.CausalLM, lockstep.Job)
+        assert job_source_digest("lockstep.hf:CausalLM") == source_digest(source)
+    assert not hasattr(importlib.import_module("lockstep.hf.causal_lm"), "RECORDED")

@@ -15,9 +15,9 @@ from lockstep.calls.verification import job_source
 from lockstep.driver.options import RunOptions
 from lockstep.errors import ExportError, JobError, SpecError
 from lockstep.export import arrays
-from lockstep.export.artifact import FORMATS, Artifact, Format, description, place, read
+from lockstep.export.artifact import FORMATS, Artifact, Format, description, files_of, place, read
 from lockstep.export.example import example_of
-from lockstep.export.exporting import Model, Weights, export_model, export_weights
+from lockstep.export.exporting import Model, Weights, export_model, export_pretrained, export_weights
 from lockstep.export.formats import check_installed, loaded
 from lockstep.export.prediction import batch_size, predicted
 from lockstep.files import private
@@ -97,7 +97,7 @@ def export(
             file = _export_model(
                 weights, wanted, store, folder, inputs, options, fixed=fixed_batch, rtol=rtol
             )
-    keep_files(store, run_id, (file, description(file)), f"export/{wanted}")
+    _keep(store, run_id, file, f"export/{wanted}")
     return Exported(str(file), read(file))
 
 
@@ -120,6 +120,10 @@ def predict(
     wanted, given = _format(form), Path(file)
     if wanted == "safetensors":
         raise SpecError("format: safetensors has weights alone; predict from pt2, onnx or torchscript")
+    if wanted == "pretrained":
+        raise SpecError(
+            "format: pretrained is run by the library that it is for; predict from pt2, onnx or torchscript"
+        )
     check_installed(wanted)
     arrays.check_suffix("inputs", given)
     found, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
@@ -141,6 +145,19 @@ def predict(
         outputs = predicted(loaded(artifact, path), artifact, inputs, size)
     arrays.write(target, outputs)
     return Predicted(str(target), inputs.rows, size, artifact)
+
+
+def _keep(store: str, run_id: str, artifact: Path, folder: str) -> None:
+    """Keep a copy of an artifact and of its description in the run's store."""
+    if artifact.is_dir():
+        for below in sorted({file.parent for file in files_of(artifact)}):
+            inner = below.relative_to(artifact.parent).as_posix()
+            keep_files(
+                store, run_id, [f for f in files_of(artifact) if f.parent == below], f"{folder}/{inner}"
+            )
+        keep_files(store, run_id, (description(artifact),), folder)
+    else:
+        keep_files(store, run_id, (artifact, description(artifact)), folder)
 
 
 def _format(given: str) -> Format:
@@ -215,6 +232,8 @@ def _export_model(
         def make() -> nn.Module:
             return _model(job, run.spec.seed, weights)
 
+        if form == "pretrained":
+            return export_pretrained(weights, job, make, folder)
         example = example_of(job, make())
         if example is None:
             raise SpecError(

@@ -24,7 +24,8 @@ def register(app: typer.Typer) -> None:
 def export(
     run: RunId,
     format_: Annotated[
-        str, typer.Option("--format", help="pt2, onnx, torchscript or safetensors (weights alone)")
+        str,
+        typer.Option("--format", help="pt2, onnx, torchscript, safetensors (weights alone) or pretrained"),
     ] = "pt2",
     best: Best = False,
     fixed_batch: Annotated[

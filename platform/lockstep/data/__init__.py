@@ -9,18 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.data.images import ImageFolder
     from lockstep.data.mixture import Mixture
     from lockstep.data.packing import Packed
     from lockstep.data.table_columns import Column
     from lockstep.data.tables import Table
+    from lockstep.data.tar_shards import TarShards
 
-__all__ = ["Column", "Mixture", "Packed", "Table"]
+__all__ = ["Column", "ImageFolder", "Mixture", "Packed", "Table", "TarShards"]
 
 _HOME = {
     "Column": "lockstep.data.table_columns",
+    "ImageFolder": "lockstep.data.images",
     "Mixture": "lockstep.data.mixture",
     "Packed": "lockstep.data.packing",
     "Table": "lockstep.data.tables",
+    "TarShards": "lockstep.data.tar_shards",
 }
 
 

@@ -13,7 +13,7 @@ from lockstep.files import write_text
 
 def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
     """What `find` gave when it was first called for this `identity`, which changes with all that it looks at."""
-    path = _cache() / kind / hashlib.sha256(identity.encode()).hexdigest()
+    path = cache_path(kind, identity)
     try:
         return path.read_text()
     except OSError:  # not there, or not readable: it is found again
@@ -24,5 +24,7 @@ def cached(kind: str, identity: str, find: Callable[[], str]) -> str:
     return found
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
+def cache_path(kind: str, identity: str) -> Path:
+    """Where what was found for this `identity` is kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
+    return cache / kind / hashlib.sha256(identity.encode()).hexdigest()

@@ -7,7 +7,8 @@ A table is known by its columns and by its files, each with its rows and a hash 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.data.cache import cached
@@ -88,15 +89,45 @@ def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:
 
 def file_digest(table_files: Any, number: int, content: str) -> str:
     """sha256 of a file of a table, whole or in samples; remembered by the file's identity, so that it is read once."""
+    size = table_files.files[number].size
+    return content_digest(
+        table_files.identity(number), size, lambda spans: table_files.pieces(number, spans), content
+    )
+
+
+def local_digest(path: Path) -> str:
+    """The same of any file on a disk, whole. Raises OSError."""
+    status = path.stat()
+    identity = (
+        str(path.absolute()), status.st_size, status.st_mtime_ns, (status.st_ino, status.st_ctime_ns)
+    )  # fmt: skip
+
+    def pieces(spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            for _, length in spans:  # one after the other, from the start
+                yield file.read(length)
+
+    return content_digest(identity, status.st_size, pieces, "full")
+
+
+def content_digest(
+    identity: tuple[Any, ...],
+    size: int,
+    pieces: Callable[[Sequence[tuple[int, int]]], Iterable[bytes]],
+    content: str,
+) -> str:
+    """sha256 of a file of `size` bytes, whole or in samples, whose bytes at (offset, length) spans `pieces` gives.
+
+    It is remembered by `identity`, which changes with the file.
+    """
 
     def find() -> str:
-        size = table_files.files[number].size
         digest = hashlib.sha256(str(size).encode())
-        for piece in table_files.pieces(number, _spans(size, content)):
+        for piece in pieces(_spans(size, content)):
             digest.update(piece)
         return digest.hexdigest()
 
-    return cached("fingerprints", repr((*table_files.identity(number), content)), find)
+    return cached("fingerprints", repr((*identity, content)), find)
 
 
 def _spans(size: int, content: str) -> Sequence[tuple[int, int]]:

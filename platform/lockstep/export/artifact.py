@@ -11,7 +11,7 @@ import torch
 
 from lockstep.errors import ExportError
 
-Format = Literal["pt2", "onnx", "torchscript", "safetensors"]
+Format = Literal["pt2", "onnx", "torchscript", "safetensors", "pretrained"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 SUFFIX: dict[Format, str] = {
@@ -19,6 +19,7 @@ SUFFIX: dict[Format, str] = {
     "onnx": ".onnx",
     "torchscript": ".pt",
     "safetensors": ".safetensors",
+    "pretrained": "",  # a folder
 }
 
 BATCH = "batch"
@@ -107,9 +108,20 @@ def read(file: Path) -> Artifact:
     return found
 
 
-def sha256(file: Path) -> str:
-    """The sha256 of a file's content."""
-    with file.open("rb") as content:
+def files_of(artifact: Path) -> list[Path]:
+    """The file that an artifact is, or all those in its folder, sorted."""
+    if not artifact.is_dir():
+        return [artifact]
+    return sorted(file for file in artifact.rglob("*") if file.is_file())
+
+
+def sha256(artifact: Path) -> str:
+    """The sha256 of a file's content; of a folder, that of the lines `<sha256> <name>` of its files."""
+    if artifact.is_dir():
+        named = ((file.relative_to(artifact).as_posix(), file) for file in files_of(artifact))
+        lines = "".join(f"{sha256(file)} {name}\n" for name, file in named)
+        return hashlib.sha256(lines.encode()).hexdigest()
+    with artifact.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 

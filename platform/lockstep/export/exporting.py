@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from lockstep.export.artifact import (
     Value,
     description,
     dtype_name,
+    files_of,
     place,
     sha256,
 )
@@ -37,7 +39,8 @@ from lockstep.export.formats import (
 from lockstep.export.parity import Tolerance, compare
 from lockstep.files import flush, make_folder
 from lockstep.job.frames import place_in_job
-from lockstep.training.digest import weights_digest
+from lockstep.job.interface import Job
+from lockstep.training.digest import tensor_digests, weights_digest
 from lockstep.training.failure import as_lockstep_error
 
 AT_ONCE = 256
@@ -76,19 +79,62 @@ def export_weights(weights: Weights, folder: Path) -> Path:
         again = weights_digest(safetensors.torch.load_file(path))
         if again != weights.digest:
             raise ExportError(f"export: safetensors: read again, the weights have the digest {again}")
-        elements = sum(tensor.numel() for tensor in weights.state.values())
-        parity = Parity(
-            rtol=0.0,
-            atol=0.0,
-            batch_sizes=(),
-            elements=elements,
-            differing=0,
-            largest_difference=0.0,
-            largest_relative=0.0,
-        )
-        return _artifact(weights, "safetensors", path, None, (), (), parity, ())
+        return _artifact(weights, "safetensors", path, None, (), (), _equal(weights), ())
 
     return _kept(folder, place(folder, "safetensors", weights.name), made)
+
+
+def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module], folder: Path) -> Path:
+    """Write a model as the library that it is from does, into a folder of the run's folder; that folder.
+
+    SpecError where the library of the model has no such form, ExportError where it reads other weights than it wrote.
+    """
+
+    def made(path: Path) -> Artifact:
+        model = make()
+        path.mkdir()
+        try:
+            job.save_pretrained(model, path)
+            again = job.load_pretrained(model, path).state_dict()
+        except NotImplementedError as error:
+            raise SpecError(
+                f"format: pretrained is the form of the library that a model is from, and {first_line(error)}; export safetensors"
+            ) from error
+        except Exception as error:  # the job's own code, and a library's
+            raise as_lockstep_error(error, "while it was saved and read as pretrained") from error
+        if weights_digest(again) != weights.digest:
+            own, others = tensor_digests(weights.state), tensor_digests(again)
+            names = [name for name in {**own, **others} if own.get(name) != others.get(name)]
+            raise ExportError(
+                f"export: pretrained: read again, {len(names)} weights are other ones, such as {names[0]!r}; nothing was kept"
+            )
+        return _artifact(
+            weights, "pretrained", path, None, (), (), _equal(weights), (), runtime=_library_of(model)
+        )
+
+    return _kept(folder, place(folder, "pretrained", weights.name), made)
+
+
+def _equal(weights: Weights) -> Parity:
+    """The comparison of weights alone, of which no bit differs."""
+    return Parity(
+        rtol=0.0,
+        atol=0.0,
+        batch_sizes=(),
+        elements=sum(tensor.numel() for tensor in weights.state.values()),
+        differing=0,
+        largest_difference=0.0,
+        largest_relative=0.0,
+    )
+
+
+def _library_of(model: nn.Module) -> str:
+    """The package that a model's class is from, with its version where it has one."""
+    name = type(model).__module__.partition(".")[0]
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return name
 
 
 def export_model(
@@ -213,6 +259,8 @@ def _artifact(
     outputs: tuple[Value, ...],
     parity: Parity,
     notes: tuple[str, ...],
+    *,
+    runtime: str | None = None,
 ) -> Artifact:
     return Artifact(
         run=weights.run,
@@ -221,10 +269,10 @@ def _artifact(
         weights_digest=weights.digest,
         format=form,
         file=f"{weights.name}{SUFFIX[form]}",
-        bytes=path.stat().st_size,
+        bytes=sum(file.stat().st_size for file in files_of(path)),
         sha256=sha256(path),
         torch=torch.__version__,
-        runtime=runtime_of(form),
+        runtime=runtime or runtime_of(form),
         device="cpu",
         fixed_batch=fixed_batch,
         inputs=inputs,
@@ -245,8 +293,11 @@ def _kept(folder: Path, file: Path, made: Callable[[Path], Artifact]) -> Path:
             artifact = made(path)
             description(path).write_text(artifact.model_dump_json(indent=1) + "\n", encoding="utf-8")
             make_folder(file.parent)
-            for one in (path, description(path)):
+            for one in (*files_of(path), *([path] if path.is_dir() else ()), description(path)):
                 flush(one)
+            if file.is_dir():  # only an empty folder could be replaced
+                file.rename(Path(aside, "before"))
+            for one in (path, description(path)):
                 one.replace(file.with_name(one.name))
             flush(file.parent)
     except OSError as error:

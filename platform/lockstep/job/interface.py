@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic
@@ -192,6 +193,28 @@ class Job:
     def example_input(self) -> Any:
         """Arguments for one call of the model, for export and for the record; None where there are none."""
         return None
+
+    def identity(self) -> Mapping[str, Any]:
+        """What else decides about the run's bits, by name: versions of libraries, digests of files that the job reads by itself.
+
+        Text and numbers. Each is a field `job.identity.<name>` of the run's identity: a resume refuses to go on where one differs.
+        """
+        return {}
+
+    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
+        """Write the model into an empty folder as the library that it is from does, for `lockstep export --format pretrained`.
+
+        By default the model's own `save_pretrained`, as of Hugging Face's libraries. Raises NotImplementedError where it has none.
+        """
+        save = getattr(model, "save_pretrained", None)
+        if not callable(save):
+            raise NotImplementedError(f"{type(model).__name__} has no save_pretrained(folder)")
+        save(folder)
+
+    def load_pretrained(self, model: nn.Module, folder: Path) -> nn.Module:
+        """What `save_pretrained` wrote of `model`, read again; by default by `from_pretrained` of the model's class."""
+        loaded: nn.Module = type(model).from_pretrained(folder)  # type: ignore[attr-defined]
+        return loaded
 
     def activation_checkpoints(self, model: nn.Module) -> Iterable[nn.Module]:
         """Modules whose activations are recomputed in backward when `activation_checkpointing` is on."""

@@ -61,7 +61,7 @@ MEANT = {
 _CALLS = {
     "model": (), "train_data": (), "eval_data": (), "loss": ("model", "batch"), "metrics": ("model", "batch"),
     "outputs": ("model", "batch"), "whole_set_metrics": ("outputs",), "figures": ("outputs",),
-    "collate": ("samples",), "optimizer": ("model",), "schedule": ("optimizer", "updates"), "after_step": ("model", "step"), "state_dict": (), "load_state_dict": ("state",), "example_input": (),
+    "collate": ("samples",), "optimizer": ("model",), "schedule": ("optimizer", "updates"), "after_step": ("model", "step"), "state_dict": (), "load_state_dict": ("state",), "example_input": (), "identity": (), "save_pretrained": ("model", "folder"), "load_pretrained": ("model", "folder"),
     "activation_checkpoints": ("model",), "conditional_parameters": ("model",), "__init__": ("params",),
     "phases": (), "frozen_parameters": ("model", "step"),
 }  # fmt: skip

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -39,16 +39,29 @@ def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
         sys.path.insert(0, folder)
+        searched = list(_searched_by_packages(names))
+        for top, paths in searched:
+            paths.insert(0, str(Path(folder, top)))
         importlib.invalidate_caches()
         try:
             yield
         finally:
             sys.path.remove(folder)
+            for top, paths in searched:
+                paths.remove(str(Path(folder, top)))
             for name in names:
                 sys.modules.pop(name, None)
                 _in_parent(name, before.get(name))
             sys.modules.update(before)
             importlib.invalidate_caches()
+
+
+def _searched_by_packages(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Packages that are imported and stay, as Lockstep does, with the paths at which they look for the modules `names`."""
+    for top in sorted({name.partition(".")[0] for name in names}):
+        paths = getattr(sys.modules.get(top), "__path__", None)
+        if isinstance(paths, list):  # a package without an __init__ goes by sys.path itself
+            yield top, paths
 
 
 def _in_parent(name: str, module: ModuleType | None) -> None:

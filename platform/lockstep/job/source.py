@@ -23,7 +23,10 @@ def job_source_digest(use: str) -> str:
 
 
 def job_sources(use: str) -> dict[str, Path]:
-    """File by module name: the job's module, its packages, and what they import from below the same root."""
+    """File by module name: the job's module, its packages, and what they import from below the same root.
+
+    Lockstep itself is known by its version: of a job that comes with it, the files of its own room.
+    """
     module = use.partition(":")[0]
     root = _root(module.partition(".")[0])
     found: dict[str, Path] = {}
@@ -31,7 +34,7 @@ def job_sources(use: str) -> dict[str, Path]:
     while waiting:
         name = waiting.pop()
         path = _file(name, root)
-        if path is None or name in found:
+        if path is None or name in found or not _is_of_job(name, module):
             continue
         found[name] = path
         waiting += _imports(path, name)
@@ -76,6 +79,12 @@ def check_job_source(use: str) -> None:
     assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if class_name not in classes | mentioned | assigned and "*" not in mentioned and classes:
         raise JobImportError(f"job.use: {module!r} has no {class_name!r}{nearest(class_name, classes)}")
+
+
+def _is_of_job(name: str, module: str) -> bool:
+    """Whether the source of a module is that of the job in `module`, and not Lockstep's."""
+    parts = name.split(".")
+    return parts[0] != "lockstep" or (len(parts) > 1 and parts[:2] == module.split(".")[:2])
 
 
 def _importable(module: str) -> bool:

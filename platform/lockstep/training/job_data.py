@@ -77,8 +77,9 @@ def _check(data: object, name: str) -> None:
         raise JobError(f"job.{name}: returned a DataLoader; return its dataset, Lockstep makes the batches")
     if isinstance(data, torch.utils.data.IterableDataset):
         raise JobError(
-            f"job.{name}: {kind} is an IterableDataset, whose samples have no index; wanted a map-style dataset "
-            "(__len__ and __getitem__)"
+            f"job.{name}: {kind} is an IterableDataset, whose samples have no index, so a resume and several workers could not tell "
+            "where they stand; wanted a map-style dataset (__len__ and __getitem__), such as lockstep.data.TarShards for tar files and "
+            "lockstep.data.Table for Parquet"
         )
     if (
         isinstance(data, tuple)

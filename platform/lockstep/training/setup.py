@@ -293,6 +293,15 @@ def make_model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Mod
     return model.to(device).train()
 
 
+def own_fields(job: Job) -> dict[str, str]:
+    """What a job adds to the identity. JobError where it fails, or gives no mapping."""
+    try:
+        own = job.identity()
+        return {f"job.identity.{name}": str(value) for name, value in own.items()}
+    except (Exception, SystemExit) as error:  # the job's own code
+        raise as_lockstep_error(error, "in identity") from error
+
+
 def _facts(
     spec: Spec,
     job: Job,
@@ -308,6 +317,7 @@ def _facts(
     fields = identity_fields(
         spec,
         {
+            **own_fields(job),
             "data.train_samples": plan.samples,
             "data.eval_samples": evaluate.samples if evaluate else 0,
             **_fingerprints(batches, evaluate),

@@ -305,7 +305,7 @@ DATA: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     ),
     "eval_data() returns a DataLoader": ("def eval_data(self):\n    return DataLoader(points(32))", {}, 1, ["job.eval_data: returned a DataLoader"]),
     "train_data() is a stream": (
-        "def train_data(self):\n    return Stream()", {}, 1, ["job.train_data: Stream is an IterableDataset", "map-style"]
+        "def train_data(self):\n    return Stream()", {}, 1, ["job.train_data: Stream is an IterableDataset", "map-style", "TarShards"]
     ),
     "train_data() returns tensors": ("def train_data(self):\n    return points(32).tensors", {}, 1, ["a tuple of 2 Tensors", "TensorDataset"]),
     "train_data() returns all splits": ("def train_data(self):\n    return {'train': points(32)}", {}, 1, ["job.train_data: returned dict"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,3 +104,38 @@ class Two(lockstep.Job):
     def example_input(self) -> tuple[Tensor, Tensor, Tensor]:
         x, words, _ = self.train_data()[:4]
         return x, words, torch.arange(1.0, 3.0)
+
+
+class Library(nn.Linear):
+    """A model of a library with a form of its own."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "inner").mkdir()
+        torch.save(self.state_dict(), folder / "inner" / "weights.pt")
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> Library:
+        found = cls(8, 3)
+        found.load_state_dict(torch.load(folder / "inner" / "weights.pt"))
+        if "one bit" in PLANTED:
+            found.bias.data[0] = torch.nextafter(found.bias.data[0], torch.tensor(torch.inf))
+        return found
+
+
+class OfLibrary(lockstep.Job):
+    def model(self) -> nn.Module:
+        return Library(8, 3)
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(*points(24, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+    def identity(self) -> dict[str, Any]:
+        return {"library": 3}
+
+    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
+        super().save_pretrained(model, folder)
+        (folder / "words.txt").write_text("a word\n")

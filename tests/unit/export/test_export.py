@@ -316,7 +316,7 @@ def without_best(run: Path) -> None:
 
 MISTAKES: dict[str, tuple[list[str], Any, str]] = {
     "no such run": (["export", "0" * 32], None, f"run {'0' * 32}: no record of it in"),
-    "no such format": (["export", "RUN", "--format", "keras"], None, "format: got 'keras', wanted pt2, onnx, torchscript or safetensors"),
+    "no such format": (["export", "RUN", "--format", "keras"], None, "format: got 'keras', wanted pt2, onnx, torchscript, safetensors or pretrained"),
     "no final weights": (["export", "RUN"], stopped, "is FINISHED and has no final weights; they are written when a run ends"),
     "no best weights": (["export", "RUN", "--best"], without_best, "best: run RUN has no best weights; a run with early_stop keeps them"),
     "no example": (["export", "RUN"], lambda run: PLANTED.add("no example"), "has no example_input; write one and train, or export safetensors"),
@@ -437,3 +437,37 @@ def test_a_recorded_run_of_the_digits_predicts_what_its_model_does_and_has_the_a
 
     there = MlflowClient(uri).list_artifacts(found.run_id, "export/onnx")
     assert [file.path for file in there] == ["export/onnx/final.json", "export/onnx/final.onnx"]
+
+
+# --- in the form of another library -----------------------------------------------------------------------------
+
+
+def test_a_model_is_kept_in_the_form_of_its_library(tmp_path: Path) -> None:
+    """Again over the one before; and not where the library reads another bit than it wrote."""
+    run = Path(train(document(tmp_path, "OfLibrary"), local=True).folder)
+    assert json.loads((run / "fields.json").read_text())["job.identity.library"] == "3"
+    made = exported(run, form="pretrained")
+    folder = run / "export" / "pretrained" / "final"
+    assert Path(made.path) == folder
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert names == {"inner/weights.pt", "words.txt"}
+    assert made.artifact.weights_digest == weights_digest(torch.load(folder / "inner" / "weights.pt"))
+    assert exported(run, form="pretrained").artifact == made.artifact
+    before = contents(run)
+    PLANTED.add("one bit")
+    with pytest.raises(
+        ExportError, match=r"^export: pretrained: read again, 1 weights are other ones, such as 'bias'"
+    ):
+        exported(run, form="pretrained")
+    assert contents(run) == before
+
+
+def test_a_model_without_a_form_of_its_own_is_refused(run: Path) -> None:
+    before = contents(run)
+    with pytest.raises(
+        SpecError, match=r"^format: pretrained .* Net has no save_pretrained\(folder\); export safetensors"
+    ):
+        exported(run, form="pretrained")
+    with pytest.raises(SpecError, match=r"^format: pretrained is run by the library"):
+        predict(run.name, run / "x.npy", form="pretrained", uri="off", storage=run.parent)
+    assert contents(run) == before

@@ -1,0 +1,103 @@
+"""Encoded images in files, a class in each folder; and what decodes them.
+
+Pillow is imported when the first image is decoded: `pip install 'lockstep-train[images]'`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+from torch.utils.data import Dataset
+
+from lockstep.data.fingerprint import FILES, content_digest
+from lockstep.data.places import StoredFile, find, one_line
+from lockstep.errors import DataError, JobError
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+class EncodedImage(NamedTuple):
+    """The bytes of an image file, the number of its class, and its name."""
+
+    content: bytes
+    label: int
+    name: str
+
+
+class ImageFolder(Dataset[EncodedImage]):
+    """The image files below a folder, in the order of their paths; the first folder of a file's name is its class.
+
+    `source` is a folder or a URI of an object store; `classes` are the names of the folders in the order of their numbers, by default
+    sorted. The fingerprint covers the names and sizes of all files and the contents of up to 256 of them, with `content="full"` of all.
+    Raises DataError for a file outside of any class.
+    """
+
+    draws_nothing = True
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        classes: Sequence[str] | None = None,
+        *,
+        content: Literal["sampled", "full"] = "sampled",
+    ) -> None:
+        self.files, self.content = find(source, IMAGES), content
+        self._names = [file.name for file in self.files]
+        folders = [_class(file) for file in self.files]
+        self.classes = sorted(set(folders)) if classes is None else list(classes)
+        numbers = {name: i for i, name in enumerate(self.classes)}
+        strange = next((i for i, folder in enumerate(folders) if folder not in numbers), None)
+        if strange is not None:
+            raise DataError(
+                f"data: {self.files[strange].shown!r} is of class {folders[strange]!r}, wanted {', '.join(self.classes)}"
+            )
+        self.labels = [numbers[folder] for folder in folders]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> EncodedImage:
+        file = self.files[index]
+        (content,) = file.pieces([(0, file.size)])
+        return EncodedImage(content, self.labels[index], file.shown)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The classes, and one hash over the files."""
+        count = len(self.files)
+        read = (
+            {i * (count - 1) // (FILES - 1) for i in range(FILES)} if self.content != "full" else range(count)
+        )
+        found = hashlib.sha256()
+        for i, (name, file) in enumerate(zip(self._names, self.files, strict=True)):
+            digest = content_digest(file.identity, file.size, file.pieces, "full") if i in read else ""
+            found.update(f"{name}|{file.size}|{digest}\n".encode())
+        return {"classes": ", ".join(self.classes), "files": f"{count}, {found.hexdigest()[:32]}"}
+
+
+def opened_image(content: bytes, name: str) -> Any:
+    """An encoded image as one of Pillow in RGB, all of it read. DataError with its name where it is damaged or no image."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise JobError(f"data: images need Pillow ({error}); pip install 'lockstep-train[images]'") from error
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"data: {name!r} cannot be decoded: {one_line(error)}; the file is damaged, cut short, or no image"
+        ) from error
+
+
+def _class(file: StoredFile) -> str:
+    parts = PurePosixPath(file.name).parts
+    if len(parts) < 2:
+        raise DataError(
+            f"data: {file.shown!r} lies in no class; wanted a folder with a folder for each class"
+        )
+    return parts[0]

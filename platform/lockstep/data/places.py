@@ -1,0 +1,167 @@
+"""Where data files lie: a path, a folder, a glob or a URI of an object store; and reads that are tried again when they fail."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from lockstep.errors import DataError
+
+PAUSES_S = (0.1, 0.5, 2.0)
+"""Before a read is tried again; what has failed once more after the last of them is told."""
+
+T = TypeVar("T")
+
+
+class Place:
+    """Where a path, a glob or a URI leads: a file system, and files with these endings in it."""
+
+    def __init__(self, given: str, suffixes: Sequence[str]) -> None:
+        self._given, self._suffixes = given, tuple(suffixes)
+        self._process = os.getpid()
+        self.is_local = "://" not in given or given.startswith("file://")
+        self.scheme = given.partition("://")[0] if not self.is_local else ""
+        parts = urlsplit(given)
+        self.shown = (
+            given if self.is_local else f"{self.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        )
+        self._files, self._path = self._open()
+        parts_of_path = PurePosixPath(self._path).parts
+        plain = next((i for i, part in enumerate(parts_of_path) if _is_glob(part)), len(parts_of_path))
+        self._base = str(PurePosixPath(*parts_of_path[:plain]))
+        self._pattern = parts_of_path[plain:]
+
+    def files(self) -> list[pafs.FileInfo]:
+        """The data files of this place, as the file system tells them; those that begin with `_` or `.` are left out."""
+        try:
+            info = self._files.get_file_info(self._base)
+            if info.type == pafs.FileType.File and not self._pattern:
+                self._base = str(PurePosixPath(self._base).parent)
+                return [info]
+            if info.type == pafs.FileType.NotFound and self.is_local:
+                raise DataError(f"data: there is no file or folder {self._base!r}")
+            selector = pafs.FileSelector(self._base, recursive=True, allow_not_found=True)
+            every = self._files.get_file_info(selector)
+        except OSError as error:
+            raise DataError(f"data: cannot list {self.shown!r}: {one_line(error)}") from error
+        return [file for file in every if file.type == pafs.FileType.File and self._wanted(file.path)]
+
+    def below(self, path: str) -> str:
+        """A path from this place on."""
+        return str(PurePosixPath(path).relative_to(self._base))
+
+    def open(self, path: str) -> pa.NativeFile:
+        """A file to read from anywhere; a forked process opens the file system anew, for clients of object stores do not survive a fork."""
+        if self._process != os.getpid():
+            self._files, _ = self._open()
+            self._process = os.getpid()
+        return self._files.open_input_file(path)
+
+    def _wanted(self, path: str) -> bool:
+        parts = PurePosixPath(path).relative_to(self._base).parts
+        if self._pattern:
+            return len(parts) == len(self._pattern) and all(map(fnmatchcase, parts, self._pattern))
+        return PurePosixPath(path).suffix in self._suffixes and not any(
+            p.startswith(("_", ".")) for p in parts
+        )
+
+    def _open(self) -> tuple[pafs.FileSystem, str]:
+        if self.is_local:
+            path = unquote(urlsplit(self._given).path) if "://" in self._given else self._given
+            return pafs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+        try:
+            files, path = pafs.FileSystem.from_uri(self._given)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            reason = one_line(error).replace(self._given, self.shown)
+            raise DataError(f"data: cannot open {self.shown!r}: {reason}") from None
+        return files, path.rstrip("/")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file in a place, by its path there."""
+
+    place: Place
+    path: str
+    size: int
+    changed_ns: int
+
+    @property
+    def name(self) -> str:
+        """The path below the place, by which a person knows the file."""
+        return self.place.below(self.path)
+
+    @property
+    def shown(self) -> str:
+        """The path or the URI, for a message."""
+        return self.path if self.place.is_local else f"{self.place.scheme}://{self.path}"
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What changes with the file; of one on a disk, though its size and its time were set back."""
+        status = Path(self.path).stat() if self.place.is_local else None
+        return (self.path, self.size, self.changed_ns, status and (status.st_ino, status.st_ctime_ns))
+
+    def pieces(self, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Its bytes at (offset, length) spans. Raises DataError."""
+        with self.place.open(self.path) as source:
+            for offset, length in spans:
+                yield retried(lambda o=offset, n=length: source.read_at(n, o), repr(self.shown))  # type: ignore[misc]
+
+
+def find(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], suffixes: Sequence[str]
+) -> list[StoredFile]:
+    """The files of one place or several, in the order of their paths. DataError where there is none."""
+    sources = [source] if isinstance(source, str | os.PathLike) else list(source)
+    places = [Place(os.fspath(one), suffixes) for one in sources]
+    found = [
+        StoredFile(place, info.path, info.size, info.mtime_ns or 0)
+        for place in places
+        for info in place.files()
+    ]
+    if not found:
+        wanted = ", ".join(place.shown for place in places)
+        raise DataError(
+            f"data: there is no file for {wanted!r}; wanted {', '.join(suffixes)}, in a folder or by a glob"
+        )
+    return sorted(found, key=lambda file: file.path)
+
+
+def _is_glob(part: str) -> bool:
+    return any(sign in part for sign in "*?[")
+
+
+def retried(read: Callable[[], T], what: str) -> T:
+    """What `read` gives, tried again after a failure of the disk or the network; DataError in the end."""
+    for pause_s in (*PAUSES_S, None):
+        try:
+            return read()
+        except FileNotFoundError as error:
+            raise DataError(f"data: {what} is not there: {one_line(error)}") from error
+        except OSError as error:
+            if pause_s is None:
+                raise DataError(
+                    f"data: cannot read {what}, tried {len(PAUSES_S) + 1} times: {one_line(error)}; "
+                    "the storage is not well, or the file is damaged"
+                ) from error
+            time.sleep(pause_s)
+        except (pa.ArrowException, EOFError) as error:
+            raise DataError(
+                f"data: cannot read {what}: {one_line(error)}; the file is damaged, cut short, or of another kind"
+            ) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__

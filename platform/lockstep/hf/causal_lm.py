@@ -1,0 +1,131 @@
+"""A causal language model on packed documents.
+
+Shapes: B rows in a micro-batch, T tokens in a row, V tokens in the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.data.packing import Packed
+from lockstep.errors import SpecError, first_line
+from lockstep.hf.pretrained import Pretrained, PretrainedParams
+from lockstep.hf.tokens import Documents
+from lockstep.job.interface import Loss
+
+IGNORED = -100
+"""The target of a token that has no loss: the last of a document's part of a row, and padding."""
+
+SEEN = 1e-4
+"""The share of a change of the logits from which on it was seen elsewhere. Models that see it show more even before they are trained;
+experts that are computed together with other tokens round in the seventh digit.
+"""
+
+
+class CausalLM(Pretrained):
+    """Predicts each next token of packed documents: `job: {use: "lockstep.hf:CausalLM", params: …}`."""
+
+    AUTO_MODEL, TASK = "AutoModelForCausalLM", "CAUSAL_LM"
+
+    class Params(PretrainedParams):
+        """What a language model needs besides."""
+
+        end: str | None = None
+        """The token behind each document; None: the tokenizer's eos token, or none."""
+        across_documents: bool = False
+        """Whether tokens see, and predict, those of other documents in their row. Otherwise a document begins at position 0."""
+
+    params: Params
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self._check_sight(model)
+        return model
+
+    def train_data(self) -> Dataset[Any]:
+        return self._rows(self.params.train)
+
+    def eval_data(self) -> Dataset[Any] | None:
+        return None if self.params.eval is None else self._rows(self.params.eval)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        targets = self._targets(batch)  # [B, T]
+        logits = self._logits(model, batch).flatten(0, 1).float()  # [B T, V]
+        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return Loss(total, weight=(targets != IGNORED).sum())
+
+    def _rows(self, source: str) -> Packed:
+        p, tokenizer = self.params, self.tokenizer
+        documents = Documents(source, tokenizer, text=p.text)
+        end = tokenizer.own.eos_token_id if p.end is None else tokenizer.token(p.end)
+        # The last row is filled: its padding, whatever its token, is seen by nothing and has no loss.
+        return Packed(documents, p.length, end=end, pad=0, lengths=documents.lengths.tolist())
+
+    def _targets(self, batch: dict[str, Tensor]) -> Tensor:
+        tokens, documents = batch["tokens"], batch["documents"]
+        inside = documents[:, 1:] >= 0
+        if not self.params.across_documents:
+            inside &= documents[:, 1:] == documents[:, :-1]
+        return F.pad(tokens[:, 1:].masked_fill(~inside, IGNORED), (0, 1), value=IGNORED)
+
+    def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        inputs: dict[str, Any] = {"input_ids": batch["tokens"], "use_cache": False}
+        if not self.params.across_documents:
+            inputs["attention_mask"] = _mask(model, batch["documents"])
+            inputs["position_ids"] = batch["positions"]
+        logits: Tensor = model(**inputs).logits
+        return logits
+
+    def _check_sight(self, model: nn.Module) -> None:
+        """SpecError where a token sees one behind it or in another document: some kinds of model do not look at masks and positions."""
+        size = min(8, self.params.length // 2)
+        one, other = torch.zeros(1, size, dtype=torch.int64), torch.ones(1, size, dtype=torch.int64)
+        documents, positions = torch.cat([one, other], 1), torch.arange(size).repeat(2).unsqueeze(0)
+
+        def plain(first: Tensor, second: Tensor) -> Tensor:
+            logits: Tensor = model(input_ids=torch.cat([first, second], 1)).logits
+            return logits
+
+        def packed(first: Tensor, second: Tensor) -> Tensor:
+            tokens = torch.cat([first, second], 1)
+            return self._logits(model, {"tokens": tokens, "documents": documents, "positions": positions})
+
+        model.eval()  # it is put into training mode before it trains
+        with torch.no_grad():
+            if _sees(plain(one, one), plain(one, other), slice(0, size)):
+                raise SpecError(
+                    f"job.params: a token of {type(model).__name__} sees those behind it, which it is to predict; wanted a causal "
+                    "model (of some kinds, with is_decoder: true in its config)"
+                )
+            if self.params.across_documents:
+                return
+            try:
+                seen = _sees(packed(one, one), packed(other, one), slice(size, None))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise SpecError(
+                    f"job.params.across_documents: {type(model).__name__} takes no document masks ({first_line(error)}); set it to true"
+                ) from error
+        if seen:
+            raise SpecError(
+                f"job.params.across_documents: {type(model).__name__} does not look at document masks, so tokens would see other "
+                "documents; set it to true"
+            )
+
+
+def _sees(before: Tensor, after: Tensor, where: slice) -> bool:
+    """Whether the tokens at `where` see a change of the others: from logits [1, T, V] before it and after it."""
+    change = (after - before).abs()
+    return bool(change[:, where].max() > SEEN * change.max())
+
+
+def _mask(model: nn.Module, documents: Tensor) -> Tensor:
+    """Which tokens each one sees [B, 1, T, T]: itself and those before it in its document; for `eager` as what is added to scores."""
+    seen = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril().unsqueeze(1)
+    if getattr(model.config, "_attn_implementation", None) == "sdpa":
+        return seen
+    return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)

@@ -1,0 +1,119 @@
+"""A classifier of texts.
+
+Shapes: B texts in a micro-batch, T tokens of the longest, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from lockstep.errors import DataError, SpecError
+from lockstep.hf import text_files
+from lockstep.hf.pretrained import Pretrained, PretrainedParams
+from lockstep.hf.tokens import Documents, Tokenizer
+from lockstep.job.interface import Loss, Mean
+
+
+class SequenceClassifier(Pretrained):
+    """Tells the class of each text: `job: {use: "lockstep.hf:SequenceClassifier", params: …}`."""
+
+    AUTO_MODEL, TASK = "AutoModelForSequenceClassification", "SEQ_CLS"
+
+    class Params(PretrainedParams):
+        """What a classifier needs besides."""
+
+        label: str = "label"
+        """The field or column of a row that is its class."""
+        classes: tuple[str, ...] | None = None
+        """The classes in the order of the model's outputs; None: those of the training texts, sorted."""
+
+    params: Params
+
+    def train_data(self) -> Dataset[Any]:
+        return self._labelled(self.params.train)
+
+    def eval_data(self) -> Dataset[Any] | None:
+        return None if self.params.eval is None else self._labelled(self.params.eval)
+
+    def collate(self, samples: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask` [B, T], padded behind the text; `labels` [B]."""
+        rows = [tokens for tokens, _ in samples]
+        return {
+            "input_ids": pad_sequence(rows, batch_first=True, padding_value=float(self._pad)).long(),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+            "labels": torch.tensor([label for _, label in samples]),
+        }
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        labels = batch["labels"]
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # [B, C]
+        total = F.cross_entropy(logits.float(), labels, reduction="sum")
+        right = (logits.detach().argmax(1) == labels).sum()
+        return Loss(total, weight=len(labels), parts={"accuracy": Mean(right, len(labels))})
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the model's outputs."""
+        p = self.params
+        if p.classes is not None:
+            return p.classes
+        rows = text_files.read(text_files.find(p.train), p.text, p.label)
+        return tuple(sorted({str(row.label) for row in rows}))
+
+    @property
+    def _pad(self) -> int:
+        pad = self.tokenizer.own.pad_token_id
+        if pad is None:
+            raise SpecError(
+                "job.params.tokenizer: it has no padding token, and the texts of a micro-batch are padded to one length; "
+                "set pad_token in its tokenizer_config.json"
+            )
+        return int(pad)
+
+    def _of_task(self) -> dict[str, Any]:
+        named = dict(enumerate(self.classes))
+        return {
+            "id2label": named,
+            "label2id": {name: i for i, name in named.items()},
+            "pad_token_id": self._pad,
+        }
+
+    def _labelled(self, source: str) -> Labelled:
+        p = self.params
+        return Labelled(source, self.tokenizer, p.text, p.label, p.length, self.classes)
+
+
+class Labelled(Dataset[tuple[Tensor, int]]):
+    """Texts as tokens, each with the number of its class. DataError where one is of no class."""
+
+    draws_nothing = True
+
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, text: str, label: str, longest: int, classes: Sequence[str]
+    ) -> None:
+        self._documents = Documents(source, tokenizer, text=text, label=label, longest=longest)
+        numbers = {name: i for i, name in enumerate(classes)}
+        strange = sorted(set(self._documents.labels) - set(numbers))
+        if strange:
+            raise DataError(
+                f"data: {source!r} has texts of class {strange[0]!r}, wanted {', '.join(classes)}"
+            )
+        self._labels = [numbers[label] for label in self._documents.labels]
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._documents[index], self._labels[index]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the texts are, and their classes."""
+        return {**self._documents.fingerprint(), "classes": len(set(self._labels))}

@@ -1,0 +1,49 @@
+"""Hugging Face's libraries, imported where they are first used, and kept from the network and from the terminal."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from lockstep.errors import SpecError
+
+DECIDING = ("transformers", "tokenizers", "peft")
+"""The libraries whose versions decide about a run's bits."""
+
+
+def transformers() -> Any:
+    """The module. SpecError where it is not installed."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is first imported
+    try:
+        import transformers
+    except ImportError as error:
+        raise _missing("transformers", error) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def peft() -> Any:
+    """The module. SpecError where it is not installed."""
+    transformers()
+    try:
+        import peft
+    except ImportError as error:
+        raise _missing("peft", error) from error
+    return peft
+
+
+def versions() -> dict[str, str]:
+    """The versions of what decides about the bits; of what is not installed, `none`."""
+    found = {}
+    for name in DECIDING:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _missing(name: str, error: ImportError) -> SpecError:
+    return SpecError(f"job.use: jobs of lockstep.hf need {name} ({error}); pip install 'lockstep-train[hf]'")

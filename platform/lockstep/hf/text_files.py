@@ -1,0 +1,123 @@
+"""Texts in files: which files there are, and the texts in them, with their labels where they have some.
+
+Of JSON lines, CSV and Parquet every row is a text; any other file is one text as a whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.data.fingerprint import FILES, local_digest
+from lockstep.errors import DataError, nearest
+
+JSON_LINES = (".jsonl", ".ndjson")
+PARQUET = (".parquet", ".pq")
+ROWS = (*JSON_LINES, ".csv", *PARQUET)
+
+
+class TextFile(NamedTuple):
+    """A file, and the name below the given folder by which a person knows it."""
+
+    path: Path
+    name: str
+
+
+class Text(NamedTuple):
+    """A text, and its label where one was asked for."""
+
+    text: str
+    label: str | None
+
+
+def find(source: str) -> list[TextFile]:
+    """The files of a path, a folder with all below it, or a glob, in the order of their paths. DataError where there is none.
+
+    Names that begin with `_` or `.` are left out of folders.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [TextFile(path, path.name)]
+    if path.is_dir():
+        below = [(one, one.relative_to(path)) for one in sorted(path.rglob("*")) if one.is_file()]
+        found = [
+            TextFile(one, name.as_posix())
+            for one, name in below
+            if not any(part.startswith(("_", ".")) for part in name.parts)
+        ]
+    else:
+        base = Path(path.anchor)
+        found = [
+            TextFile(one, one.name) for one in sorted(base.glob(str(path.relative_to(base)))) if one.is_file()
+        ]
+    if not found:
+        raise DataError(f"data: there is no file of texts at {source!r}; wanted a file, a folder or a glob")
+    return found
+
+
+def digests(files: Sequence[TextFile]) -> dict[str, str]:
+    """The sha256 of each file by `file.<name>`; of many, one over all."""
+    found = {f"file.{file.name}": local_digest(file.path) for file in files}
+    if len(found) <= FILES:
+        return found
+    together = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    return {"files": f"{len(found)}: {together}"}
+
+
+def read(files: Sequence[TextFile], text: str, label: str | None = None) -> Iterator[Text]:
+    """The texts of files in order; `text` and `label` are the fields or columns of rows. Raises DataError with the file's name."""
+    for file in files:
+        if file.path.suffix not in ROWS:
+            if label is not None:
+                raise DataError(
+                    f"data: {file.name!r} has no rows with labels; wanted {', '.join(ROWS)} with {text!r} and {label!r}"
+                )
+            yield Text(_whole(file), None)
+            continue
+        for number, row in enumerate(_rows(file, [text] if label is None else [text, label]), 1):
+            yield Text(
+                _field(row, text, file, number), None if label is None else _field(row, label, file, number)
+            )
+
+
+def _whole(file: TextFile) -> str:
+    try:
+        return file.path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _rows(file: TextFile, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    try:
+        if file.path.suffix in PARQUET:
+            import pyarrow.parquet as pq
+
+            known = pq.read_schema(file.path).names
+            for column in columns:
+                if column not in known:
+                    raise DataError(f"data: {file.name!r} has no column {column!r}{nearest(column, known)}")
+            yield from pq.read_table(file.path, columns=list(columns)).to_pylist()
+            return
+        with file.path.open(encoding="utf-8", newline="" if file.path.suffix == ".csv" else None) as lines:
+            if file.path.suffix == ".csv":
+                yield from csv.DictReader(lines)
+            else:
+                yield from (json.loads(line) for line in lines if line.strip())
+    except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors and OSErrors
+        raise _unreadable(file, error) from error
+
+
+def _field(row: Any, name: str, file: TextFile, number: int) -> str:
+    value = row.get(name) if isinstance(row, Mapping) else None
+    if not isinstance(value, str | int):  # a label may be a number
+        got = "nothing" if value is None else type(value).__name__
+        raise DataError(f"data: row {number} of {file.name!r} has {got} as {name!r}, wanted text")
+    return str(value)
+
+
+def _unreadable(file: TextFile, error: BaseException) -> DataError:
+    return DataError(f"data: cannot read {str(file.path)!r}: {' '.join(str(error).split())}")

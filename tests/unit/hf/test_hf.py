@@ -1,0 +1,376 @@
+"""G1 for Hugging Face models in one process: transformers' own loss, adapters, what is saved, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lockstep import train as train_run
+from lockstep.calls.exporting import export
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.data.order import epoch_order
+from lockstep.errors import DataError, LockstepError, SpecError
+from lockstep.hf.causal_lm import CausalLM
+from lockstep.job.loading import load_job
+from lockstep.randomness import seed_all
+from lockstep.training.determinism import determinism
+from lockstep.training.digest import weights_digest
+from tests.distributed.kinds import RUN, taken_up
+from tests.distributed.training import Document, train, train_attempt
+from tests.unit.hf.made import BERT, GPT2, LLAMA, classifier, language_model, make
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+
+
+def undropped(config: dict[str, Any]) -> dict[str, Any]:
+    """Without dropout: a loop by hand draws from other seeds."""
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    return {**config, **dict.fromkeys(names, 0.0)}
+
+
+# --- transformers' own loss ---------------------------------------------------------------------------------------
+
+
+def by_hand(document: Document) -> list[str]:
+    """A loop as transformers' documentation writes it: the model's own loss of each batch, a mean; the weights after each step."""
+    job: Any = load_job(document["job"]["use"], document["job"]["params"])
+    digests = []
+    with determinism("strict", threads=1):
+        seed_all(document["seed"], "model")
+        model = job.model().train()
+        data, size = job.train_data(), document["batch"]["global"]
+        order = epoch_order(document["seed"], 0, len(data), "full")[0 : 3 * size].tolist()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            batch = job.collate([data[i] for i in order[step * size : (step + 1) * size]])
+            optimizer.zero_grad()
+            model(**arguments(batch, document["job"]["params"])).loss.backward()
+            optimizer.step()
+            digests.append(weights_digest(model.state_dict()))
+    return digests
+
+
+def arguments(batch: dict[str, Tensor], params: dict[str, Any]) -> dict[str, Any]:
+    """A batch as transformers takes it; labels are shifted there."""
+    if "labels" in batch:
+        return batch
+    tokens = batch["tokens"]
+    if params.get("across_documents"):
+        return {"input_ids": tokens, "labels": tokens}
+    return {
+        "input_ids": tokens,
+        "labels": tokens,
+        "position_ids": batch["positions"],
+        "attention_mask": (batch["documents"].unsqueeze(1) == batch["documents"].unsqueeze(2))
+        .tril()
+        .unsqueeze(1),
+    }
+
+
+def one_micro_batch(document: Document) -> Document:
+    """Batches of a power of two, of which a mean rounds nothing; no clipping, which is done in another precision by hand."""
+    return {
+        **document,
+        "length": {"steps": 3},
+        "batch": {"global": 4, "micro": 4},
+        "clip_norm": None,
+        "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.01},
+        "data": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "across"),
+    [
+        pytest.param(GPT2, False, id="gpt2"),
+        pytest.param(LLAMA, True, id="llama-across", marks=pytest.mark.exact),
+        pytest.param(GPT2, True, id="gpt2-across", marks=pytest.mark.exact),
+        pytest.param(LLAMA, False, id="llama", marks=pytest.mark.exact),
+    ],
+)
+def test_the_loss_is_that_of_transformers(
+    folder: Path, tmp_path: Path, config: dict[str, Any], across: bool
+) -> None:
+    """One document fills all rows, each of 33 tokens: 4 x 32 targets, as transformers counts them."""
+    whole = " ".join(path.read_text() for path in sorted((folder / "train").iterdir()))
+    (tmp_path / "one.txt").write_text(whole)
+    document = one_micro_batch(
+        language_model(folder, undropped(config), train=str(tmp_path / "one.txt"), across_documents=across)
+    )
+    assert list(train(document).digests) == by_hand(document)
+
+
+@pytest.mark.exact
+def test_the_loss_of_a_classifier_is_that_of_transformers(folder: Path) -> None:
+    document = one_micro_batch(classifier(folder, undropped(BERT)))
+    assert list(train(document).digests) == by_hand(document)
+
+
+# --- what is seen, and what counts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_document_sees_no_other_and_padding_does_not_count(folder: Path, attention: str) -> None:
+    """The loss of a row of three parts and padding is that of its parts, each in a row of its own."""
+    job: Any = load_job("lockstep.hf:CausalLM", language_model(folder, attention=attention)["job"]["params"])
+    model = job.model().eval()
+    parts = [torch.arange(3, 12), torch.arange(20, 31), torch.arange(40, 47)]
+    row = {
+        "tokens": torch.cat([*parts, torch.zeros(5, dtype=torch.int64)]),
+        "documents": torch.tensor([0] * 9 + [1] * 11 + [2] * 7 + [-1] * 5),
+        "positions": torch.cat([*map(torch.arange, (9, 11, 7, 5))]),
+    }
+    with torch.no_grad():
+        together = job.loss(model, job.collate([row]))
+        apart = [
+            model(input_ids=part[None], labels=part[None]).loss.item() * (len(part) - 1) for part in parts
+        ]
+    assert together.weight == 8 + 10 + 6
+    assert float(together.total) == pytest.approx(sum(apart), rel=1e-5)  # other shapes round otherwise
+
+
+def test_every_token_but_the_first_of_a_part_is_a_target_once(folder: Path) -> None:
+    job: Any = load_job("lockstep.hf:CausalLM", language_model(folder)["job"]["params"])
+    data = job.train_data()
+    batch = job.collate([data[i] for i in range(len(data))])
+    parts = sum(len(data.pieces(row)) for row in range(len(data)))
+    assert int((job._targets(batch) != -100).sum()) == data.tokens - parts
+
+
+# --- state, memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exact
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(folder: Path, tmp_path: Path) -> None:
+    """With dropout, and tied weights that are still one tensor."""
+    whole = train(language_model(folder))
+    saving = {**language_model(folder), "checkpoint": {"storage": str(tmp_path), "every": None}}
+    train_attempt(saving, RUN, AttemptOrigin(), 2)
+    rest = train_attempt(saving, RUN, taken_up(saving))
+    assert rest.digests == whole.digests[2:]
+    assert (rest.rows, rest.evaluations, rest.weights_digest) == (
+        whole.rows,
+        whole.evaluations,
+        whole.weights_digest,
+    )
+    final = load_file(tmp_path / RUN / "weights" / "final.safetensors")
+    assert torch.equal(final["lm_head.weight"], final["transformer.wte.weight"])
+
+
+@pytest.mark.exact
+def test_checkpointed_activations_change_no_bit(folder: Path) -> None:
+    plain, less = (
+        train({**language_model(folder), "activation_checkpointing": on, "length": {"steps": 1}})
+        for on in (False, True)
+    )
+    assert plain.digests == less.digests
+
+
+# --- identity --------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Path(shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer"))
+    spec = language_model(folder, tokenizer=str(tokenizer))
+    spec |= {"checkpoint": {"storage": str(tmp_path / "runs"), "every": None}, "length": {"steps": 2}}
+    first = train_attempt(spec, RUN, AttemptOrigin(), 1)
+    moved = Path(shutil.copytree(tokenizer, tmp_path / "moved"))
+    spec["job"]["params"]["tokenizer"] = str(moved)
+    assert train_attempt(spec, RUN, taken_up(spec)).identity == first.identity
+    changed = json.loads((moved / "tokenizer_config.json").read_text())
+    (moved / "tokenizer_config.json").write_text(
+        json.dumps({**changed, "clean_up_tokenization_spaces": True})
+    )
+    with pytest.raises(
+        SpecError, match=r"^resume: job\.identity\.tokenizer is '\w{64}' and was '\w{64}' in the run"
+    ):
+        train_attempt(spec, RUN, taken_up(spec))
+
+
+def test_texts_and_libraries_are_in_the_identity(folder: Path) -> None:
+    job: Any = load_job("lockstep.hf:CausalLM", language_model(folder)["job"]["params"])
+    assert {"transformers", "tokenizers", "peft", "config", "tokenizer"} == job.identity().keys()
+    fields = job.train_data().fingerprint()
+    assert len([name for name in fields if name.startswith("documents.file.")]) == 16
+
+
+# --- what is saved ---------------------------------------------------------------------------------------------
+
+
+def recorded(document: Document, storage: Path) -> Path:
+    """The folder of a run that came to its end."""
+    saving = {"checkpoint": {"storage": str(storage)}, "record": {"uri": "off"}}
+    return Path(train_run({**document, **saving}, local=True).folder)
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(input_ids=tokens).logits
+    return found
+
+
+def exported(run: Path) -> Path:
+    return Path(export(run.name, form="pretrained", uri="off", storage=run.parent).path)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of a Llama-like model."""
+    return recorded(language_model(folder, LLAMA), tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.exact
+def test_from_pretrained_gives_what_was_trained(folder: Path, trained: Path) -> None:
+    saved = exported(trained)
+    assert exported(trained) == saved  # over the one before
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    own = load_job("lockstep.hf:CausalLM", language_model(folder, LLAMA)["job"]["params"]).model()
+    own.load_state_dict(load_file(trained / "weights" / "final.safetensors"))
+    tokens = torch.arange(30).view(2, 15)
+    assert torch.equal(logits(model, tokens), logits(own, tokens))
+    told = json.loads(saved.with_suffix(".json").read_text())
+    assert told["weights_digest"] == weights_digest(model.state_dict())
+    text = "exact runs\n"
+    both = (AutoTokenizer.from_pretrained(path)(text)["input_ids"] for path in (saved, folder / "tokenizer"))
+    assert len({tuple(tokens) for tokens in both}) == 1
+
+
+@pytest.mark.exact
+def test_a_classifier_keeps_the_names_of_its_classes(folder: Path, tmp_path: Path) -> None:
+    run = recorded(classifier(folder), tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(exported(run), local_files_only=True)
+    assert model.config.id2label == {0: "start", 1: "within"}
+
+
+@pytest.mark.exact
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's, about transformers
+def test_adapters_load_in_peft_with_the_same_logits(folder: Path, tmp_path: Path) -> None:
+    """And what is frozen is in no optimizer and has not moved."""
+    whole: Any = load_job("lockstep.hf:CausalLM", language_model(folder, LLAMA)["job"]["params"])
+    base = tmp_path / "base"
+    whole.save_pretrained(whole.model(), base)
+    lora = {"r": 2, "alpha": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}
+    document = language_model(folder, path=str(base), lora=lora)
+    document["checkpoint"] = {"storage": str(tmp_path), "every": None}
+    train_attempt(document, RUN, AttemptOrigin())
+    job: Any = load_job("lockstep.hf:CausalLM", document["job"]["params"])
+    own = job.model()
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    own.load_state_dict(load_file(tmp_path / RUN / "weights" / "final.safetensors"))
+    moved = {name for name, tensor in own.state_dict().items() if not torch.equal(tensor, before[name])}
+    learnt = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
+    assert moved == learnt == {one for one in before if "lora" in one}
+    assert len(learnt) == 2 * 2 * 2
+    job.save_pretrained(own, tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("model*.safetensors"))
+    assert weights_digest(job.load_pretrained(own, tmp_path / "saved").state_dict()) == weights_digest(
+        own.state_dict()
+    )
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved")
+    tokens = torch.arange(30).view(2, 15)
+    assert torch.equal(logits(model, tokens), logits(own, tokens))
+    assert not torch.equal(logits(model, tokens), logits(AutoModelForCausalLM.from_pretrained(base), tokens))
+
+
+@pytest.mark.exact
+def test_weights_that_are_read_otherwise_are_no_artifact(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of the comparison; the artifact of before stays."""
+    saved = exported(trained)
+    before = sorted((path.name, path.read_bytes()) for path in saved.iterdir())
+    load = CausalLM.load_pretrained
+
+    def other(self: CausalLM, model: Any, folder: Path) -> Any:
+        found: Any = load(self, model, folder)
+        with torch.no_grad():
+            next(found.parameters())[0, 0] += 1
+        return found
+
+    monkeypatch.setattr(CausalLM, "load_pretrained", other)
+    with pytest.raises(
+        LockstepError, match=r"^export: pretrained: read again, .* are other ones, such as 'lm_head"
+    ):
+        exported(trained)
+    assert sorted((path.name, path.read_bytes()) for path in saved.iterdir()) == before
+
+
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (
+            {"path": "gpt2"},
+            r"^job\.params\.path: .*; wanted a folder as of save_pretrained: nothing is fetched",
+        ),
+        ({"config": None}, r"^job\.params: .*got neither of config and path"),
+        ({"of_config": {"model_type": "gpt3"}}, r"^job\.params\.config: "),
+        (
+            {"of_config": {"vocab_size": 20}},
+            r"^job\.params: the tokenizer has 300 tokens, .* vocab_size is 20",
+        ),
+        ({"length": 65}, r"^job\.params\.length: got 65, and the model has 64 positions"),
+        ({"tokenizer": "nowhere"}, r"^job\.params\.tokenizer: got 'nowhere', wanted a local folder"),
+        ({"end": "<stop>"}, r"^job\.params\.end: got '<stop>', which is no token"),
+        ({"lora": {"r": 2}}, r"lora on a model from a config"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(folder: Path, params: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said) as raised:
+        job = load_job("lockstep.hf:CausalLM", {**language_model(folder, **params)["job"]["params"]})
+        job.model()
+        job.train_data()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (BERT, r"^job\.params: a token of \w+ sees those behind it"),
+        (
+            {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+            r"^job\.params\.across_documents: ",
+        ),
+    ],
+    ids=["bert", "mamba"],
+)
+def test_a_model_that_sees_what_it_must_not_is_refused(
+    folder: Path, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SpecError, match=said):
+        load_job("lockstep.hf:CausalLM", language_model(folder, config)["job"]["params"]).model()
+
+
+def test_texts_that_cannot_be_read_are_one_line(folder: Path, tmp_path: Path) -> None:
+    def opened(path: Path) -> None:
+        load_job(
+            "lockstep.hf:SequenceClassifier", classifier(folder, train=str(path))["job"]["params"]
+        ).train_data()
+
+    (tmp_path / "cut.jsonl").write_text('{"text": "a", "label": "b"}\n{"text": "c')
+    with pytest.raises(DataError, match=r"^data: cannot read '.*cut\.jsonl': "):
+        opened(tmp_path / "cut.jsonl")
+    (tmp_path / "other.jsonl").write_text('{"body": "a", "label": "b"}\n')
+    with pytest.raises(DataError, match=r"^data: row 1 of 'other\.jsonl' has nothing as 'text', wanted text"):
+        opened(tmp_path / "other.jsonl")
+    with pytest.raises(DataError, match=r"^data: there is no file of texts at '.*nowhere'"):
+        opened(tmp_path / "nowhere")
