@@ -5,16 +5,19 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from lockstep.calls.apart import apart, unfit
 from lockstep.calls.held import held_run, leads
-from lockstep.calls.training import run_attempt
+from lockstep.calls.training import default_progress, run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of, whole_steps
 from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Progress, Silent
+from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
 from lockstep.job.identity import changed_fields
@@ -51,7 +54,7 @@ def resume(
     stopped where it does not answer. `notify` is as for `train`. Raises LockstepError.
     """
     options = RunOptions(
-        progress=progress or Silent(),
+        progress=progress or default_progress(),
         local=local,
         address=address,
         verbose=verbose,
@@ -59,7 +62,10 @@ def resume(
         notify=notify,
         began_at=began_at or time.time(),
     )
-    return resume_with(options, run_id, list(overrides), step=step, fork=fork, uri=uri, takeover=takeover)
+    asked: dict[str, Any] = {"step": step, "fork": fork, "uri": uri, "takeover": takeover}
+    if options.local and unfit():
+        return apart(partial(resume_with, run_id=run_id, overrides=list(overrides), **asked), options)
+    return resume_with(options, run_id, list(overrides), **asked)
 
 
 def resume_with(
