@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit guard wheel-check exact chaos bench gpu newest-ray clean
+.PHONY: train test lint types imports unit guard wheel-check docs exact chaos bench gpu newest-ray clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -40,6 +40,9 @@ guard: $(INSTALLED_TEST)  ## the working tree trains the bits of the commit befo
 
 wheel-check:  ## the built wheel trains a job in an empty environment, away from the checkout
 	$(PYTHON) -m tests.wheel_check .venv-wheel
+
+docs: $(INSTALLED)  ## the pages that are generated
+	$(BIN)/python -m tests.reference
 
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
