@@ -61,7 +61,15 @@ def check_content(wheel: Path) -> int:
 def installed(wheel: Path, environment: Path) -> Path:
     """The folder of the commands of a new environment that has the wheel and its dependencies, and nothing else."""
     venv.create(environment, with_pip=True)
-    pip = (str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", *CONSTRAINTS)
+    pip = (
+        str(environment / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        *CONSTRAINTS,
+    )
     run(
         *pip, "torch"
     )  # first, and by its pinned version: a range would fetch the newest build with its CUDA packages

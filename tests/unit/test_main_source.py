@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.errors import JobImportError
 from lockstep.job.main_source import main_use, module_source
+from lockstep.job.recorded_source import source_digest
 
 Run = Callable[..., tuple[ModuleType, list[str]]]
 
@@ -71,6 +72,23 @@ def test_the_text_does_not_depend_on_the_order_in_which_cells_were_run(run: Run)
     once = source(run, *cells)
     assert source(run, *cells, *cells[:2]) == once
     assert source(run, cells[1], cells[3], cells[2], cells[0]) == once
+
+
+def test_the_digest_of_the_source_follows_what_the_class_uses_and_nothing_else(run: Run) -> None:
+    cells = ["from math import floor as F", "WIDTH = 8", "def half(x): return x / 2", JOB, "lot = 1"]
+
+    def digest(old: str, new: str) -> str:
+        text = source(run, *(cell.replace(old, new) for cell in cells))
+        return source_digest({"lockstep_main.py": text.encode()})
+
+    same = digest("", "")
+    assert digest("lot = 1", "lot = 2") == same
+    assert same not in {
+        digest("8", "9"),
+        digest("/ 2", "/ 3"),
+        digest("floor", "ceil"),
+        digest("# the", "# a"),
+    }
 
 
 def test_a_cell_that_was_changed_and_run_again_counts(run: Run) -> None:

@@ -26,6 +26,7 @@ JOB = """
 class Points(lockstep.Job):
     class Params(lockstep.Params):
         width: int = 8
+        where: lockstep.Placement[str] = "here"
 
     def model(self):
         return nn.Sequential(nn.Linear(2, self.params.width), nn.Tanh(), nn.Linear(self.params.width, 2))
@@ -108,6 +109,8 @@ def test_a_class_of_a_cell_trains_as_the_same_class_in_a_file(
     assert JOB.strip() in recorded
     assert "TensorDataset" in recorded
     assert verify(Path(folder).name, local=True, uri="off", storage=tmp_path / "runs").same_bits
+    moved = lockstep.resume(Path(folder).name, ["job.params.where=there"], local=True, uri="off")
+    assert moved.status == "FINISHED"
     forked = lockstep.resume(Path(folder).name, ["length.steps=6"], fork=True, local=True, uri="off")
     assert forked.step == 6
     assert (Path(forked.folder) / "source" / "lockstep_main.py").read_text() == recorded

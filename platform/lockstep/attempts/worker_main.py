@@ -89,8 +89,10 @@ def system_recorded(tell: Tell) -> AbstractContextManager[None]:
 
 
 def worker_main(config: dict[str, Any]) -> None:
-    """Train as one worker. `config`: the spec's document, the mailbox, the folder that it was started in, which attempt of which run this is, and
-    the job's files where they lie in no folder.
+    """Train as one worker.
+
+    `config`: the spec's document, the mailbox, the folder that it was started in, which attempt of which run this is, and the
+    job's files where they lie in no folder.
     """
     arrived, folder = time.time(), config["folder"]
     if folder not in sys.path:

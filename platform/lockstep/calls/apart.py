@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO
@@ -74,18 +75,24 @@ def apart(
         start_new_session=True,  # signals of a terminal or a notebook come through this process, once
     )
     assert process.stdin is not None and process.stdout is not None
-    with process, StopSignal() as stop:
+    hearing = threading.Thread(target=_hear, args=(process.stdout, told), name="lockstep-hear", daemon=True)
+    hearing.start()
+    with StopSignal() as stop:
         try:
             request = (call, replace(options, progress=Silent()), on_run_id is not None)
-            pickle.dump(request, process.stdin)
-            process.stdin.flush()
-            threading.Thread(
-                target=_hear, args=(process.stdout, told), name="lockstep-hear", daemon=True
-            ).start()
+            with suppress(BrokenPipeError):  # that it has ended is heard below
+                pickle.dump(request, process.stdin)
+                process.stdin.flush()
             outcome = _outcome(process, told, stop, options, on_run_id)
         except BaseException:
             _end(process)
             raise
+        finally:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            process.wait()
+            hearing.join()  # a pipe must not be closed while it is read
+            process.stdout.close()
     if isinstance(outcome, LockstepError):
         raise outcome
     return outcome
@@ -209,6 +216,7 @@ def main() -> None:
 
 def _stop_with_parent(asked: BinaryIO, over: threading.Event) -> None:
     """The parent writes nothing more: the pipe ends when it does."""
-    asked.read()
+    while os.read(asked.fileno(), 1024):  # no lock is held that the interpreter would want at its end
+        pass
     if not over.is_set():
         os.kill(os.getpid(), signal.SIGTERM)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.calls.apart import apart, unfit
 from lockstep.calls.held import held_run, leads
-from lockstep.calls.training import default_progress, run_attempt
+from lockstep.calls.training import default_progress, recorded_main, run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of, whole_steps
@@ -21,6 +22,7 @@ from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
 from lockstep.job.identity import changed_fields
+from lockstep.job.recorded_source import imported_from
 from lockstep.record.redaction import redacted_fields
 from lockstep.record.run_store import Recorded
 from lockstep.record.stores import find_copies, find_run
@@ -167,7 +169,10 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
         raise SpecError(
             f"resume: {name} of run {run_id} is or has a secret, which is not recorded; give it again: {name}=…"
         )
-    for name, old, new in changed_fields(before, after):
+    source = recorded_main(before, run_id)
+    with imported_from(source) if source else nullcontext():
+        changed = changed_fields(before, after)
+    for name, old, new in changed:
         if name in hidden:
             continue  # the workers compare it with the checkpoint
         raise SpecError(

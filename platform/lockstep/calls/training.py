@@ -92,14 +92,14 @@ def run_attempt(
     hold: Hold | None = None,
 ) -> Result:
     """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
-    source = options.source or recorded_main(spec, origin)
+    parent = spec.fork.run if spec.fork is not None else None
+    source = options.source or recorded_main(spec, origin.run_id or parent)
     with imported_from(source) if source else nullcontext():
         return _run_attempt(spec, origin, replace(options, source=source), on_run_id, hold)
 
 
-def recorded_main(spec: Spec, origin: AttemptOrigin) -> Mapping[str, bytes] | None:
-    """The recorded source of a run whose job was a class of `__main__`, for one that goes on with it; None for any other."""
-    run_id = origin.run_id or (spec.fork.run if spec.fork is not None else None)
+def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
+    """The recorded source of a run whose job was a class of `__main__`, for what goes on with it; None for any other."""
     if run_id is None or spec.job.use.partition(":")[0] != MODULE:
         return None
     return recorded_source(run_id, spec.record.uri or "", spec.folder / run_id)
