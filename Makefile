@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit guard wheel-check docs exact chaos bench gpu newest-ray clean
+.PHONY: train test lint types imports unit guard wheel-check docs pictures exact chaos bench gpu newest-ray clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -43,6 +43,9 @@ wheel-check:  ## the built wheel trains a job in an empty environment, away from
 
 docs: $(INSTALLED)  ## the pages that are generated
 	$(BIN)/python -m tests.reference
+
+pictures: $(INSTALLED_TEST)  ## the pictures of the README, made anew of a run and a sweep (needs chromium; minutes)
+	$(BIN)/python -m tests.pictures
 
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
