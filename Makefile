@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit guard exact chaos bench gpu newest-ray clean
+.PHONY: train test lint types imports unit guard wheel-check docs pictures exact chaos bench gpu newest-ray clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
@@ -37,6 +37,15 @@ guard: $(INSTALLED_TEST)  ## the working tree trains the bits of the commit befo
 	@if ! git rev-parse --quiet --verify HEAD~1 > /dev/null 2>&1; then echo "guard: skipped, this clone has no commit before the newest"; \
 	elif git log -1 --format=%B | grep -qi "changes bits"; then echo "guard: skipped, the newest commit says that it changes bits"; \
 	else $(BIN)/lockstep guard jobs/digits/train.yaml --base HEAD~1 --steps 2 rehearsal=off; fi
+
+wheel-check:  ## the built wheel trains a job in an empty environment, away from the checkout
+	$(PYTHON) -m tests.wheel_check .venv-wheel
+
+docs: $(INSTALLED)  ## the pages that are generated
+	$(BIN)/python -m tests.reference
+
+pictures: $(INSTALLED_TEST)  ## the pictures of the README, made anew of a run and a sweep (needs chromium; minutes)
+	$(BIN)/python -m tests.pictures
 
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
@@ -87,4 +96,4 @@ $(INSTALLED_TEST): $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info
+	rm -rf $(VENV) $(NEWEST) .venv-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info platform/*.egg-info

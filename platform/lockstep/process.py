@@ -1,8 +1,14 @@
-"""Which process this is, so that others on the same machine can tell whether it still lives. On Linux only."""
+"""Which process this is: whether one of several of torchrun, and which one, so that others on its machine can tell whether it lives (on Linux)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started by `torchrun` as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def place() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -69,6 +71,36 @@ def test_digest_and_ledger_are_those_of_one_process(
     assert columns(there) == columns(here)
     if most == 3:
         verified_on_ray(there)
+
+
+SCRIPT = """
+import torch
+from jobs.digits.job import Digits
+
+class Mine(Digits):
+    def loss(self, model, batch):
+        return super().loss(model, batch)
+
+class Other(torch.nn.Module): ...
+"""
+
+
+def test_a_class_of_a_script_is_imported_by_workers_and_recorder(
+    here: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing on any path has its module: its source travels with the run."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    exec(compile(SCRIPT, str(script), "exec"), vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    asked = spec(tmp_path, workers={"min": 2, "max": 2})
+    there = train({**asked, "job": {"params": {"width": 8}}}, job=main.Mine)
+    assert (there.workers, there.weights_digest, there.metrics) == (2, here.weights_digest, here.metrics)
+    recorded = (Path(there.folder) / "source" / "lockstep_main.py").read_text()
+    assert "class Mine(Digits):" in recorded
+    assert "class Other" not in recorded
 
 
 def verified_on_ray(run: Result) -> None:

@@ -28,6 +28,7 @@ from lockstep.spec.sweep import KINDS, Asha, Budget, Median, Pbt, SweepSpec, loa
 from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
+from tests import reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -228,6 +229,14 @@ def test_every_failure_and_its_limits_are_shown_by_a_test() -> None:
 def test_every_page_is_on_the_map() -> None:
     linked = {(DOCS / target).resolve() for target in LINK.findall((DOCS / "index.md").read_text())}
     assert linked >= {page.resolve() for page in DOCS.rglob("*.md") if page.name != "index.md"}
+
+
+def test_the_reference_of_jobs_is_that_of_its_docstrings() -> None:
+    """`make docs` writes it anew."""
+    assert reference.PAGE.read_text() == reference.reference()
+    assert all(
+        f"### `{name}`" in reference.PAGE.read_text() for name in ("__init__", "after_step", "state_dict")
+    )
 
 
 # --- the example ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -34,7 +35,8 @@ class RecorderActor:
     or its data, leaves nothing behind. What that needs is imported ahead, where the processors have nothing better to do.
     """
 
-    def __init__(self, spec: Spec, run_id: str | None, mailbox: Any, source: str) -> None:
+    def __init__(self, spec: Spec, run_id: str | None, mailbox: Any, source: str, path: list[str]) -> None:
+        sys.path += [folder for folder in path if folder not in sys.path]  # where the driver finds the job
         self._recorder = Recorder(
             spec,
             run_id=run_id,
@@ -114,4 +116,4 @@ def _import_aside(spec: Spec) -> None:
 def start_recorder(spec: Spec, environment: dict[str, str], run_id: str | None, mailbox: Any) -> Any:
     """A recorder actor on this node; it takes no CPU from the workers."""
     actor = on_this_node(RecorderActor, environment, max_concurrency=2)
-    return actor.remote(spec, run_id, mailbox, str(Path.cwd()))
+    return actor.remote(spec, run_id, mailbox, str(Path.cwd()), list(sys.path))

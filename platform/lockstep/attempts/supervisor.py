@@ -58,7 +58,7 @@ class Supervisor:
     ) -> None:
         self.spec = spec
         self.progress, self.began_at = options.progress, options.began_at
-        self._verbose = options.verbose
+        self._verbose, self._source = options.verbose, options.source
         self.stop = stop
         self.origin = origin
         self.environment = dict(environment)
@@ -159,7 +159,8 @@ class Supervisor:
         """One attempt, from its start to what it came to: a summary or an error."""
         account = AttemptSummary(self.origin.attempt, place.workers, time.time())
         place = self._standbys.first(place)
-        attempt = WorkerGroup(self.spec, self.origin, self._recording.mailbox, place, self.environment)
+        mailbox = self._recording.mailbox
+        attempt = WorkerGroup(self.spec, self.origin, mailbox, place, self.environment, self._source)
         again = bool(self.summaries)
         self.summaries.append(account)
         view = RunView(self.origin.attempt)

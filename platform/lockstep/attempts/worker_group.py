@@ -34,6 +34,7 @@ class WorkerGroup:
         mailbox: Any,
         place: WorkerPlacement,
         environment: Mapping[str, str],
+        source: Mapping[str, bytes] | None = None,
     ) -> None:
         self.over = threading.Event()
         self.error: LockstepError | None = None
@@ -49,6 +50,7 @@ class WorkerGroup:
             "origin": origin,
             "mailbox": mailbox,
             "folder": str(Path.cwd()),
+            "source": source,
         }
         self._place = place
         self._environment = environment

@@ -89,7 +89,11 @@ def system_recorded(tell: Tell) -> AbstractContextManager[None]:
 
 
 def worker_main(config: dict[str, Any]) -> None:
-    """Train as one worker. `config`: the spec's document, the mailbox, the folder that it was started in, and which attempt of which run this is."""
+    """Train as one worker.
+
+    `config`: the spec's document, the mailbox, the folder that it was started in, which attempt of which run this is, and the
+    job's files where they lie in no folder.
+    """
     arrived, folder = time.time(), config["folder"]
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -117,7 +121,8 @@ def _train(config: dict[str, Any], place: Place, seat: Seat) -> None:
         tell(Printed(f"{name}-{stream}", text))
 
     spec, replay = validate(config["spec"]), config["origin"].replay
-    recorded = imported_from(replay.source) if replay is not None and replay.source else nullcontext()
+    source = replay.source if replay is not None else config["source"]
+    recorded = imported_from(source) if source else nullcontext()
     with system_recorded(tell), output_told(print_on), recorded, place.meeting() as meeting:
         job = load_job(spec.job.use, spec.job.params)
         fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, meeting)

@@ -9,8 +9,8 @@ from typing import Any
 
 from lockstep.checkpoint.holder import Hold, holding
 from lockstep.checkpoint.storages import open_storage
-from lockstep.driver.local import under_torchrun
 from lockstep.driver.progress import Progress
+from lockstep.process import under_torchrun
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 

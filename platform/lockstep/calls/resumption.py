@@ -5,19 +5,24 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from lockstep.calls.apart import apart, unfit
 from lockstep.calls.held import held_run, leads
-from lockstep.calls.training import run_attempt
+from lockstep.calls.training import default_progress, recorded_main, run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of, whole_steps
 from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Progress, Silent
+from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
 from lockstep.job.identity import changed_fields
+from lockstep.job.recorded_source import imported_from
 from lockstep.record.redaction import redacted_fields
 from lockstep.record.run_store import Recorded
 from lockstep.record.stores import find_copies, find_run
@@ -51,7 +56,7 @@ def resume(
     stopped where it does not answer. `notify` is as for `train`. Raises LockstepError.
     """
     options = RunOptions(
-        progress=progress or Silent(),
+        progress=progress or default_progress(),
         local=local,
         address=address,
         verbose=verbose,
@@ -59,7 +64,10 @@ def resume(
         notify=notify,
         began_at=began_at or time.time(),
     )
-    return resume_with(options, run_id, list(overrides), step=step, fork=fork, uri=uri, takeover=takeover)
+    asked: dict[str, Any] = {"step": step, "fork": fork, "uri": uri, "takeover": takeover}
+    if options.local and unfit():
+        return apart(partial(resume_with, run_id=run_id, overrides=list(overrides), **asked), options)
+    return resume_with(options, run_id, list(overrides), **asked)
 
 
 def resume_with(
@@ -161,7 +169,10 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
         raise SpecError(
             f"resume: {name} of run {run_id} is or has a secret, which is not recorded; give it again: {name}=…"
         )
-    for name, old, new in changed_fields(before, after):
+    source = recorded_main(before, run_id)
+    with imported_from(source) if source else nullcontext():
+        changed = changed_fields(before, after)
+    for name, old, new in changed:
         if name in hidden:
             continue  # the workers compare it with the checkpoint
         raise SpecError(

@@ -5,23 +5,29 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.calls.apart import apart, unfit
 from lockstep.calls.held import HeldProgress, held_run, leads
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.driver.notebook import CellLine, can_display
 from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import SpecError
+from lockstep.job.main_source import MODULE, main_use
+from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
+from lockstep.proof.recorded_run import recorded_source
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 
@@ -39,17 +45,26 @@ def train(
     on_run_id: Callable[[str], None] | None = None,
     chaos: str | None = None,
     notify: str | Sequence[str] | None = None,
+    job: type | None = None,
 ) -> Result:
     """Train one run to its end.
 
-    `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `local` trains in this one
-    process without Ray (or as one rank under torchrun); else `address` names the Ray cluster. A SIGTERM or SIGINT
-    stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. `chaos`, such
+    `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `job` is the class of the job, in the place of
+    `job.use` in the spec; one of a notebook or of the script that runs has its source recorded. `local` trains without Ray, in this
+    process (or as one rank under torchrun), or where that is a notebook's or hashes strings at random, in one of its own; else
+    `address` names the Ray cluster. A SIGTERM or SIGINT stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. `chaos`, such
     as `worker:0.02`, kills parts of the run on purpose. `notify` is a command, words or a text for the shell, that is told of
     the run's start, failure and end. Raises LockstepError.
     """
+    source = None
+    if job is not None:
+        use, source = main_use(job)
+        overrides = [f"job.use={use}", *overrides]
+        if isinstance(spec, Spec):
+            spec = spec.model_copy(update={"job": spec.job.model_copy(update={"use": use})})
     options = RunOptions(
-        progress=progress or Silent(),
+        progress=progress or default_progress(),
+        source=source or None,
         local=local,
         address=address,
         verbose=verbose,
@@ -58,7 +73,14 @@ def train(
         began_at=began_at or time.time(),
     )
     loaded = spec if isinstance(spec, Spec) else load_spec(spec, overrides, uri=uri)
+    if options.local and (source or unfit()):
+        return apart(partial(run_attempt, loaded, AttemptOrigin()), options, on_run_id)
     return run_attempt(loaded, AttemptOrigin(), options, on_run_id=on_run_id)
+
+
+def default_progress() -> Progress:
+    """What a call from Python shows: a line below the cell in a notebook, else nothing."""
+    return CellLine() if can_display() else Silent()
 
 
 def run_attempt(
@@ -70,6 +92,26 @@ def run_attempt(
     hold: Hold | None = None,
 ) -> Result:
     """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
+    parent = spec.fork.run if spec.fork is not None else None
+    source = options.source or recorded_main(spec, origin.run_id or parent)
+    with imported_from(source) if source else nullcontext():
+        return _run_attempt(spec, origin, replace(options, source=source), on_run_id, hold)
+
+
+def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
+    """The recorded source of a run whose job was a class of `__main__`, for what goes on with it; None for any other."""
+    if run_id is None or spec.job.use.partition(":")[0] != MODULE:
+        return None
+    return recorded_source(run_id, spec.record.uri or "", spec.folder / run_id)
+
+
+def _run_attempt(
+    spec: Spec,
+    origin: AttemptOrigin,
+    options: RunOptions,
+    on_run_id: Callable[[str], None] | None,
+    hold: Hold | None,
+) -> Result:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     warnings = advise(spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.loading import load_job
 from lockstep.periodic import periodically
+from lockstep.process import under_torchrun
 from lockstep.record.events import (
     Event,
     Failed,
@@ -113,11 +113,6 @@ class LocalRun:
     def shown(self) -> AbstractContextManager[None]:
         """Show how it goes twice a second, from a thread of its own."""
         return periodically(lambda: self.show, 0.5, "lockstep-progress")
-
-
-def under_torchrun() -> bool:
-    """Whether this process was started by `torchrun` as one of several."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def train_here(

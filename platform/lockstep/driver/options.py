@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.driver.progress import Progress, Silent
@@ -26,5 +26,7 @@ class RunOptions:
     """How often the run is started again where its driver is lost."""
     notify: str | Sequence[str] | None = None
     """A command, words or a text for the shell, that is told of the run's start, failure and end."""
+    source: Mapping[str, bytes] | None = None
+    """The job's files by their paths below a source root, where they lie in no folder: those of a class of `__main__`."""
     began_at: float = field(default_factory=time.time)
     """When the command was given, Unix time in seconds."""

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.driver.notebook import as_table
+from lockstep.spec.locations import RECORD_OFF
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -36,6 +39,22 @@ class Result:
     signal_number: int | None = None
     """The signal that ended it, where `status` is KILLED."""
     warnings: list[str] = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        """The result as a notebook shows it."""
+        shown = {
+            "status": self.status,
+            "step": f"{self.step} (epoch {self.epoch})",
+            **{name: f"{value:.4g}" for name, value in self.metrics.items()},
+            "weights_digest": self.weights_digest,
+            "run": self.run_id,
+            "folder": self.folder,
+        }
+        if self.status == "KILLED":
+            shown["resume it with"] = f"lockstep.resume({self.run_id!r})"
+        if self.tracking_uri != RECORD_OFF:
+            shown["look at it"] = self.url or f"lockstep ui --uri {self.tracking_uri}"
+        return as_table(shown)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -1,4 +1,4 @@
-"""Importing a job from the files that a run has recorded, in place of those that lie on the path."""
+"""Importing a job from files that are handed over, as a run has recorded them, in place of those that lie on the path."""
 
 from __future__ import annotations
 

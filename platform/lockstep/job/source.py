@@ -28,13 +28,21 @@ def job_sources(use: str) -> dict[str, Path]:
     Lockstep itself is known by its version: of a job that comes with it, the files of its own room.
     """
     module = use.partition(":")[0]
-    root = _root(module.partition(".")[0])
+    return _followed([module], _root(module.partition(".")[0]), module)
+
+
+def imported_sources(text: str, root: Path) -> dict[str, Path]:
+    """File by module name: what a module of this text imports from below `root`, and what that imports."""
+    return _followed(list(_imported(ast.parse(text), "")), root, "")
+
+
+def _followed(waiting: list[str], root: Path | None, job: str) -> dict[str, Path]:
+    """File by module name: these modules, their packages, and what they import from below the root, for the job in the module `job`."""
     found: dict[str, Path] = {}
-    waiting = [module]
     while waiting:
         name = waiting.pop()
         path = _file(name, root)
-        if path is None or name in found or not _is_of_job(name, module):
+        if path is None or name in found or not _is_of_job(name, job):
             continue
         found[name] = path
         waiting += _imports(path, name)
@@ -50,7 +58,8 @@ def class_of(use: str) -> tuple[str, str]:
         raise JobImportError(f'job.use: got {use!r}, wanted "package.module:Class"')
     if module == "__main__":
         raise JobImportError(
-            f"job.use: got {use!r}, a class of the script that runs; workers cannot import it: put it into a module of its own"
+            f"job.use: got {use!r}, a class of the script that runs; workers cannot import it: give the class itself, "
+            "lockstep.train(spec, job=Class), or put it into a module of its own"
         )
     return module, class_name
 

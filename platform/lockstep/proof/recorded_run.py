@@ -102,19 +102,23 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
     steps, evaluations = _rows(uri, run_id, here)
     if not steps:
         raise SpecError(f"run {run_id}: no step of it is recorded; there is nothing to compare")
-    texts = _Texts(uri, run_id, here)
-    fields: dict[str, Any] = json.loads(texts.read("fields.json") or b"{}")
-    source = {name.removeprefix(SOURCE): texts.read(name) for name in texts.below(SOURCE)}
+    fields: dict[str, Any] = json.loads(_Texts(uri, run_id, here).read("fields.json") or b"{}")
     return RecordedRun(
         run_id,
         spec,
         {row.step: row for row in steps},
         {row.step: row for row in evaluations},
         fields,
-        source,
+        recorded_source(run_id, uri, here),
         sorted(steps_of(spec.checkpoint.storage, run_id)),
         find_copies(uri, run_id),
     )
+
+
+def recorded_source(run_id: str, uri: str, here: Path) -> dict[str, bytes]:
+    """The files of a run's job by their paths below a source root, from the run's folder `here` or else from its store."""
+    texts = _Texts(uri, run_id, here)
+    return {name.removeprefix(SOURCE): texts.read(name) for name in texts.below(SOURCE)}
 
 
 def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[EvaluationRow]]:

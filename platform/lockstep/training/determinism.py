@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import DeterminismError
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_at_random
 
 
 @contextmanager
@@ -24,12 +23,7 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
 
     Raises DeterminismError where python's string hashing was left random at start-up.
     """
-    # A seed of 0 clears the flag: beside a set one it was put there by someone, after python had started.
-    if (
-        kind == "strict"
-        and sys.flags.hash_randomization
-        and os.environ.get("PYTHONHASHSEED", "random") in {"random", "0"}
-    ):
+    if kind == "strict" and hashes_at_random():
         raise DeterminismError(
             "determinism strict: this python hashes strings at random; start it with PYTHONHASHSEED=0, "
             "or use the lockstep command, which does"

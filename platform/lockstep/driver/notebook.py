@@ -1,0 +1,63 @@
+"""A run in a notebook: its live line below the cell, and its result as a table."""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.driver.progress import Rate, describe
+from lockstep.record.events import EvaluationRow, StepRow
+
+
+def in_notebook() -> bool:
+    """Whether this interpreter is IPython's: that of a notebook, or its terminal."""
+    return "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
+
+
+def can_display() -> bool:
+    """Whether what is shown can be replaced by something newer: in a notebook, not in IPython's terminal."""
+    return in_notebook() and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+
+
+class CellLine:
+    """Progress as one line below a cell, which is rewritten; other lines stay above it."""
+
+    def __init__(self) -> None:
+        self._rate = Rate()
+        self._handle: Any = None
+        self._shown = ""
+
+    def say(self, text: str) -> None:
+        sys.stdout.write(f"{text}\n")
+
+    def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
+        if step is not None:
+            self._rate.add(step)
+            self._display(describe(step, evaluation, total_steps, self._rate))
+
+    def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
+        ended = sum(trial["order"] is not None for trial in trials)
+        self._display(f"{headline} · {ended} of {len(trials)} trials ended")
+
+    def _display(self, text: str) -> None:
+        from IPython.display import display
+
+        if text == self._shown:
+            return
+        self._shown = text
+        if self._handle is None:
+            self._handle = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._handle.update({"text/plain": text}, raw=True)
+
+
+def as_table(rows: Mapping[str, str]) -> str:
+    """A small table in HTML: a row for each name."""
+    cells = "".join(
+        f'<tr><th style="text-align: left">{html.escape(name)}</th>'
+        f'<td style="text-align: left">{html.escape(text)}</td></tr>'
+        for name, text in rows.items()
+    )
+    return f"<table>{cells}</table>"

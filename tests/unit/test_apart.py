@@ -1,0 +1,114 @@
+"""A call in a process of its own: what it shows and comes to, and how signals and the parent's end reach it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.calls.apart import apart
+from lockstep.driver.options import RunOptions
+from lockstep.driver.progress import Silent
+from tests.unit import called_apart
+
+ROOT = Path(__file__).parents[2]
+
+
+class Said(Silent):
+    """Keeps what is said, and does something at the first word."""
+
+    def __init__(self, then: Any = lambda text: None) -> None:
+        self.lines: list[str] = []
+        self._then = then
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+        self._then(text)
+
+
+def test_the_process_has_the_environment_of_exact_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings are hashed alike in every such process, whatever this one does."""
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    monkeypatch.delenv("MKL_CBWR")
+    monkeypatch.setenv("MPLBACKEND", "module://drawing.into.cells")
+    said = [Said(), Said()]
+    names = ["PYTHONHASHSEED", "MKL_CBWR", "MPLBACKEND"]
+    for one in said:
+        found = apart(partial(called_apart.environment, names=names), RunOptions(progress=one))
+        assert found == called_apart.result("FINISHED", 3)
+    assert said[0].lines[:3] == ["PYTHONHASHSEED=0", "MKL_CBWR=AVX2", "MPLBACKEND=None"]
+    assert said[0].lines == said[1].lines
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("refused", r"^batch\.micro: got 48$"),
+        ("broken", "^the run broke: ZeroDivisionError: by zero$"),
+        ("gone", r"^the process of the run ended without a result \(exit code 7\)"),
+    ],
+)
+def test_what_goes_wrong_there_is_raised_here(name: str, told: str) -> None:
+    call, kind = called_apart.CALLS[name]
+    with pytest.raises(kind, match=told):
+        apart(call, RunOptions())
+
+
+def interrupt(_text: str) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_asks_the_run_to_stop(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    call = partial(called_apart.until_stopped, left=left, patient=True)
+    found = apart(call, RunOptions(progress=Said(interrupt)))
+    assert (found.status, found.signal_number) == ("KILLED", signal.SIGINT)
+    assert left.read_text() == "stopped by 2"
+
+
+def test_a_second_interrupt_ends_it_at_once(tmp_path: Path) -> None:
+    def twice(text: str) -> None:
+        interrupt(text)
+        threading.Timer(0.5, interrupt, [text]).start()
+
+    said = Said(twice)
+    call = partial(called_apart.until_stopped, left=tmp_path / "left", patient=False)
+    with pytest.raises(KeyboardInterrupt):
+        apart(call, RunOptions(progress=said))
+    assert not (tmp_path / "left").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said.lines[0].split()[1]), 0)
+
+
+def test_a_run_whose_parent_is_killed_stops_as_after_a_signal(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    program = (
+        "import os, signal, sys; from functools import partial; from pathlib import Path; from tests.unit.test_apart import *\n"
+        f"call = partial(called_apart.until_stopped, left=Path({str(left)!r}), patient=True)\n"
+        "apart(call, RunOptions(progress=Said(lambda text: os.kill(os.getpid(), signal.SIGKILL))))"
+    )
+    paths = os.pathsep.join([str(ROOT / "platform"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    until = time.monotonic() + 60
+    while not left.exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_result_is_shown_as_a_table() -> None:
+    shown = called_apart.result("KILLED", 7)._repr_html_()
+    assert '<th style="text-align: left">status</th>' in shown
+    assert "eval/&lt;loss&gt;" in shown
+    assert "lockstep.resume(" in shown
+    assert "look at it" not in shown  # recorded nowhere
