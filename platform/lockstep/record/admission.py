@@ -19,6 +19,7 @@ from lockstep.record.events import (
     Event,
     Failed,
     Joined,
+    Observation,
     Printed,
     Recorded,
     Restored,
@@ -66,6 +67,7 @@ class Admission:
         """What of these events the journal is to have, with the rows of what was restored in its place."""
         steps: dict[int, StepRow] = {}
         evaluations: dict[int, EvaluationRow] = {}
+        observed: set[int] = set()
         for event in self._with_rows(events):
             match event:
                 case StepRow(step=step):
@@ -87,6 +89,11 @@ class Admission:
                         yield event
                     else:
                         self._judge(difference, step)
+                case Observation(step=step):
+                    doubted = any(one.since < step <= one.step for one in self._corrupted)
+                    if doubted or not (step in observed or self._journal.has_observation(step)):
+                        observed.add(step)
+                        yield event
                 case Corrupted():
                     self._corrupted.append(event)
                     yield event

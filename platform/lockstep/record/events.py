@@ -94,6 +94,18 @@ class EvaluationRow(NamedTuple):
     wall_clock: float
 
 
+class Observation(NamedTuple):
+    """What was looked at beside the row of a step, in the steps that `record.observe_every` names.
+
+    `values` are named as their metrics: those under `layers/` have the same bits in every execution of the run, the others have not.
+    """
+
+    step: int
+    values: Mapping[str, float]
+    wall_clock: float
+    """Unix time in seconds at which it was made."""
+
+
 class CheckpointRow(NamedTuple):
     """One save, as the record is told of it: published at `uri`, or given up for `error`. Times in seconds."""
 
@@ -362,6 +374,7 @@ Recorded = (
     | Started
     | StepRow
     | EvaluationRow
+    | Observation
     | CheckpointRow
     | Sampled
     | AttemptsSummarised

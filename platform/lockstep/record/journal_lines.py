@@ -25,6 +25,7 @@ from lockstep.record.events import (
     Failed,
     Finished,
     Mended,
+    Observation,
     Opened,
     PeakMemory,
     Recorded,
@@ -53,6 +54,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "step", [_plain(value) for value in event]
         case EvaluationRow():
             return "evaluation", [_plain(value) for value in event]
+        case Observation():
+            return "observation", [_plain(value) for value in event]
         case CheckpointRow():
             return "checkpoint", event._asdict()
         case Opened():
@@ -119,6 +122,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return _step(value)
         case "evaluation":
             return EvaluationRow._make(_floats(value, EvaluationRow))
+        case "observation":
+            return Observation._make(_floats(value, Observation))
         case "checkpoint":
             essential = tuple((step, uri) for step, uri in value.get("essential", ()))
             deleted = tuple(value.get("deleted", ()))
@@ -177,7 +182,7 @@ def _step(values: list[Any]) -> StepRow:
     return row._replace(digests=Digests(weights, optimizer, gradients, *average))
 
 
-def _floats(values: list[Any], row: type[StepRow] | type[EvaluationRow]) -> list[Any]:
+def _floats(values: list[Any], row: type[StepRow | EvaluationRow | Observation]) -> list[Any]:
     if len(values) != len(row._fields):
         raise ValueError(f"{len(values)} values, wanted {len(row._fields)}")
     return [_float(value) for value in values]

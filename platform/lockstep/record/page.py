@@ -18,7 +18,7 @@ from typing import Any, assert_never
 from lockstep.errors import RecordError, first_line
 from lockstep.files import append, append_bounded, write_text
 from lockstep.job.source import job_sources
-from lockstep.record import documents, figures, ledger
+from lockstep.record import documents, figures, ledger, observation_figures
 from lockstep.record.copies import Copies
 from lockstep.record.data_sets import data_sets
 from lockstep.record.events import (
@@ -31,6 +31,7 @@ from lockstep.record.events import (
     Failed,
     Finished,
     Mended,
+    Observation,
     Opened,
     PeakMemory,
     Recorded,
@@ -125,8 +126,10 @@ class Page:
                 self._tag({"corrupted": str(event)})
             case Mended():
                 self.log(f"the journal is mended: {event.how}")
-            case StepRow() | EvaluationRow() | Sampled() | Opened() | Sealed() | Delivered() | SetAside():
-                pass  # rows and samples become points; the ledger is written when the run ends
+            case StepRow() | EvaluationRow() | Observation() | Sampled():
+                pass  # they become points; the ledger is written when the run ends
+            case Opened() | Sealed() | Delivered() | SetAside():
+                pass
             case _:
                 assert_never(event)
 
@@ -369,17 +372,28 @@ class Page:
         if self._journal.last_step:
             ledger.write_tables(self._journal.tables, steps)
             self._keep(steps)
-            for figure in figures.draw(
+            drawn = figures.draw(
                 lambda name: ledger.column(self._journal.tables, name),
                 self._journal.evaluations(),
                 self._folder,
                 scaled=self._spec.precision == "fp16",
-            ):
-                self._figures.append(figure.name)
-                self._keep(figure)
+            )
+            self._show(drawn)
         if self._journal.evaluations():
             ledger.write_evaluations(self._journal.evaluations(), evaluations)
             self._keep(evaluations)
+        observed = self._journal.observations()
+        if observed:
+            path = self._folder / "observations.parquet"
+            ledger.write_observations(observed, path)
+            self._keep(path)
+            self._show(observation_figures.draw(observed, self._folder))
+
+    def _show(self, drawn: Iterable[Path]) -> None:
+        """Keep figures, and name them in the run's note."""
+        for figure in drawn:
+            self._figures.append(figure.name)
+            self._keep(figure)
 
     def _keep(self, path: Path) -> None:
         """Send a file to the store, under the folder that it has within the run's folder."""
