@@ -14,6 +14,7 @@ from lockstep.record.events import (
     Broke,
     CheckpointRow,
     Corrupted,
+    Diagnosed,
     Document,
     EvaluationRow,
     Event,
@@ -68,6 +69,7 @@ class Admission:
         steps: dict[int, StepRow] = {}
         evaluations: dict[int, EvaluationRow] = {}
         observed: set[int] = set()
+        told: set[str] = set()
         for event in self._with_rows(events):
             match event:
                 case StepRow(step=step):
@@ -97,6 +99,10 @@ class Admission:
                 case Corrupted():
                     self._corrupted.append(event)
                     yield event
+                case Diagnosed(rule=rule):
+                    if rule not in told and not self._has_told(rule):
+                        told.add(rule)
+                        yield event
                 case Started():
                     yield Started(redacted_document(self._with_git(event.facts)))
                 case AttemptsSummarised():
@@ -122,6 +128,9 @@ class Admission:
                     pass
                 case _:
                     yield event
+
+    def _has_told(self, rule: str) -> bool:
+        return any(isinstance(event, Diagnosed) and event.rule == rule for event in self._journal.events)
 
     def _with_git(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._source is None or "git" in facts:

@@ -185,6 +185,20 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Diagnosed:
+    """Something that a run shows to be wrong with it: the rule that speaks, once in a run, its evidence and what to do about it."""
+
+    rule: str
+    step: int
+    """The step after which it was seen."""
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.evidence}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
 class SetAside:
     """Something was refused by the store, for `reason`, and is to be sent to it again."""
 
@@ -383,6 +397,7 @@ Recorded = (
     | Finished
     | Failed
     | TakenOver
+    | Diagnosed
     | SetAside
     | Mended
     | Corrupted

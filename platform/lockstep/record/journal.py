@@ -244,10 +244,13 @@ class Journal:
         found = {event.step: event for event in events if isinstance(event, Observation)}
         return [found[step] for step in sorted(found)]
 
-    def steps(self) -> Iterator[StepRow]:
-        """All steps, in order. RecordError where one was damaged since the journal was opened."""
+    def steps(self, after: int = 0) -> Iterator[StepRow]:
+        """All steps behind number `after`, in order. RecordError where one was damaged since the journal was opened."""
         for part in self._in_parts():
-            yield from self._sealed.steps(part) if isinstance(part, Segment) else part
+            if not isinstance(part, Segment):
+                yield from (row for row in part if row.step > after)
+            elif part.last > after:
+                yield from (row for row in self._sealed.steps(part) if row.step > after)
 
     @property
     def segments(self) -> list[Segment]:

@@ -19,6 +19,7 @@ from lockstep.record.events import (
     CheckpointRow,
     Corrupted,
     Delivered,
+    Diagnosed,
     Digests,
     Document,
     EvaluationRow,
@@ -79,6 +80,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "failed", {"message": event.message, "details": event.details, "status": event.status}
         case TakenOver():
             return "taken_over", {"message": event.message}
+        case Diagnosed():
+            return "diagnosed", asdict(event)
         case SetAside():
             return "set_aside", {"what": event.what, "reason": event.reason}
         case Mended():
@@ -146,6 +149,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return Failed(**value)
         case "taken_over":
             return TakenOver(**value)
+        case "diagnosed":
+            return Diagnosed(**value)
         case "set_aside":
             return SetAside(**value)
         case "mended":

@@ -1,4 +1,4 @@
-"""Figures of a run's observations as PNG, drawn when it ends: gradient flow by layer group."""
+"""Figures of a run's observations as PNG, drawn when it ends: gradient flow by layer group, where the time goes, memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from lockstep.record import figures
 from lockstep.record.events import Observation
 
 LAYERS = "layers/"
+PHASES = ("data", "forward", "backward", "slowest", "reduction", "optimizer", "other", "checkpoint")
+_SHOWN = {"data": "waiting for data", "slowest": "waiting for the slowest"}
 
 
 def draw(observed: Sequence[Observation], folder: Path) -> list[Path]:
@@ -19,6 +21,10 @@ def draw(observed: Sequence[Observation], folder: Path) -> list[Path]:
     drawn = {}
     if any(name.startswith(LAYERS) for name in observed[-1].values):
         drawn["layers"] = _layers(observed)
+    if any(name.startswith("time/") for name in observed[-1].values):
+        drawn["phases"] = _phases(observed)
+    if any(name.startswith("memory/") for name in observed[-1].values):
+        drawn["memory"] = _memory(observed)
     return [figures.save(figure, folder / figures.FOLDER / f"{name}.png") for name, figure in drawn.items()]
 
 
@@ -50,4 +56,27 @@ def _layers(observed: Sequence[Observation]) -> Any:
             frameon=False,
             fontsize="x-small",
         )
+    return figure
+
+
+def _phases(observed: Sequence[Observation]) -> Any:
+    figure, (ax,) = figures.panels("Where the time of a step goes", ("ms a step",))
+    later = [row for row in observed if row.step > 1]  # the first step pays for warming up
+    times = [[1e3 * row.values.get(f"time/{phase}_s", 0.0) for row in later] for phase in PHASES]
+    labels = [_SHOWN.get(phase, phase) for phase in PHASES]
+    ax.stackplot([row.step for row in later], times, labels=labels)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    return figure
+
+
+def _memory(observed: Sequence[Observation]) -> Any:
+    figure, (ax,) = figures.panels("Memory between steps", ("MB",))
+    names = [name for name in observed[-1].values if name.startswith("memory/")]
+    for name in names:
+        points = [(row.step, row.values[name]) for row in observed if name in row.values]
+        label = name.removeprefix("memory/").removesuffix("_mb").replace("_", " ")
+        ax.plot(*zip(*points, strict=True), linewidth=1, label=label)
+    ax.set_ylim(bottom=0)
+    if len(names) <= 16:
+        ax.legend(frameon=False)
     return figure

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -26,6 +27,7 @@ from lockstep.record.events import (
     CheckpointRow,
     Corrupted,
     Delivered,
+    Diagnosed,
     Document,
     EvaluationRow,
     Failed,
@@ -121,6 +123,9 @@ class Page:
                 self.log(event.message)
                 self._ledger()
                 self._keep(self._folder / "log.txt")
+            case Diagnosed():
+                self._diagnosed()
+                self.log(str(event))
             case Corrupted():
                 self.log(str(event))
                 self._tag({"corrupted": str(event)})
@@ -176,6 +181,12 @@ class Page:
         self._stragglers = [line for attempt in told.values() for line in attempt.get("stragglers", ())]
         self._tag({"attempts": len(told), "stragglers": "; ".join(self._stragglers[-3:])})
         self._document("attempts.json", documents.as_json([told[number] for number in sorted(told)]))
+
+    def _diagnosed(self) -> None:
+        """All that the run has shown to be wrong with it."""
+        found = [event for event in self._journal.events if isinstance(event, Diagnosed)]
+        self._tag({"diagnosed": "; ".join(dict.fromkeys(event.rule for event in found))})
+        self._document("diagnosis.json", documents.as_json([asdict(event) for event in found]))
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
         path = self._folder / "attempts.json"
