@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.record.diagnosis import GRAPH_KEPT
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, bits, train
 
@@ -51,3 +52,54 @@ def test_a_run_that_is_not_watched_has_the_same_bits(pool: Pool) -> None:
     (alone,) = pool.run(1, train, document(record={"observe_every": None, "digest_every": None}))
     assert alone == watched
     assert alone.observations == ()
+
+
+def hoarding(keeps: str) -> Document:
+    return document(
+        job={
+            "use": "tests.distributed.small_jobs:Hoarding",
+            "params": {"keeps": keeps, "width": 4096, "samples": 64},
+        },
+        batch={"global": 64, "micro": 32},
+        length={"steps": 40},
+        record={"observe_every": 4, "digest_every": None},
+        rehearsal="off",
+    )
+
+
+def test_a_job_that_appends_what_has_a_graph_to_a_list_is_named_and_one_that_detaches_is_not(
+    pool: Pool,
+) -> None:
+    """Once, with the list and its owner, on the rank that holds it; memory is what the process really holds."""
+    (run,) = pool.run(1, train, hoarding("graphs"))
+    (found,) = run.diagnosed
+    assert found.rule == GRAPH_KEPT
+    assert found.evidence.startswith("rank 0 held ")
+    assert "the list 'kept' of an object of class 'Hoarding'" in found.evidence
+    (sound,) = pool.run(1, train, hoarding("numbers"))
+    assert sound.diagnosed == ()
+
+
+def test_observations_say_where_the_time_goes_and_what_each_rank_holds(pool: Pool) -> None:
+    first, second = pool.run(2, train, document())
+    assert second.observations == ()
+    row = first.observations[-1]
+    assert {name for name in row.values if name.startswith("memory/")} == {
+        "memory/rank_0_mb",
+        "memory/rank_1_mb",
+    }
+    assert row.values["memory/rank_0_mb"] > 50
+    spent = {name: value for name, value in row.values.items() if name.startswith("time/")}
+    assert min(spent.values()) >= 0.0
+    steps = [one.step_s for one in first.steps[-2:]]
+    assert 0.5 * min(steps) < sum(spent.values()) - spent["time/checkpoint_s"] < 1.5 * max(steps)
+    assert spent["time/reduction_s"] + spent["time/slowest_s"] > 0.0
+
+
+def test_with_autocast_the_types_of_modules_are_kept_and_fp16_says_what_underflows(pool: Pool) -> None:
+    (run,) = pool.run(1, train, document(precision="fp16"))
+    (text,) = run.precision
+    assert '"float16"' in text
+    assert {"fp16/scale", "fp16/underflow"} <= set(run.observations[0].values)
+    (plain,) = pool.run(1, train, document())
+    assert plain.precision == ()

@@ -26,6 +26,7 @@ from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.record.events import (
     CheckpointRow,
+    Diagnosed,
     EvaluationRow,
     Event,
     Finished,
@@ -33,6 +34,9 @@ from lockstep.record.events import (
     Restored,
     StepRow,
     Warned,
+)
+from lockstep.record.events import (
+    Document as Text,
 )
 from lockstep.record.ledger import DETERMINISTIC
 from lockstep.spec.loading import load_spec
@@ -67,6 +71,9 @@ class Trained:
     checkpoints: tuple[CheckpointRow, ...] = field(compare=False)
     warnings: tuple[str, ...] = field(compare=False)
     observations: tuple[Observation, ...] = field(compare=False)
+    diagnosed: tuple[Diagnosed, ...] = field(compare=False)
+    precision: tuple[str, ...] = field(compare=False)
+    """precision.json, where there is one."""
 
 
 class Kept(NoRequests):
@@ -79,6 +86,8 @@ class Kept(NoRequests):
         self.steps: list[StepRow] = []
         self.evaluations: list[EvaluationRow] = []
         self.observations: list[Observation] = []
+        self.diagnosed: list[Diagnosed] = []
+        self.precision: list[str] = []
         self.digests: list[str] = []
         self.buckets: list[int] = []
         self._model = model
@@ -95,6 +104,10 @@ class Kept(NoRequests):
                 self.evaluations.append(event)
             case Observation():
                 self.observations.append(event)
+            case Diagnosed():
+                self.diagnosed.append(event)
+            case Text(name="precision.json"):
+                self.precision.append(event.text)
             case CheckpointRow():
                 self.checkpoints.append(event)
             case Warned():
@@ -171,6 +184,8 @@ def train_job(
         checkpoints=tuple(record.checkpoints),
         warnings=tuple(record.warnings),
         observations=tuple(record.observations),
+        diagnosed=tuple(record.diagnosed),
+        precision=tuple(record.precision),
         evaluations=tuple((row.step, row.epoch, bits(row.metrics)) for row in record.evaluations),
         digests=tuple(record.digests),
         summary=summary,

@@ -112,7 +112,7 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
             note_step(run, row)
             run.step.digests.compare()
             tell(row)
-            watch.end(position, tell)
+            watch.end(position, row, tell)
             for straggler in pace.add(position.number, result.pace):
                 tell(Straggling(straggler))
             stopped = result.stop and position.number < run.plan.total_steps
@@ -122,7 +122,8 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
             evaluated = evaluation_is_due(run, position)
             over = evaluated and evaluate(run, position, tell)
             if checkpoints.due(position, agreed=result.save):
-                checkpoints.save()
+                with watch.saving():
+                    checkpoints.save()
             clock.leave_out()
             if over or ends_replay(position, origin):
                 break
