@@ -31,8 +31,9 @@ FLAT_WINDOWS = 6
 RISEN = 1.2
 """How many times the loss of the first steps is a loss that has risen."""
 
-SPIKE, SPIKE_SPREADS, RECOVERED = 2.0, 12.0, 10
-"""A spike is so many times the median of the window before it, and so many times its spread above it, and gone after so many steps."""
+SPIKE, SPIKE_SPREADS, SPIKE_LOST, RECOVERED = 2.0, 12.0, 0.25, 10
+"""A spike is so many times the median of the window before it, so many times its spread above it, and so much of what the loss had fallen; it is gone
+after so many steps."""
 
 IDLE, IDLE_S = 0.5, 0.002
 """The share of a step, and the seconds, that a device may wait for data."""
@@ -43,14 +44,23 @@ SKIPPED = 0.2
 LOW_RATIO = 1e-5
 """An update of every layer that is smaller than this, beside the weights, is too small to be seen."""
 
+HIGH_RATIO, HIGH_TIMES = 0.1, 3
+"""An update of a layer that is larger than this beside its weights, in so many observations on end, makes another model of it each time."""
+
 SILENT, SILENT_TIMES = 0.5, 3
 """The share of a layer group's units that may be without a gradient, and in how many observations on end."""
+
+DEAD = "dead units"
+"""The rule by which they are named: a loss that does not move then needs no other."""
 
 UNDERFLOW = 0.5
 """The share of gradient elements that fp16 may have no full precision for."""
 
-WORSE, WORSE_TIMES, LOST = 1.1, 3, 0.05
-"""Where a model overfits, the evaluation's loss rises in so many evaluations on end to so many times its best, and by so much of what it had fallen."""
+WORSE, WORSE_TIMES = 1.1, 3
+"""Where a model overfits, the evaluation's loss rises in so many evaluations on end to so many times its best."""
+
+LOST = 0.05
+"""A loss that rises by less than this share of what it had fallen has lost nothing: near zero all that is left is noise."""
 
 OTHER = 1.5
 """How many times the training loss an evaluation's loss is, before any sample was seen twice, where evaluation does something else."""
@@ -97,6 +107,8 @@ class Diagnosis:
     _windows: deque[Window] = field(default_factory=lambda: deque(maxlen=REACH // WINDOW))
     _start: float | None = None
     """Mean loss of the run's first steps, where they were seen."""
+    _initial: float = math.inf
+    """The loss of the very first one, before any update."""
     _spike: tuple[StepRow, float, float] | None = None
     """A step far above the window before it, with the median and the bound."""
     _median: tuple[float, float] | None = None
@@ -134,7 +146,7 @@ class Diagnosis:
         rows, self._open = self._open, []
         losses = [one.loss for one in rows if math.isfinite(one.loss)]
         if rows[0].step == 1 and losses:
-            self._start = statistics.fmean(losses[:10])
+            self._start, self._initial = statistics.fmean(losses[:10]), losses[0]
         if len(rows) < WINDOW or len(losses) < WINDOW // 2:
             return
         self._windows.append(_window(rows, losses))
@@ -159,7 +171,9 @@ class Diagnosis:
             elif row.step > top.step + RECOVERED:
                 self._spike = None  # no spike: the loss has risen
         elif self._median is not None and row.loss > self._median[1]:
-            self._spike = (row, *self._median)
+            median = self._median[0]
+            if self._start is None or row.loss - median > SPIKE_LOST * abs(self._start - median):
+                self._spike = (row, *self._median)
 
     def _idle(self) -> Iterator[Diagnosed]:
         idle = list(self._windows)[-2:]
@@ -188,17 +202,24 @@ class Diagnosis:
             return
         first, newest = self._windows[0], list(self._windows)[-2:]
         where = f"{self._start:.4g} in the first steps and {newest[-1].loss:.4g} in steps {newest[-1].first} to {newest[-1].last}"
-        if len(self._windows) > 2 and all(_above(one, self._start, RISEN) for one in newest):
+        # Where the first updates have thrown the model far away, the mean of the first steps says nothing.
+        before = min(self._start, self._initial) if self._is_hot() else self._start
+        if len(self._windows) > 2 and all(_above(one, before, RISEN) for one in newest):
             yield Diagnosed(
                 "rate too high",
                 newest[-1].last,
-                f"the loss rises: {where}, at a rate of {newest[-1].rate:g}{self._ratios()}",
+                f"the loss has risen: {before:.4g} in the first steps and {newest[-1].loss:.4g} in steps {newest[-1].first} to {newest[-1].last}, at a rate of {newest[-1].rate:g}{self._ratios()}",
                 f"lower optimizer.lr (try {newest[-1].rate / 10:g}, or lockstep lr-find), warm up, or set clip_norm",
             )
         elif len(self._windows) >= FLAT_WINDOWS:
             since = list(self._windows)[1 - FLAT_WINDOWS :]
-            if _same([first], since) and _near(since, self._start):
+            if DEAD not in self.told and _same([first], since) and _near(since, self._start):
                 yield self._flat(newest[-1], where)
+
+    def _is_hot(self) -> bool:
+        """Whether the newest updates were as large as the weights, or nearly so."""
+        ratios = [max(_ratios(one).values(), default=0.0) for one in list(self._observed)[-HIGH_TIMES:]]
+        return len(ratios) == HIGH_TIMES and min(ratios) > HIGH_RATIO
 
     def _flat(self, newest: Window, where: str) -> Diagnosed:
         ratios = [max(_ratios(one).values(), default=math.inf) for one in list(self._observed)[1:]]
@@ -301,7 +322,7 @@ class Diagnosis:
             if len(newest) == SILENT_TIMES and all(one.values.get(name, 0.0) >= SILENT for one in newest):
                 group = name.removeprefix("layers/").removesuffix("/silent_units")
                 yield Diagnosed(
-                    "dead units",
+                    DEAD,
                     newest[-1].step,
                     f"{share:.0%} of the units of {group!r} had a gradient of exactly zero for the whole batch in steps "
                     f"{', '.join(str(one.step) for one in newest)}",

@@ -54,6 +54,8 @@ class Watch:
         self._flow: LayerFlow | None = None
         self._coverage: Coverage | None = None
         self._underflow: dict[str, float] = {}
+        self._steps = 0
+        self._whole_s = self._data_s = self._saving_s = self._hook_began = 0.0
         if run.group.rank == 0 and self._every is not None:
             step = run.step
             self._flow = LayerFlow(

@@ -148,6 +148,9 @@ SOUND: dict[str, list[Recorded]] = {
     "evaluations that are done": together(
         steps(2000), evaluated([2.2, 0.5, 0.025, 0.027, 0.028, 0.030]), usual(2000)
     ),
+    "noise near zero": together(
+        steps(2000, loss=lambda step: 2 * math.exp(-step / 100) + (1e-3 if step % 37 else 2e-2)), usual(2000)
+    ),
     "short": together(steps(30, loss=lambda step: 2.3), usual(30)),
     "slow data at first": together(steps(data_wait_s=lambda step: 1.0 if step == 1 else 0.001), usual()),
 }
