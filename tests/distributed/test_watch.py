@@ -84,16 +84,16 @@ def test_observations_say_where_the_time_goes_and_what_each_rank_holds(pool: Poo
     first, second = pool.run(2, train, document())
     assert second.observations == ()
     row = first.observations[-1]
-    assert {name for name in row.values if name.startswith("memory/")} == {
-        "memory/rank_0_mb",
-        "memory/rank_1_mb",
+    assert {name for name in row.values if name.startswith("perf/memory/")} == {
+        "perf/memory/rank_0_mb",
+        "perf/memory/rank_1_mb",
     }
-    assert row.values["memory/rank_0_mb"] > 50
-    spent = {name: value for name, value in row.values.items() if name.startswith("time/")}
+    assert row.values["perf/memory/rank_0_mb"] > 50
+    spent = {name: value for name, value in row.values.items() if name.startswith("perf/time/")}
     assert min(spent.values()) >= 0.0
     steps = [one.step_s for one in first.steps[-2:]]
-    assert 0.5 * min(steps) < sum(spent.values()) - spent["time/checkpoint_s"] < 1.5 * max(steps)
-    assert spent["time/reduction_s"] + spent["time/slowest_s"] > 0.0
+    assert 0.5 * min(steps) < sum(spent.values()) - spent["perf/time/checkpoint_s"] < 1.5 * max(steps)
+    assert spent["perf/time/reduction_s"] + spent["perf/time/slowest_s"] > 0.0
 
 
 def test_with_autocast_the_types_of_modules_are_kept_and_fp16_says_what_underflows(pool: Pool) -> None:

@@ -346,7 +346,7 @@ class Diagnosis:
         if len(self._observed) < GROWTH_TIMES or GRAPH_KEPT in self.told:
             return
         for name in self._observed[-1].values:
-            if not (name.startswith("memory/") and name.endswith("_mb")):
+            if not (name.startswith("perf/memory/") and name.endswith("_mb")):
                 continue
             held = [one.values.get(name, math.nan) for one in self._observed]
             if all(one < other for one, other in pairwise(held)) and (
@@ -356,7 +356,7 @@ class Diagnosis:
                 yield Diagnosed(
                     "memory grows",
                     last,
-                    f"{name.removeprefix('memory/').removesuffix('_mb')} held {held[0]:.0f} MB after step {first} and {held[-1]:.0f} MB after step "
+                    f"{name.removeprefix('perf/memory/').removesuffix('_mb')} held {held[0]:.0f} MB after step {first} and {held[-1]:.0f} MB after step "
                     f"{last}, more each time ({1e3 * (held[-1] - held[0]) / (last - first):.3g} kB a step)",
                     "look for a list, a cache or a figure in the job that is added to in each step; keep numbers, not tensors",
                 )

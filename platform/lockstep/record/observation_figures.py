@@ -21,9 +21,9 @@ def draw(observed: Sequence[Observation], folder: Path) -> list[Path]:
     drawn = {}
     if any(name.startswith(LAYERS) for name in observed[-1].values):
         drawn["layers"] = _layers(observed)
-    if any(name.startswith("time/") for name in observed[-1].values):
+    if any(name.startswith("perf/time/") for name in observed[-1].values):
         drawn["phases"] = _phases(observed)
-    if any(name.startswith("memory/") for name in observed[-1].values):
+    if any(name.startswith("perf/memory/") for name in observed[-1].values):
         drawn["memory"] = _memory(observed)
     return [figures.save(figure, folder / figures.FOLDER / f"{name}.png") for name, figure in drawn.items()]
 
@@ -62,7 +62,7 @@ def _layers(observed: Sequence[Observation]) -> Any:
 def _phases(observed: Sequence[Observation]) -> Any:
     figure, (ax,) = figures.panels("Where the time of a step goes", ("ms a step",))
     later = [row for row in observed if row.step > 1]  # the first step pays for warming up
-    times = [[1e3 * row.values.get(f"time/{phase}_s", 0.0) for row in later] for phase in PHASES]
+    times = [[1e3 * row.values.get(f"perf/time/{phase}_s", 0.0) for row in later] for phase in PHASES]
     labels = [_SHOWN.get(phase, phase) for phase in PHASES]
     ax.stackplot([row.step for row in later], times, labels=labels)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False)
@@ -71,10 +71,10 @@ def _phases(observed: Sequence[Observation]) -> Any:
 
 def _memory(observed: Sequence[Observation]) -> Any:
     figure, (ax,) = figures.panels("Memory between steps", ("MB",))
-    names = [name for name in observed[-1].values if name.startswith("memory/")]
+    names = [name for name in observed[-1].values if name.startswith("perf/memory/")]
     for name in names:
         points = [(row.step, row.values[name]) for row in observed if name in row.values]
-        label = name.removeprefix("memory/").removesuffix("_mb").replace("_", " ")
+        label = name.removeprefix("perf/memory/").removesuffix("_mb").replace("_", " ")
         ax.plot(*zip(*points, strict=True), linewidth=1, label=label)
     ax.set_ylim(bottom=0)
     if len(names) <= 16:

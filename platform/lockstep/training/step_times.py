@@ -1,13 +1,12 @@
 """Where a worker's time goes within its steps: marks between the phases, a clock's reading each, or on a CUDA device an event.
 
-Nothing is waited for. On a CUDA device the times are the device's own, and those of steps whose work is not done when they are asked for are
-left out.
+Nothing is waited for. On a CUDA device the times are the device's own, of the newest steps whose work is done when they are asked for.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from itertools import pairwise
 from typing import Literal
 
@@ -15,6 +14,9 @@ import torch
 
 Phase = Literal["forward", "backward", "reduction", "optimizer"]
 """`forward` is with the fetching of the micro-batch before it, `reduction` what is added up and waited for between the others."""
+
+NEWEST = 16
+"""Steps whose events are kept on a CUDA device."""
 
 
 class Phases:
@@ -25,7 +27,7 @@ class Phases:
         self._at = 0.0
         self._seconds: defaultdict[Phase, float] = defaultdict(float)
         self._steps = 0
-        self._events: list[list[tuple[Phase | None, torch.cuda.Event]]] = []
+        self._events: deque[list[tuple[Phase | None, torch.cuda.Event]]] = deque(maxlen=NEWEST)
 
     def begin(self) -> None:
         """A step begins."""
@@ -50,7 +52,7 @@ class Phases:
         self._seconds, self._steps = defaultdict(float), 0
         if self._cuda:
             done = [marks for marks in self._events if marks[-1][1].query()]  # type: ignore[no-untyped-call]
-            self._events = []
+            self._events.clear()
             steps = len(done)
             for marks in done:
                 for (_, before), (phase, after) in pairwise(marks):

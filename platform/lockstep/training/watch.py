@@ -146,13 +146,13 @@ class Watch:
         }
         found["other"] = max(0.0, whole - sum(found.values()))
         found["checkpoint"] = self._saving_s / self._steps
-        return {f"time/{name}_s": seconds for name, seconds in found.items()}
+        return {f"perf/time/{name}_s": seconds for name, seconds in found.items()}
 
 
 def _memory(every: Sequence[Seen]) -> dict[str, float]:
-    held = {f"memory/rank_{rank}_mb": seen.held_bytes / 1e6 for rank, seen in enumerate(every)}
+    held = {f"perf/memory/rank_{rank}_mb": seen.held_bytes / 1e6 for rank, seen in enumerate(every)}
     peaks = {
-        f"memory/rank_{rank}_peak_mb": seen.peak_bytes / 1e6
+        f"perf/memory/rank_{rank}_peak_mb": seen.peak_bytes / 1e6
         for rank, seen in enumerate(every)
         if seen.peak_bytes
     }

@@ -77,7 +77,7 @@ def usual(count: int = 600, **values: float | Curve) -> list[Observation]:
     sound: dict[str, float | Curve] = {
         "layers__a__update_ratio": 1e-3,
         "layers__a__silent_units": 0.1,
-        "memory__rank_0_mb": lambda step: 800.0 + step % 7,
+        "perf__memory__rank_0_mb": lambda step: 800.0 + step % 7,
     }
     return observed(count, **{**sound, **values})
 
@@ -106,7 +106,7 @@ FAULTS: dict[str, list[Recorded]] = {
     ),
     "overfitting": together(steps(1600), evaluated([0.9, 0.7, 0.75, 0.8, 0.9, 1.0]), usual(1600)),
     "evaluation differs": together(steps(), evaluated([6.0, 5.5, 5.0, 4.8, 4.7], every=40), usual()),
-    "memory grows": together(steps(1000), usual(1000, memory__rank_0_mb=lambda step: 800.0 + 2 * step)),
+    "memory grows": together(steps(1000), usual(1000, perf__memory__rank_0_mb=lambda step: 800.0 + 2 * step)),
 }
 
 
@@ -140,7 +140,7 @@ SOUND: dict[str, list[Recorded]] = {
         steps(skipped=lambda step: step < 12, scale=2.0), usual(fp16__underflow=0.1)
     ),
     "a cache that fills": together(
-        steps(1500), usual(1500, memory__rank_0_mb=lambda step: 800.0 + 3 * min(step, 300))
+        steps(1500), usual(1500, perf__memory__rank_0_mb=lambda step: 800.0 + 3 * min(step, 300))
     ),
     "units that rest at first": together(
         steps(), usual(layers__a__silent_units=lambda step: 0.9 if step < 60 else 0.1)
