@@ -29,8 +29,8 @@ class Diagnosing:
         """In a new journal: the last step whose rows were restored."""
         trained = spec.initial_weights is not None or spec.fork is not None
         self._diagnosis = Diagnosis(trained=trained)
-        # What is damaged is told by whoever writes the ledger; here it only begins anew.
-        with suppress(RecordError):
+        # What cannot be read is told by whoever writes the ledger. Here the judgement begins anew: a record must not fail for it.
+        with suppress(RecordError, OSError):
             self._take_up(journal)
         self._diagnosis.told = {event.rule for event in journal.events if isinstance(event, Diagnosed)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,3 +91,24 @@ def test_a_disk_that_refuses_for_a_while_costs_no_diagnosis(
     recorder = recorded(spec(), [*FAULTS[FAULT], Finished({"step": 600})])
     assert refused == 0
     assert [found.rule for found in kept(recorder.run_folder())] == [FAULT]
+
+
+def test_a_disk_that_cannot_be_read_costs_what_was_judged_and_nothing_else(
+    spec: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was told stays told."""
+    rows = FAULTS[FAULT]
+    first = recorded(spec(), rows[:400])
+
+    read, failures = Journal.observations, [OSError(5, "Input/output error")]
+
+    def unreadable(self: Journal) -> Any:
+        if failures:
+            raise failures.pop()
+        return read(self)
+
+    monkeypatch.setattr(Journal, "observations", unreadable)
+    again = recorded(spec(), rows[400:], first.run_id())
+    assert failures == []
+    assert again.diagnosed == ()
+    assert [found.rule for found in kept(first.run_folder())] == [FAULT]
