@@ -25,8 +25,8 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.group import Group
 from lockstep.training.loop import Clock
-from lockstep.training.phases import Phases
 from lockstep.training.setup import prepare
+from lockstep.training.step_times import StepTimes
 from lockstep.training.watch import Watch
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.distributed.pool import Pool
@@ -46,7 +46,7 @@ MARKS = 1000
 
 
 def measured(document: dict[str, Any], steps: int) -> tuple[float, float, float]:
-    """Medians in seconds of processor time: of a step, of one that is observed, and of the marks between the phases of a step."""
+    """Medians in seconds of processor time: of a step, of one that is observed, and of the marks between the parts of a step."""
     spec = load_spec(
         {
             **document,
@@ -70,11 +70,11 @@ def measured(document: dict[str, Any], steps: int) -> tuple[float, float, float]
                 taken[position.number % 2 == 0].append(time.process_time() - began)
                 if position.number == 2 * steps:
                     break
-    phases = Phases(torch.device("cpu"))
-    phases.begin()
+    times = StepTimes(torch.device("cpu"))
+    times.begin()
     began = time.process_time()
     for _ in range(MARKS):
-        phases.mark("forward")
+        times.mark("forward")
     marks = (time.process_time() - began) / MARKS * (2 + 3 * len(run.step.assigned))
     return median(taken[False][2:]), median(taken[True][2:]), marks
 

@@ -38,7 +38,7 @@ class Coverage(NoProbe):
     modules: dict[str, Ran] = field(default_factory=dict)
 
     @contextmanager
-    def around(self, position: Position, m: int, model: nn.Module) -> Iterator[None]:
+    def around(self, position: Position, m: int, model: nn.Module, phase: str) -> Iterator[None]:
         if self.modules:
             yield
             return

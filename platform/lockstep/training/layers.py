@@ -64,9 +64,11 @@ class LayerFlow:
         parameters: Sequence[Tensor],
         norm: GradientNorm,
         conditional: Collection[str] = (),
+        phase: str = "",
     ) -> None:
+        """`phase` is the name of the phase of a step, which comes before those of its groups."""
         self._parameters, self._norm = parameters, norm
-        self.groups = layer_groups(names)
+        self.groups = {f"{phase}/{group}" if phase else group: m for group, m in layer_groups(names).items()}
         rows = {
             f"{path}.weight" if path else "weight"
             for path, m in model.named_modules()

@@ -1,4 +1,4 @@
-"""Where a worker's time goes within its steps: marks between the phases, a clock's reading each, or on a CUDA device an event.
+"""Where a worker's time goes within its steps: marks between its parts, a clock's reading each, or on a CUDA device an event.
 
 Nothing is waited for. On a CUDA device the times are the device's own, of the newest steps whose work is done when they are asked for.
 """
@@ -12,22 +12,22 @@ from typing import Literal
 
 import torch
 
-Phase = Literal["forward", "backward", "reduction", "optimizer"]
+Part = Literal["forward", "backward", "reduction", "optimizer"]
 """`forward` is with the fetching of the micro-batch before it, `reduction` what is added up and waited for between the others."""
 
 NEWEST = 16
 """Steps whose events are kept on a CUDA device."""
 
 
-class Phases:
-    """The marks of one worker. `mark` says to which phase the time since the mark before it belongs."""
+class StepTimes:
+    """The marks of one worker. `mark` says to which part the time since the mark before it belongs."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._at = 0.0
-        self._seconds: defaultdict[Phase, float] = defaultdict(float)
+        self._seconds: defaultdict[Part, float] = defaultdict(float)
         self._steps = 0
-        self._events: deque[list[tuple[Phase | None, torch.cuda.Event]]] = deque(maxlen=NEWEST)
+        self._events: deque[list[tuple[Part | None, torch.cuda.Event]]] = deque(maxlen=NEWEST)
 
     def begin(self) -> None:
         """A step begins."""
@@ -37,17 +37,17 @@ class Phases:
         else:
             self._at = time.perf_counter()
 
-    def mark(self, phase: Phase) -> None:
-        """A phase ends."""
+    def mark(self, part: Part) -> None:
+        """A part ends."""
         if self._cuda:
-            self._events[-1].append((phase, _recorded()))
+            self._events[-1].append((part, _recorded()))
             return
         now = time.perf_counter()
-        self._seconds[phase] += now - self._at
+        self._seconds[part] += now - self._at
         self._at = now
 
-    def take(self) -> dict[Phase, float]:
-        """Mean seconds a step of each phase since the last call; empty where none is known."""
+    def take(self) -> dict[Part, float]:
+        """Mean seconds a step of each part since the last call; empty where none is known."""
         seconds, steps = self._seconds, self._steps
         self._seconds, self._steps = defaultdict(float), 0
         if self._cuda:
@@ -55,10 +55,10 @@ class Phases:
             self._events.clear()
             steps = len(done)
             for marks in done:
-                for (_, before), (phase, after) in pairwise(marks):
-                    assert phase is not None
-                    seconds[phase] += before.elapsed_time(after) / 1000
-        return {phase: value / steps for phase, value in seconds.items()} if steps else {}
+                for (_, before), (part, after) in pairwise(marks):
+                    assert part is not None
+                    seconds[part] += before.elapsed_time(after) / 1000
+        return {part: value / steps for part, value in seconds.items()} if steps else {}
 
 
 def _recorded() -> torch.cuda.Event:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,16 +21,17 @@ from lockstep.record.events import Diagnosed, Document, Observation, StepRow, Te
 from lockstep.training.coverage import NAME, Coverage
 from lockstep.training.growth import Growth
 from lockstep.training.layers import LayerFlow
-from lockstep.training.phases import Phase
+from lockstep.training.phase_step import PhaseStep
 from lockstep.training.precision import underflow
 from lockstep.training.probe import NoProbe
 from lockstep.training.setup import Run
+from lockstep.training.step_times import Part
 
 
 class Seen(NamedTuple):
     """What one rank says at an observation. Seconds are means of a step since the one before."""
 
-    phases: dict[Phase, float]
+    times: dict[Part, float]
     hook_s: float
     """That the reduction has taken in the midst of backward."""
     held_bytes: int
@@ -40,7 +42,7 @@ class Seen(NamedTuple):
     @property
     def own_s(self) -> float:
         """What it computes and fetches, for which it waits for nobody."""
-        return self.phases.get("forward", 0.0) + self.phases.get("backward", 0.0) - self.hook_s
+        return self.times.get("forward", 0.0) + self.times.get("backward", 0.0) - self.hook_s
 
 
 class Watch:
@@ -51,24 +53,29 @@ class Watch:
         self._every = None if replays else run.spec.record.observe_every
         self._step, self._group, self._precision = run.step, run.group, run.state.precision
         self._growth = Growth(run.group.device)
-        self._flow: LayerFlow | None = None
+        self._model, self._leads = run.state.model, run.group.rank == 0 and self._every is not None
+        self._flows: dict[str, LayerFlow] = {}
+        """By the names of the step's phases, in a step that is observed."""
         self._coverage: Coverage | None = None
         self._underflow: dict[str, float] = {}
         self._steps = 0
         self._whole_s = self._data_s = self._saving_s = self._hook_began = 0.0
-        if run.group.rank == 0 and self._every is not None:
-            step = run.step
-            self._flow = LayerFlow(
-                run.state.model, step.names, step.parameters, step.norm, step.module.conditional
-            )
-            if self._precision.name != "fp32":
-                self._coverage = step.probe = Coverage(self._precision.name)
+        if self._leads and self._precision.name != "fp32":
+            self._coverage = run.step.probe = Coverage(self._precision.name)
         self._forget()
 
     def begin(self, position: Position) -> None:
         """The step at `position` begins."""
-        if self._flow is not None and self._is_due(position):
-            self._step.norm.observe = self._look
+        if self._leads and self._is_due(position):
+            self._flows = {phase.name: self._flow_of(phase) for phase in self._step.each_phase if phase.names}
+
+    def _flow_of(self, phase: PhaseStep) -> LayerFlow:
+        """What looks at the update of a phase; where the step settles anew what learns in it, nothing is seen."""
+        flow = LayerFlow(
+            self._model, phase.names, phase.parameters, phase.norm, phase.module.conditional, phase.name
+        )
+        phase.norm.observe = partial(self._look, flow)
+        return flow
 
     def end(self, position: Position, row: StepRow, tell: Tell) -> None:
         """It is done, and its row is told. Where an observation is due all ranks come together."""
@@ -80,14 +87,19 @@ class Watch:
         self._data_s += row.data_wait_s
         if not self._is_due(position):
             return
-        self._step.norm.observe = None
+        for phase in self._step.each_phase:
+            if phase.names:
+                phase.norm.observe = None
         every: list[Seen] = self._group.gather(self._seen(position))
-        if self._flow is not None:
-            values = {**self._flow.taken(), **self._underflow, **self._times(every), **_memory(every)}
+        if self._leads:
+            values = {**self._underflow, **self._times(every), **_memory(every)}
+            for flow in self._flows.values():
+                values |= flow.taken()
             tell(Observation(position.number, values, time.time()))
             for rank, seen in enumerate(every):
                 if seen.keeps_graphs:
                     tell(_keeps_graphs(rank, position, seen.keeps_graphs))
+        self._flows = {}
         self._forget()
 
     @contextmanager
@@ -101,10 +113,9 @@ class Watch:
         """In the first step, and every so many: it follows from the plan alone."""
         return self._every is not None and (position.number == 1 or position.number % self._every == 0)
 
-    def _look(self, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:
-        """Just before the update."""
-        assert self._flow is not None
-        self._flow.note(gradients, squares)
+    def _look(self, flow: LayerFlow, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:
+        """Just before an update."""
+        flow.note(gradients, squares)
         if self._precision.name == "fp16":
             scale = self._precision.scale
             self._underflow = {"fp16/scale": scale, "fp16/underflow": underflow(gradients, scale)}
@@ -113,17 +124,21 @@ class Watch:
         """Begin to count anew."""
         self._steps = 0
         self._whole_s = self._data_s = self._saving_s = 0.0
-        reduction = self._step.reduction
-        self._hook_began = reduction.seconds if reduction is not None else 0.0
-        self._step.phases.take()
+        self._hook_began = self._hook_s()
+        self._step.times.take()
+
+    def _hook_s(self) -> float:
+        """What the hooks of all phases have taken so far; those of a reduction that was made anew begin at 0."""
+        reductions = [phase.reduction for phase in self._step.each_phase]
+        return sum(reduction.seconds for reduction in reductions if reduction is not None)
 
     def _seen(self, position: Position) -> Seen:
-        reduction, device = self._step.reduction, self._group.device
-        hook_s = (reduction.seconds - self._hook_began) / self._steps if reduction is not None else 0.0
+        device = self._group.device
+        hook_s = max(0.0, self._hook_s() - self._hook_began) / self._steps
         cuda = device.type == "cuda"
         held, keeps_graphs = self._growth.look(position.number)
         return Seen(
-            self._step.phases.take(),
+            self._step.times.take(),
             0.0 if cuda else hook_s,  # there the hook only launches: its time is a part of backward's
             held,
             int(torch.cuda.max_memory_allocated(device)) if cuda else 0,
@@ -133,16 +148,16 @@ class Watch:
     def _times(self, every: Sequence[Seen]) -> dict[str, float]:
         """Where the time of rank 0's steps has gone, in seconds a step."""
         own = every[0]
-        reduction = own.phases.get("reduction", 0.0) + own.hook_s
+        reduction = own.times.get("reduction", 0.0) + own.hook_s
         slowest = min(reduction, max(seen.own_s for seen in every) - own.own_s)
         whole, data = self._whole_s / self._steps, self._data_s / self._steps
         found = {
             "data": data,
-            "forward": max(0.0, own.phases.get("forward", 0.0) - data),
-            "backward": max(0.0, own.phases.get("backward", 0.0) - own.hook_s),
+            "forward": max(0.0, own.times.get("forward", 0.0) - data),
+            "backward": max(0.0, own.times.get("backward", 0.0) - own.hook_s),
             "slowest": slowest,
             "reduction": reduction - slowest,
-            "optimizer": own.phases.get("optimizer", 0.0),
+            "optimizer": own.times.get("optimizer", 0.0),
         }
         found["other"] = max(0.0, whole - sum(found.values()))
         found["checkpoint"] = self._saving_s / self._steps

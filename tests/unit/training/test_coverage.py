@@ -27,9 +27,9 @@ class Model(nn.Module):
 
 def test_modules_are_noted_with_the_types_that_autocast_gives_them() -> None:
     model, coverage = Model(), Coverage("bf16")
-    with coverage.around(FIRST, 0, model), torch.autocast("cpu", torch.bfloat16):
+    with coverage.around(FIRST, 0, model, ""), torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(3, 4), twice=True)
-    with coverage.around(FIRST, 1, model):
+    with coverage.around(FIRST, 1, model, ""):
         model(torch.ones(3, 4), twice=False)
     found = json.loads(coverage.text())
     assert found["precision"] == "bf16"

@@ -6,22 +6,22 @@ import time
 
 import torch
 
-from lockstep.training.phases import Phases
+from lockstep.training.step_times import StepTimes
 
 
-def test_time_belongs_to_the_phase_that_ends() -> None:
-    phases = Phases(torch.device("cpu"))
+def test_time_belongs_to_the_part_that_ends() -> None:
+    times = StepTimes(torch.device("cpu"))
     began = time.perf_counter()
     for _ in range(2):
-        phases.begin()
+        times.begin()
         time.sleep(0.01)
-        phases.mark("forward")
+        times.mark("forward")
         time.sleep(0.03)
-        phases.mark("backward")
-        phases.mark("forward")
+        times.mark("backward")
+        times.mark("forward")
     whole = (time.perf_counter() - began) / 2
-    found = phases.take()
+    found = times.take()
     assert found["forward"] >= 0.01
     assert found["backward"] >= 0.03
     assert sum(found.values()) <= whole
-    assert phases.take() == {}
+    assert times.take() == {}
