@@ -130,7 +130,7 @@ class Watch:
     def _hook_s(self) -> float:
         """What the hooks of all phases have taken so far; those of a reduction that was made anew begin at 0."""
         reductions = [phase.reduction for phase in self._step.each_phase]
-        return sum(reduction.seconds for reduction in reductions if reduction is not None)
+        return sum(reduction.held_up_s for reduction in reductions if reduction is not None)
 
     def _seen(self, position: Position) -> Seen:
         device = self._group.device
