@@ -384,7 +384,7 @@ def outcome(run: Path, uri: str) -> dict[str, Any]:
 
     client = MlflowClient(uri)
     found = client.get_run(run.name)
-    keys = [key for key in found.data.metrics if not key.startswith(("perf/", "system/"))]
+    keys = [key for key in found.data.metrics if not key.startswith(("perf/", "system/", "layers/"))]
     histories: dict[str, list[tuple[int, str]]] = {}
     for key in sorted(keys):
         points = sorted(client.get_metric_history(run.name, key), key=lambda one: one.timestamp)

@@ -13,7 +13,7 @@ from lockstep import train
 from lockstep.calls.verification import verify
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.record.ledger import DETERMINISTIC, read_parquet, write_parquet
+from lockstep.record.ledger import DETERMINISTIC, read_observations, read_parquet, write_parquet
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -33,7 +33,7 @@ def spec(folder: Path, **changes: Any) -> dict[str, Any]:
         "clip_norm": 1.0,
         "workers": {"min": 1, "max": 1},
         "checkpoint": {"storage": str(folder / "runs")},
-        "record": {"uri": "off"},
+        "record": {"uri": "off", "observe_every": 5},
     }
     return {**base, **changes}
 
@@ -41,6 +41,14 @@ def spec(folder: Path, **changes: Any) -> dict[str, Any]:
 def columns(result: Result) -> list[dict[str, Any]]:
     rows = read_parquet(Path(result.folder, "ledger.parquet"))
     return [{name: repr(getattr(row, name)) for name in DETERMINISTIC} for row in rows]
+
+
+def layers(result: Result) -> list[dict[str, str]]:
+    """The gradient flow of each observation, with every bit."""
+    rows = read_observations(Path(result.folder, "observations.parquet"))
+    return [
+        {name: value.hex() for name, value in row.values.items() if name[:7] == "layers/"} for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +77,8 @@ def test_digest_and_ledger_are_those_of_one_process(
     assert there.identity == here.identity
     assert there.metrics == here.metrics
     assert columns(there) == columns(here)
+    assert layers(there) == layers(here)
+    assert len(layers(there)) == 3
     if most == 3:
         verified_on_ray(there)
 

@@ -62,6 +62,25 @@ class Counting(Plain):
         self.calls = state["calls"]
 
 
+class Hoarding(Plain):
+    """Keeps something of each loss: a tensor that has its graph, or a number."""
+
+    class Params(Plain.Params):
+        keeps: Literal["graphs", "numbers"] = "graphs"
+
+    params: Params
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.kept: list[Any] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        outputs = model(x)
+        self.kept.append(model[0](x) if self.params.keeps == "graphs" else float(outputs.sum()))  # type: ignore[index, operator]
+        return lockstep.Loss(F.cross_entropy(outputs, y, reduction="sum"), len(y))
+
+
 class Astray(Counting):
     """What it takes up from a checkpoint is another thing on each rank."""
 

@@ -24,7 +24,20 @@ import lockstep.training.step
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
-from lockstep.record.events import CheckpointRow, EvaluationRow, Event, Finished, Restored, StepRow, Warned
+from lockstep.record.events import (
+    CheckpointRow,
+    Diagnosed,
+    EvaluationRow,
+    Event,
+    Finished,
+    Observation,
+    Restored,
+    StepRow,
+    Warned,
+)
+from lockstep.record.events import (
+    Document as Text,
+)
 from lockstep.record.ledger import DETERMINISTIC
 from lockstep.spec.loading import load_spec
 from lockstep.training.buffers import StepBuffers
@@ -57,6 +70,10 @@ class Trained:
     """Of the last step, by parameter."""
     checkpoints: tuple[CheckpointRow, ...] = field(compare=False)
     warnings: tuple[str, ...] = field(compare=False)
+    observations: tuple[Observation, ...] = field(compare=False)
+    diagnosed: tuple[Diagnosed, ...] = field(compare=False)
+    precision: tuple[str, ...] = field(compare=False)
+    """precision.json, where there is one."""
 
 
 class Kept(NoRequests):
@@ -68,6 +85,9 @@ class Kept(NoRequests):
         self._run_id = run_id
         self.steps: list[StepRow] = []
         self.evaluations: list[EvaluationRow] = []
+        self.observations: list[Observation] = []
+        self.diagnosed: list[Diagnosed] = []
+        self.precision: list[str] = []
         self.digests: list[str] = []
         self.buckets: list[int] = []
         self._model = model
@@ -82,6 +102,12 @@ class Kept(NoRequests):
                 self.digests.append(weights_digest(self._model[0].state_dict()))
             case EvaluationRow():
                 self.evaluations.append(event)
+            case Observation():
+                self.observations.append(event)
+            case Diagnosed():
+                self.diagnosed.append(event)
+            case Text(name="precision.json"):
+                self.precision.append(event.text)
             case CheckpointRow():
                 self.checkpoints.append(event)
             case Warned():
@@ -157,6 +183,9 @@ def train_job(
         rows=tuple(bits({name: getattr(row, name) for name in DETERMINISTIC}) for row in record.steps),
         checkpoints=tuple(record.checkpoints),
         warnings=tuple(record.warnings),
+        observations=tuple(record.observations),
+        diagnosed=tuple(record.diagnosed),
+        precision=tuple(record.precision),
         evaluations=tuple((row.step, row.epoch, bits(row.metrics)) for row in record.evaluations),
         digests=tuple(record.digests),
         summary=summary,

@@ -275,6 +275,34 @@ class HeldOutOffByOne(Sound):
         return TensorDataset(x, y + 1)
 
 
+class HeldOutUnscaled(SoundRegression):
+    """Held-out samples lack the scaling that training samples have had."""
+
+    def eval_data(self) -> Dataset[Any]:
+        x, y = points(128, 2)
+        return TensorDataset(30 * x, y)
+
+
+class Outlier(SoundRegression):
+    """One sample is a hundred times too large."""
+
+    def train_data(self) -> Dataset[Any]:
+        x, y = points(256, 1)
+        x[77] *= 100
+        return TensorDataset(x, y)
+
+
+class Memorised(Sound):
+    """Labels that no rule gives, and a model that can learn them by heart."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, CLASSES))
+
+    def train_data(self) -> Dataset[Any]:
+        x, y = points(64, 1)
+        return TensorDataset(x, y.flip(0))
+
+
 class Sorted(Sound):
     """The data are sorted by class, and not shuffled."""
 

@@ -56,6 +56,8 @@ class RecorderState(NamedTuple):
     """Of the recorder's process, on the driver's node."""
     fetches: int = 0
     """Grows as long as the recorder lives and works."""
+    diagnosed: tuple[str, ...] = ()
+    """What the run has shown to be wrong with it, a line each."""
 
 
 class WentOn(NamedTuple):

@@ -103,6 +103,7 @@ class RecorderActor:
             recorder.failure(),
             recorder.violation,
             os.getpid(),
+            diagnosed=recorder.diagnosed,
         )
 
 

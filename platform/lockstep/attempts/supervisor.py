@@ -16,7 +16,7 @@ from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_watch import ClusterWatch, can_grow, find_place, most_resources
-from lockstep.attempts.mailbox import LOST, RunStatus, WentOn
+from lockstep.attempts.mailbox import LOST, RecorderState, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement, each_of
 from lockstep.attempts.policy import RetryBudget, outcome_of
@@ -287,6 +287,7 @@ class Supervisor:
         for text in view.warnings[self._warned :]:
             self._warn(text)
         self._warned = len(view.warnings)
+        self._hear(status.recorder)
         self.progress.show(view.step, view.evaluation, view.total_steps)
         if attempt is not None and status.went_on is not None and view.attempt > self.summaries[-1].attempt:
             self._went_on(attempt, view.attempt, status.went_on)
@@ -346,6 +347,12 @@ class Supervisor:
             f"attempt {account.attempt} continues with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
             f"{account.repeated} steps are repeated"
         )
+
+    def _hear(self, recorder: RecorderState) -> None:
+        """Tell what the run has shown to be wrong with it. A recorder that took another's place has not told it again."""
+        for text in recorder.diagnosed:
+            if text not in self.warnings:
+                self._warn(text)
 
     def _warn(self, text: str) -> None:
         self.progress.say(f"warning: {text}")
@@ -416,6 +423,7 @@ class Supervisor:
         assert ended.summary is not None
         self._recording.tell(Finished({**ended.summary, "signal": self.stop.number}, ended.files))
         failure = self._recording.close()
+        self._hear(self._recording.state)
         if self._recording.state.violation:
             self._warn(self._recording.state.violation)
         return failure

@@ -106,8 +106,16 @@ class LocalRun:
             self._on_run_id(run_id)
         return True
 
+    def hear(self) -> None:
+        """Tell what the run has shown to be wrong with it since it was asked last."""
+        for text in self.recorder.diagnosed:
+            if text not in self.view.warnings:
+                self.view.take(Warned(text))
+                self._progress.say(f"warning: {text}")
+
     def show(self) -> None:
         """Bring the progress line up to now."""
+        self.hear()
         self._progress.show(self.view.step, self.view.evaluation, self.view.total_steps)
 
     def shown(self) -> AbstractContextManager[None]:
@@ -135,6 +143,7 @@ def train_here(
         run = _start(spec, options.progress, stop, origin, on_run_id)
         summary = _fit_recorded(spec, group, run, origin)
     recorder = run.recorder
+    run.hear()
     if recorder.violation:
         run.view.take(Warned(recorder.violation))
         options.progress.say(f"warning: {recorder.violation}")

@@ -14,11 +14,13 @@ from lockstep.record.events import (
     Broke,
     CheckpointRow,
     Corrupted,
+    Diagnosed,
     Document,
     EvaluationRow,
     Event,
     Failed,
     Joined,
+    Observation,
     Printed,
     Recorded,
     Restored,
@@ -66,6 +68,8 @@ class Admission:
         """What of these events the journal is to have, with the rows of what was restored in its place."""
         steps: dict[int, StepRow] = {}
         evaluations: dict[int, EvaluationRow] = {}
+        observed: set[int] = set()
+        told: set[str] = set()
         for event in self._with_rows(events):
             match event:
                 case StepRow(step=step):
@@ -87,9 +91,18 @@ class Admission:
                         yield event
                     else:
                         self._judge(difference, step)
+                case Observation(step=step):
+                    doubted = any(one.since < step <= one.step for one in self._corrupted)
+                    if doubted or not (step in observed or self._journal.has_observation(step)):
+                        observed.add(step)
+                        yield event
                 case Corrupted():
                     self._corrupted.append(event)
                     yield event
+                case Diagnosed(rule=rule):
+                    if rule not in told and not self._has_told(rule):
+                        told.add(rule)
+                        yield event
                 case Started():
                     yield Started(redacted_document(self._with_git(event.facts)))
                 case AttemptsSummarised():
@@ -115,6 +128,9 @@ class Admission:
                     pass
                 case _:
                     yield event
+
+    def _has_told(self, rule: str) -> bool:
+        return any(isinstance(event, Diagnosed) and event.rule == rule for event in self._journal.events)
 
     def _with_git(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._source is None or "git" in facts:

@@ -94,6 +94,18 @@ class EvaluationRow(NamedTuple):
     wall_clock: float
 
 
+class Observation(NamedTuple):
+    """What was looked at beside the row of a step, in the steps that `record.observe_every` names.
+
+    `values` are named as their metrics: those under `layers/` have the same bits in every execution of the run, the others have not.
+    """
+
+    step: int
+    values: Mapping[str, float]
+    wall_clock: float
+    """Unix time in seconds at which it was made."""
+
+
 class CheckpointRow(NamedTuple):
     """One save, as the record is told of it: published at `uri`, or given up for `error`. Times in seconds."""
 
@@ -170,6 +182,20 @@ class TakenOver:
     """A newer attempt has taken the run from this one: how the run goes on and ends is that one's to say."""
 
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosed:
+    """Something that a run shows to be wrong with it: the rule that speaks, once in a run, its evidence and what to do about it."""
+
+    rule: str
+    step: int
+    """The step after which it was seen."""
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.evidence}; {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +388,7 @@ Recorded = (
     | Started
     | StepRow
     | EvaluationRow
+    | Observation
     | CheckpointRow
     | Sampled
     | AttemptsSummarised
@@ -370,6 +397,7 @@ Recorded = (
     | Finished
     | Failed
     | TakenOver
+    | Diagnosed
     | SetAside
     | Mended
     | Corrupted

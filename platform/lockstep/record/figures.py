@@ -41,7 +41,7 @@ def draw(steps: Column, evaluations: Sequence[EvaluationRow], folder: Path, *, s
 
 
 def _loss(x: Any, steps: Column, evaluations: Sequence[EvaluationRow]) -> Any:
-    figure, (above, below) = _panels("Loss and learning rate", ("loss", "learning rate"))
+    figure, (above, below) = panels("Loss and learning rate", ("loss", "learning rate"))
     _line(above, x, steps("loss"), _BLUE, "train/loss")
     told = [row for row in evaluations if "eval/loss" in row.metrics]
     if told:
@@ -54,7 +54,7 @@ def _loss(x: Any, steps: Column, evaluations: Sequence[EvaluationRow]) -> Any:
 
 
 def _gradient_norm(x: Any, steps: Column) -> Any:
-    figure, (above,) = _panels("Gradient norm", ("global norm",))
+    figure, (above,) = panels("Gradient norm", ("global norm",))
     before, after = steps("grad_norm"), steps("clipped_norm")
     _line(above, x, before, _ORANGE, "before clipping")
     _line(above, x, after, _BLUE, "after")
@@ -65,7 +65,7 @@ def _gradient_norm(x: Any, steps: Column) -> Any:
 
 
 def _time(x: Any, steps: Column) -> Any:
-    figure, (above, below) = _panels("Throughput and where the time goes", ("samples a second", "ms a step"))
+    figure, (above, below) = panels("Throughput and where the time goes", ("samples a second", "ms a step"))
     whole = 1e3 * steps("step_s")
     waiting = 1e3 * steps("data_wait_s")
     samples = steps("samples")
@@ -81,14 +81,15 @@ def _time(x: Any, steps: Column) -> Any:
 
 
 def _scale(x: Any, steps: Column) -> Any:
-    figure, (above, below) = _panels("Loss scale and skipped steps", ("scale", "skipped so far"))
+    figure, (above, below) = panels("Loss scale and skipped steps", ("scale", "skipped so far"))
     _line(above, x, steps("scale"), _BLUE, "train/scale")
     above.set_yscale("log", base=2)
     _line(below, x, steps("skipped").cumsum(), _ORANGE, "skipped")
     return figure
 
 
-def _panels(title: str, labels: Sequence[str]) -> tuple[Any, Any]:
+def panels(title: str, labels: Sequence[str]) -> tuple[Any, Any]:
+    """An empty figure with a panel for each label, above each other, over the steps."""
     from matplotlib.figure import Figure  # not pyplot: no state, no window, any thread
 
     figure = Figure(figsize=(8, 2.0 + 2.2 * len(labels)), layout="constrained")

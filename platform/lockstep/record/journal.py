@@ -24,6 +24,7 @@ from lockstep.record.events import (
     Delivered,
     EvaluationRow,
     Mended,
+    Observation,
     Recorded,
     Sampled,
     Sealed,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _LINE_BYTES = 1 << 10
 _STEP = b'{"step":['
+_OBSERVATION = b'{"observation":['
 _MOST_AT_ONCE = 16
 """Segments that are sealed before others are recorded: each takes some 0.3 s."""
 
@@ -70,6 +72,7 @@ class Journal:
         self._file = JournalFile(folder, read_only=read_only)
         self._open = OpenSteps()
         self._evaluations: dict[int, EvaluationRow] = {}
+        self._observed: set[int] = set()
         self.events: list[Recorded] = []
         """What is neither a row nor a sample, in order."""
         self._sealed = SealedSteps(folder)
@@ -116,6 +119,8 @@ class Journal:
                     self._open.add(event.step, start, late=event.step <= self.last_step)
             case EvaluationRow():
                 self._evaluations[event.step] = event
+            case Observation():
+                self._observed.add(event.step)
             case Sampled():
                 pass  # it becomes points, and is not looked at again
             case Mended():
@@ -228,10 +233,24 @@ class Journal:
         """All evaluations, in order."""
         return [self._evaluations[step] for step in sorted(self._evaluations)]
 
-    def steps(self) -> Iterator[StepRow]:
-        """All steps, in order. RecordError where one was damaged since the journal was opened."""
+    def has_observation(self, step: int) -> bool:
+        """Whether the journal has the observation after a step."""
+        return step in self._observed
+
+    def observations(self) -> list[Observation]:
+        """All observations, in order. One that was made again after wrong bits counts as it was made last."""
+        lines = (line for line, _, _ in self._file.lines(0) if line.startswith(_OBSERVATION))
+        events = (from_line(line, self._folder) for line in lines)
+        found = {event.step: event for event in events if isinstance(event, Observation)}
+        return [found[step] for step in sorted(found)]
+
+    def steps(self, after: int = 0) -> Iterator[StepRow]:
+        """All steps behind number `after`, in order. RecordError where one was damaged since the journal was opened."""
         for part in self._in_parts():
-            yield from self._sealed.steps(part) if isinstance(part, Segment) else part
+            if not isinstance(part, Segment):
+                yield from (row for row in part if row.step > after)
+            elif part.last > after:
+                yield from (row for row in self._sealed.steps(part) if row.step > after)
 
     @property
     def segments(self) -> list[Segment]:

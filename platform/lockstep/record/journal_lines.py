@@ -19,12 +19,14 @@ from lockstep.record.events import (
     CheckpointRow,
     Corrupted,
     Delivered,
+    Diagnosed,
     Digests,
     Document,
     EvaluationRow,
     Failed,
     Finished,
     Mended,
+    Observation,
     Opened,
     PeakMemory,
     Recorded,
@@ -53,6 +55,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "step", [_plain(value) for value in event]
         case EvaluationRow():
             return "evaluation", [_plain(value) for value in event]
+        case Observation():
+            return "observation", [_plain(value) for value in event]
         case CheckpointRow():
             return "checkpoint", event._asdict()
         case Opened():
@@ -76,6 +80,8 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             return "failed", {"message": event.message, "details": event.details, "status": event.status}
         case TakenOver():
             return "taken_over", {"message": event.message}
+        case Diagnosed():
+            return "diagnosed", asdict(event)
         case SetAside():
             return "set_aside", {"what": event.what, "reason": event.reason}
         case Mended():
@@ -119,6 +125,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return _step(value)
         case "evaluation":
             return EvaluationRow._make(_floats(value, EvaluationRow))
+        case "observation":
+            return Observation._make(_floats(value, Observation))
         case "checkpoint":
             essential = tuple((step, uri) for step, uri in value.get("essential", ()))
             deleted = tuple(value.get("deleted", ()))
@@ -141,6 +149,8 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
             return Failed(**value)
         case "taken_over":
             return TakenOver(**value)
+        case "diagnosed":
+            return Diagnosed(**value)
         case "set_aside":
             return SetAside(**value)
         case "mended":
@@ -177,7 +187,7 @@ def _step(values: list[Any]) -> StepRow:
     return row._replace(digests=Digests(weights, optimizer, gradients, *average))
 
 
-def _floats(values: list[Any], row: type[StepRow] | type[EvaluationRow]) -> list[Any]:
+def _floats(values: list[Any], row: type[StepRow | EvaluationRow | Observation]) -> list[Any]:
     if len(values) != len(row._fields):
         raise ValueError(f"{len(values)} values, wanted {len(row._fields)}")
     return [_float(value) for value in values]

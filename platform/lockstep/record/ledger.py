@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.files import replacing
-from lockstep.record.events import Digests, EvaluationRow, StepRow
+from lockstep.record.events import Digests, EvaluationRow, Observation, StepRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,7 @@ _DIGEST_TYPES = {
 }
 """The columns of `StepRow.digests`: null in the rows without digests. A ledger of an older version lacks them."""
 _EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
+_OBSERVATION_TYPES = {"step": "int64", "wall_clock": "double"}
 _PART = "part/"
 
 
@@ -138,6 +139,16 @@ def write_evaluations(rows: Sequence[EvaluationRow], path: Path) -> None:
 def read_evaluations(path: Path) -> list[EvaluationRow]:
     """The evaluations that `write_evaluations` wrote, bit for bit. StorageError where there are none to be read."""
     return _evaluation_rows(_read(path, _EVALUATION_TYPES))
+
+
+def write_observations(rows: Sequence[Observation], path: Path) -> None:
+    """Write observations as `path`, whole or not at all. StorageError where that fails."""
+    _write(_table(rows, [row.values for row in rows], _OBSERVATION_TYPES), path)
+
+
+def read_observations(path: Path) -> list[Observation]:
+    """The observations that `write_observations` wrote, bit for bit. StorageError where there are none to be read."""
+    return [Observation(**fields, values=values) for fields, values in _read(path, _OBSERVATION_TYPES)]
 
 
 def read_history(folder: Path) -> Rows:

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, assert_never
 
 from lockstep.errors import RecordError, first_line
 from lockstep.files import append, append_bounded, write_text
 from lockstep.job.source import job_sources
-from lockstep.record import documents, figures, ledger
+from lockstep.record import documents, figures, ledger, observation_figures
 from lockstep.record.copies import Copies
 from lockstep.record.data_sets import data_sets
 from lockstep.record.events import (
@@ -26,11 +27,13 @@ from lockstep.record.events import (
     CheckpointRow,
     Corrupted,
     Delivered,
+    Diagnosed,
     Document,
     EvaluationRow,
     Failed,
     Finished,
     Mended,
+    Observation,
     Opened,
     PeakMemory,
     Recorded,
@@ -120,13 +123,18 @@ class Page:
                 self.log(event.message)
                 self._ledger()
                 self._keep(self._folder / "log.txt")
+            case Diagnosed():
+                self._diagnosed()
+                self.log(str(event))
             case Corrupted():
                 self.log(str(event))
                 self._tag({"corrupted": str(event)})
             case Mended():
                 self.log(f"the journal is mended: {event.how}")
-            case StepRow() | EvaluationRow() | Sampled() | Opened() | Sealed() | Delivered() | SetAside():
-                pass  # rows and samples become points; the ledger is written when the run ends
+            case StepRow() | EvaluationRow() | Observation() | Sampled():
+                pass  # they become points; the ledger is written when the run ends
+            case Opened() | Sealed() | Delivered() | SetAside():
+                pass
             case _:
                 assert_never(event)
 
@@ -173,6 +181,12 @@ class Page:
         self._stragglers = [line for attempt in told.values() for line in attempt.get("stragglers", ())]
         self._tag({"attempts": len(told), "stragglers": "; ".join(self._stragglers[-3:])})
         self._document("attempts.json", documents.as_json([told[number] for number in sorted(told)]))
+
+    def _diagnosed(self) -> None:
+        """All that the run has shown to be wrong with it."""
+        found = [event for event in self._journal.events if isinstance(event, Diagnosed)]
+        self._tag({"diagnosed": "; ".join(dict.fromkeys(event.rule for event in found))})
+        self._document("diagnosis.json", documents.as_json([asdict(event) for event in found]))
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
         path = self._folder / "attempts.json"
@@ -369,17 +383,28 @@ class Page:
         if self._journal.last_step:
             ledger.write_tables(self._journal.tables, steps)
             self._keep(steps)
-            for figure in figures.draw(
+            drawn = figures.draw(
                 lambda name: ledger.column(self._journal.tables, name),
                 self._journal.evaluations(),
                 self._folder,
                 scaled=self._spec.precision == "fp16",
-            ):
-                self._figures.append(figure.name)
-                self._keep(figure)
+            )
+            self._show(drawn)
         if self._journal.evaluations():
             ledger.write_evaluations(self._journal.evaluations(), evaluations)
             self._keep(evaluations)
+        observed = self._journal.observations()
+        if observed:
+            path = self._folder / "observations.parquet"
+            ledger.write_observations(observed, path)
+            self._keep(path)
+            self._show(observation_figures.draw(observed, self._folder))
+
+    def _show(self, drawn: Iterable[Path]) -> None:
+        """Keep figures, and name them in the run's note."""
+        for figure in drawn:
+            self._figures.append(figure.name)
+            self._keep(figure)
 
     def _keep(self, path: Path) -> None:
         """Send a file to the store, under the folder that it has within the run's folder."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from lockstep.record.events import CheckpointRow, EvaluationRow, Recorded, Sampled, StepRow
+from lockstep.record.events import CheckpointRow, EvaluationRow, Observation, Recorded, Sampled, StepRow
 
 
 class Point(NamedTuple):
@@ -31,6 +31,8 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return step_points(event, before, scaled=scaled)
         case EvaluationRow():
             return evaluation_points(event)
+        case Observation():
+            return observation_points(event)
         case Sampled():
             return system_points(event, started_at)
         case CheckpointRow() if event.uri is not None:
@@ -68,6 +70,12 @@ def evaluation_points(row: EvaluationRow) -> Iterator[Point]:
     values = {**row.metrics, "perf/evaluation_s": row.seconds}
     timestamp_ms = int(row.wall_clock * 1000)
     return (Point(store_key(name), value, timestamp_ms, row.step) for name, value in values.items())
+
+
+def observation_points(row: Observation) -> Iterator[Point]:
+    """The points of an observation."""
+    timestamp_ms = int(row.wall_clock * 1000)
+    return (Point(store_key(name), value, timestamp_ms, row.step) for name, value in row.values.items())
 
 
 def system_points(sample: Sampled, started_at: float) -> Iterator[Point]:

@@ -108,6 +108,11 @@ class Recorder:
         return self._writer.violation
 
     @property
+    def diagnosed(self) -> tuple[str, ...]:
+        """What the run has shown to be wrong with it since it was opened here, a line each. Never waits."""
+        return self._writer.diagnosed
+
+    @property
     def opened(self) -> bool:
         """Whether the run exists in its store. Never waits."""
         return self._writer.run_id is not None

@@ -23,9 +23,11 @@ from pathlib import Path
 from lockstep.errors import LockstepError, RecordError, StorageError
 from lockstep.files import private
 from lockstep.periodic import periodically
+from lockstep.record.diagnosing import Diagnosing
 from lockstep.record.events import (
     CheckpointRow,
     Delivered,
+    Diagnosed,
     Event,
     Failed,
     Finished,
@@ -75,6 +77,8 @@ class Writer:
         self.violation = ""
         self.journaled = 0
         """How many of the events that were told are in the journal, or have no place in it, and are shown."""
+        self.diagnosed: tuple[str, ...] = ()
+        """What the run has shown to be wrong with it since it was opened."""
         self._on_aliases = on_aliases
         self._replay = replay
         self._outbox = Outbox(patience_s, self._set_aside)
@@ -191,6 +195,7 @@ class Writer:
     def _open(self) -> None:
         self._record.open()
         self._unshown.extend(self._record.again)
+        self._diagnosing = Diagnosing(self._record.journal, self.spec)
         self.url = self._record.url
         self.run_id = self._record.folder.name
 
@@ -233,15 +238,18 @@ class Writer:
     def _add(self, events: Sequence[Event]) -> list[Recorded]:
         """Put into the journal what it is to have of these, and return that. RecordError where the disk refuses all of it."""
         try:
-            recorded = list(self._record.admission.admit(events))
+            recorded = self._diagnosing.with_diagnoses(events, self._record.admission.admit(events))
             self._record.journal.add(recorded)
         except RecordError:
+            self._diagnosing = self._diagnosing.again()  # the rows come again
             raise
         except Exception as error:  # noqa: BLE001 - one event that cannot be written must not cost the others
+            self._diagnosing = self._diagnosing.again()
             if len(events) == 1:
                 self._outbox.refuse(error)
                 return []
             return [one for event in events for one in self._add([event])]
+        self.diagnosed += tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
         return recorded
 
     def _not_written(self, error: RecordError) -> None:

@@ -50,6 +50,7 @@ class State(NamedTuple):
     failure: RecordError | None = None
     violation: str = ""
     journaled: int = 0
+    diagnosed: tuple[str, ...] = ()
     closed: bool = False
 
 
@@ -102,6 +103,10 @@ class WriterProcess:
     @property
     def journaled(self) -> int:
         return self._state.journaled
+
+    @property
+    def diagnosed(self) -> tuple[str, ...]:
+        return self._state.diagnosed
 
     def failure(self) -> RecordError | None:
         """What could not be recorded so far."""
@@ -270,6 +275,7 @@ def _state(writer: Writer) -> State:
         writer.failure(),
         writer.violation,
         writer.journaled,
+        writer.diagnosed,
     )
 
 

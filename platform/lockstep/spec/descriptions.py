@@ -89,6 +89,7 @@ SPEC = {
     "record.checkpoints": "artifact: MLflow has the newest, the best and the pinned checkpoints whole; reference: where they are",
     "record.copy_mb_per_s": "mean rate at which checkpoints are copied to MLflow; null: as fast as it goes",
     "record.digest_every": "steps between digests of weights, optimizer and gradients; null: never",
+    "record.observe_every": "steps between observations: gradient flow by layer group, and what the steps cost; null: never",
     "record.private": "what the run creates can be read by its user alone",
     "faults": "how often an attempt may end early, and how long things may take",
     "faults.max_worker_failures": "attempts in a row that may end because a worker was lost, without a new checkpoint in between",

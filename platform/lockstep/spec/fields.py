@@ -343,6 +343,7 @@ class Record(Section):
     checkpoints: Literal["reference", "artifact"] = "artifact"
     copy_mb_per_s: PositiveFloat | None = 100.0
     digest_every: PositiveInt | None = 100
+    observe_every: PositiveInt | None = 50
     private: bool = False
 
 

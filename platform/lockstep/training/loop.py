@@ -45,6 +45,7 @@ from lockstep.training.requests import Requests
 from lockstep.training.setup import Run, prepare
 from lockstep.training.state import tensors
 from lockstep.training.step import StepResult
+from lockstep.training.watch import Watch
 from lockstep.training.weights import save_weights
 
 ALIVE_S = 1.0
@@ -92,7 +93,7 @@ def fit(
 def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None:
     """Take the steps that are left, from the state as it is. `hasty`: others go on where a rank of this group is lost."""
     tell, requests, origin = seat.tell, seat.requests, seat.origin
-    clock, pace = Clock(origin), Pace(run.group)
+    clock, pace, watch = Clock(origin), Pace(run.group), Watch(run, origin)
     stopped = False
     with (
         looked_into(run, tell, origin),
@@ -105,11 +106,13 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
             return None
         checkpoints.make_up()
         for position in run.ahead(over):
+            watch.begin(position)
             result = run.step(position, batches, stop=requests.stop(), save=checkpoints.wanted())
             row = clock.row(run, position, result, batches)
             note_step(run, row)
             run.step.digests.compare()
             tell(row)
+            watch.end(position, row, tell)
             for straggler in pace.add(position.number, result.pace):
                 tell(Straggling(straggler))
             stopped = result.stop and position.number < run.plan.total_steps
@@ -119,7 +122,8 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
             evaluated = evaluation_is_due(run, position)
             over = evaluated and evaluate(run, position, tell)
             if checkpoints.due(position, agreed=result.save):
-                checkpoints.save()
+                with watch.saving():
+                    checkpoints.save()
             clock.leave_out()
             if over or ends_replay(position, origin):
                 break

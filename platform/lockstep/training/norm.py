@@ -14,7 +14,7 @@ A square of an fp32 number is exact in float64 and at most 2**256, so the norm o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,8 @@ class GradientNorm:
                 self._batches.append(self._batch(pieces[i : i + rows], width))
         pieces = [piece for batch in self._batches for piece in batch.pieces]
         self._in_order = sorted((piece.parameter, piece.block, i) for i, piece in enumerate(pieces))
+        self.observe: Callable[[Sequence[Tensor], Sequence[float]], None] | None = None
+        """Is given the gradients of a step, before they are clipped, and the sum of the squares of each, just before the update."""
         self._split = [p for p, shape in enumerate(self._shapes) if shape.numel() > BLOCK]
 
     def _batch(self, pieces: list[_Piece], width: int) -> _Batch:
@@ -107,10 +109,18 @@ class GradientNorm:
 
     def __call__(self, gradients: Sequence[Tensor]) -> float:
         """The norm of all gradients together: infinite or NaN where one of them is."""
-        total = 0.0
-        for square in self.squares(gradients):
-            total += square
-        return math.sqrt(total)
+        squares = self.squares(gradients)
+        if self.observe is not None:
+            self.observe(gradients, squares)
+        return added(squares)
+
+
+def added(squares: Iterable[float]) -> float:
+    """The norm that these squares have together, added in their order."""
+    total = 0.0
+    for square in squares:
+        total += square
+    return math.sqrt(total)
 
 
 def _by_width(parameters: Sequence[Tensor]) -> dict[int, list[_Piece]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -13,6 +13,9 @@ from torch.amp.grad_scaler import GradScaler
 from lockstep.errors import NumericsError
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+SMALLEST_NORMAL = 2.0**-14
+"""Of fp16: what is smaller has fewer bits, and below 2**-24 none."""
 
 MOST_SKIPS_IN_A_ROW = 50
 """Halving 2**16 so often leaves no scale at all: the gradients themselves are not finite."""
@@ -74,3 +77,15 @@ class Precision:
                 "the loss or its gradients are not finite at any scale: lower optimizer.lr, or use precision bf16 or fp32"
             )
         return done
+
+
+def underflow(gradients: Sequence[Tensor], scale: float) -> float:
+    """The share of their elements other than zero that fp16 has no full precision for, as they were in backward: times `scale`.
+
+    On a CUDA device it waits for them, once. What has become zero on the way does not count: many a gradient is zero by right.
+    """
+    sizes = [gradient.abs() for gradient in gradients]
+    small = torch.stack([((one > 0) & (one < SMALLEST_NORMAL / scale)).sum() for one in sizes]).sum()
+    other = torch.stack([one.count_nonzero() for one in sizes]).sum()
+    below, elements = torch.stack([small, other]).tolist()
+    return below / elements if elements else 0.0

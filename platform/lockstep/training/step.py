@@ -44,6 +44,7 @@ from lockstep.training.reduction import TreeSum
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, power_of_two
 from lockstep.training.step_digests import StepDigests
+from lockstep.training.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class Stepper:
         self.frozen = FrozenRule(job, state.model, spec.seed)
         self._learning(min(state.counters.step + 1, plan.total_steps))
         self.watch = Stopwatch(group.device)
+        self.times = StepTimes(group.device)
         self._abandoned = False
         self._cuda = group.device if group.device.type == "cuda" else None
 
@@ -142,6 +144,7 @@ class Stepper:
 
         `stop` is this rank's vote to end the run after the step, `save` that to save its state then.
         """
+        self.times.begin()
         phases = self._learning(position.number) if self.frozen.there else self.each_phase
         if not phases:
             raise all_rest(position.number)
@@ -171,7 +174,9 @@ class Stepper:
                 self.digests.gather(position, self.plan.ranges(self.group.size))
             # The last message of the phase: until the next one no rank waits for another, and the state changes.
             self.buffers.end_step(agreed.flagged)
+            self.times.mark("reduction")
             result = self._update(phase, position, agreed, scale_down)
+            self.times.mark("optimizer")
         except NumericsError as error:
             error.step, error.micro_batch = position.step, agreed.totals.first_bad
             error.phase = phase.name
@@ -285,11 +290,13 @@ class Stepper:
         *,
         last: bool,
     ) -> None:
+        self.times.mark("reduction")
         with self.watch:
             batch = next(batches)
             self.probe.batch(position, m, batch)
             loss = self._forward(phase, phase.wrapped, position, m, batch)
             self.probe.loss(position, m, loss.total)
+        self.times.mark("forward")
         with self._of_job(phase, position, m):
             phase.exchange.put(loss)
             if m == 0:
@@ -299,6 +306,7 @@ class Stepper:
             scaled = self.state.precision.scaled(loss.total * scale_down)
             self.probe.backward(position, m)
             phase.module.backward(scaled)
+        self.times.mark("backward")
         self.watched.check(self._where(phase, position, m))
         self.buffers.restore()
 

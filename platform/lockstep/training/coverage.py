@@ -1,0 +1,89 @@
+"""Which modules ran in which type under autocast: taken once, in the first micro-batch of an attempt, by hooks that go with it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.plan import Position
+from lockstep.training.memory import tensors_in
+from lockstep.training.probe import NoProbe
+
+NAME = "precision.json"
+
+
+@dataclass(slots=True)
+class Ran:
+    """A module that ran: its class, and the types of its floating-point parameters, inputs and outputs."""
+
+    kind: str
+    parameters: list[str]
+    inputs: list[str]
+    outputs: list[str]
+    calls: int = 0
+
+
+@dataclass
+class Coverage(NoProbe):
+    """Notes into `modules`, by their names, what the modules of the first micro-batch ran in. It changes no result."""
+
+    precision: str
+    modules: dict[str, Ran] = field(default_factory=dict)
+
+    @contextmanager
+    def around(self, position: Position, m: int, model: nn.Module, phase: str) -> Iterator[None]:
+        if self.modules:
+            yield
+            return
+        hooks = [
+            module.register_forward_hook(partial(self._note, name or type(model).__name__), with_kwargs=True)
+            for name, module in model.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, name: str, module: nn.Module, given: Any, named: Any, output: Any) -> None:
+        ran = self.modules.setdefault(
+            name, Ran(type(module).__name__, _types(module.parameters(recurse=False)), [], [])
+        )
+        ran.inputs = sorted({*ran.inputs, *_types([given, named])})
+        ran.outputs = sorted({*ran.outputs, *_types(output)})
+        ran.calls += 1
+
+    def text(self) -> str:
+        """precision.json: each module in the order in which it first came to its end, and how many gave what."""
+        outputs = Counter(", ".join(ran.outputs) or "none" for ran in self.modules.values())
+        modules = [
+            {
+                "name": name,
+                "class": ran.kind,
+                "parameters": ran.parameters,
+                "inputs": ran.inputs,
+                "outputs": ran.outputs,
+                "calls": ran.calls,
+            }
+            for name, ran in self.modules.items()
+        ]
+        return json.dumps(
+            {"precision": self.precision, "outputs": dict(outputs), "modules": modules}, indent=1
+        )
+
+
+def _types(value: Any) -> list[str]:
+    """The floating-point types of the tensors of a value."""
+    tensors = (
+        [value]
+        if isinstance(value, Tensor)
+        else tensors_in(list(value) if isinstance(value, Iterator) else value)
+    )
+    return sorted({str(one.dtype).removeprefix("torch.") for one in tensors if one.dtype.is_floating_point})

@@ -1,0 +1,180 @@
+"""Memory over time: what a worker holds between two steps, and what keeps a graph alive where that grows.
+
+Between two steps no tensor needs its graph any more. Where memory grows from one look to the next, the tensors that have one are looked for
+among Python's objects, twice: what is there the first time and has grown the second time is held by somebody who adds to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LOOKS, LEAST_BYTES = 4, 1 << 20
+"""Over so many looks memory has to have grown by so much, and never to have fallen, before objects are looked at: that takes some 0.2 s."""
+
+_MOST_NODES = 100_000
+_MOST_TENSORS = 10_000
+_MOST_HOLDERS = 16
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this process holds now: of a GPU what torch has allocated there, else the resident memory that is not of files."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # no Linux: the most that it has held will do for a trend
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return int(found.get("RssAnon", found["VmRSS"]).split()[0]) * 1024
+
+
+class Holding(NamedTuple):
+    """An object that keeps graphs alive: the tensors in it that have one, and how many nodes these have."""
+
+    holder: Any
+    tensors: Sequence[Tensor]
+    nodes: int
+
+
+class Growth:
+    """The looks of one worker. `look` gives a line once, where graphs are kept alive; `since` is then the step at which it began."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._looks: list[tuple[int, int]] = []
+        self._least = LEAST_BYTES
+        self._before: Mapping[int, int] | None = None
+        """The nodes that each object kept alive at the first search, by its identity."""
+        self._told = False
+
+    def look(self, step: int) -> tuple[int, str]:
+        """What is held after a step, in bytes, and once the line about who keeps graphs alive."""
+        now = held_bytes(self._device)
+        if self._told:
+            return now, ""
+        self._looks.append((step, now))
+        first = self._began()
+        if self._before is None and now - self._looks[first][1] < self._least:
+            return now, ""
+        if self._before is None and len(self._looks) - first <= LOOKS:
+            return now, ""
+        return now, self._searched(first)
+
+    def _began(self) -> int:
+        """The look from which on memory has never fallen."""
+        i = len(self._looks) - 1
+        while i and self._looks[i - 1][1] <= self._looks[i][1] + LEAST_BYTES // 4:  # a few pages come and go
+            i -= 1
+        return i
+
+    def _searched(self, first: int) -> str:
+        before, found = self._before, holdings()
+        if before is None:
+            self._before = {id(one.holder): one.nodes for one in found}
+            return ""
+        self._before = None
+        grown = [one for one in found if one.nodes > before.get(id(one.holder), one.nodes)]
+        (began, held), (step, now) = self._looks[first], self._looks[-1]
+        if not grown:
+            self._least = 2 * max(self._least, now - held)
+            return ""
+        most = max(grown, key=lambda one: one.nodes)
+        self._told = True
+        return (
+            f"{held / 1e6:.0f} MB after step {began} and {now / 1e6:.0f} MB after step {step}: {name_of(most, [found, grown])} keeps "
+            f"{len(most.tensors)} tensors alive with their graphs, of {most.nodes} nodes, and more each time"
+        )
+
+
+def holdings() -> list[Holding]:
+    """The objects that keep tensors alive which have a graph, those with the most first."""
+    alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and _has_graph(one)]
+    if not alive:
+        return []
+    del alive[_MOST_TENSORS:]
+    numbers = {id(tensor) for tensor in alive}
+    found = []
+    for holder in gc.get_referrers(*alive):
+        if holder is alive or isinstance(holder, FrameType | Tensor):
+            continue
+        held = [one for one in _within(holder) if id(one) in numbers]
+        found.append(Holding(holder, held, _nodes(held)))
+    return sorted(found, key=lambda one: -one.nodes)[:_MOST_HOLDERS]
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a tensor of a mode that has none
+        return False
+
+
+def _within(holder: Any) -> Iterable[Any]:
+    if isinstance(holder, Mapping):
+        return holder.values()
+    if isinstance(holder, list | tuple | set | frozenset | deque):
+        return holder
+    inside: list[Any] = gc.get_referents(holder)
+    return inside
+
+
+def _nodes(tensors: Iterable[Tensor]) -> int:
+    """The nodes of the graphs of some tensors, each once."""
+    waiting = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return len(seen)
+
+
+def name_of(holding: Holding, own: Sequence[Any]) -> str:
+    """What keeps them alive, by the attribute or variable of its owner as far as that can be told. `own` are the caller's lists."""
+    holder, tensor = holding.holder, max(holding.tensors, key=lambda one: _nodes([one]))
+    kind = type(holder).__name__
+    direct = _held_by(holder, tensor)
+    if direct:
+        return direct
+    for owner in gc.get_referrers(holder):
+        if owner is holding or isinstance(owner, FrameType) or any(owner is one for one in own):
+            continue
+        found = _held_by(owner, holder)
+        if found:
+            return f"the {kind} {found}"
+    return f"a {kind} whose owner is not known"
+
+
+def _held_by(owner: Any, held: Any) -> str:
+    """`held` as an attribute of `owner`, or as a variable of what `owner` is the namespace of; nothing where it is neither."""
+    if not isinstance(owner, dict):
+        name = next((key for key, value in _attributes(owner).items() if value is held), None)
+        return "" if name is None else f"{name!r} of an object of class {type(owner).__name__!r}"
+    name = next((key for key, value in owner.items() if value is held), None)
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and vars(module) is owner:
+            return f"{name!r} of module {module.__name__!r}"
+    for one in gc.get_referrers(owner):
+        if not isinstance(one, FrameType) and _attributes(one) is owner:
+            return f"{name!r} of an object of class {type(one).__name__!r}"
+    return ""
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Its attributes, past whatever code of its own would answer for it."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return found

@@ -1,0 +1,118 @@
+"""Gradient flow by layer: gradient norms, update-to-weight ratios and silent units of groups of parameters, in one step.
+
+All of it is made of float64 sums over the fixed blocks of `training.norm`, added in the order of the parameters, and of counts: the
+same bits for every number of workers, and wherever gradients lie in memory. The weights are only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.training.norm import GradientNorm, added
+
+MOST_GROUPS = 32
+"""So many lines can be told apart in a figure, and cost a store little."""
+
+_UNITS = (nn.Linear, nn.modules.conv._ConvNd)
+"""Modules whose weight has a row for each unit. A row of an embedding has no gradient where its token is not in the batch."""
+
+
+def layer_groups(names: Sequence[str]) -> dict[str, list[int]]:
+    """The parameters of each layer group, by their indices in `names`, in their order.
+
+    A group is what has the first levels of the module path in common: as many levels as give at most `MOST_GROUPS` groups. Where even the
+    first level gives more, neighbours are taken together, as `first-last`. A parameter of the model itself is a group by its own name.
+    """
+    paths = [name.split(".")[:-1] or [name] for name in names]
+    found: dict[str, list[int]] = {}
+    for levels in range(1, max(map(len, paths), default=0) + 1):
+        groups: dict[str, list[int]] = {}
+        for i, path in enumerate(paths):
+            groups.setdefault(".".join(path[:levels]), []).append(i)
+        if len(groups) > MOST_GROUPS and found:
+            break
+        found = groups
+        if len(groups) > MOST_GROUPS:
+            return _taken_together(groups)
+    return found
+
+
+def _taken_together(groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    size = -(-len(groups) // MOST_GROUPS)
+    names = list(groups)
+    joined = [names[i : i + size] for i in range(0, len(names), size)]
+    return {
+        part[0] if len(part) == 1 else f"{part[0]}-{part[-1]}": [i for name in part for i in groups[name]]
+        for part in joined
+    }
+
+
+class LayerFlow:
+    """Looks at one update: `note` is called with its gradients, just before it, and `taken` after it.
+
+    Between the two it holds a copy of the trainable weights, at a time when the activations are gone. Of the parameters that some steps
+    rightly leave out (`conditional`), no silent units are counted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        norm: GradientNorm,
+        conditional: Collection[str] = (),
+        phase: str = "",
+    ) -> None:
+        """`phase` is the name of the phase of a step, which comes before those of its groups."""
+        self._parameters, self._norm = parameters, norm
+        self.groups = {f"{phase}/{group}" if phase else group: m for group, m in layer_groups(names).items()}
+        rows = {
+            f"{path}.weight" if path else "weight"
+            for path, m in model.named_modules()
+            if isinstance(m, _UNITS)
+        }
+        self._with_units = [
+            i
+            for i, name in enumerate(names)
+            if name in rows and name not in conditional and len(parameters[i])
+        ]
+        self._before: list[Tensor] = []
+        self._gradients: Sequence[float] = ()
+        self._weights: Sequence[float] = ()
+        self._silent: dict[int, int] = {}
+
+    @torch.no_grad()
+    def note(self, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:
+        """The gradients of the step, before they are clipped, and the sum of the squares of each."""
+        self._before = [parameter.detach().clone() for parameter in self._parameters]
+        self._gradients, self._weights = squares, self._norm.squares(self._before)
+        counts = [(gradients[i].flatten(1).count_nonzero(1) == 0).sum() for i in self._with_units]
+        counted = torch.stack(counts).tolist() if counts else []
+        self._silent = dict(zip(self._with_units, counted, strict=True))
+
+    @torch.no_grad()
+    def taken(self) -> dict[str, float]:
+        """After the update: the values by their names. Lets go of the copy.
+
+        `gradient_norm` is that of the mean gradient, `update_ratio` the norm of what the update changed over that of the weights before it,
+        left out where these are all zero, and `silent_units` the share of units of linear and convolutional layers whose weights have a
+        gradient of exactly zero.
+        """
+        before, self._before = self._before, []
+        if not before:
+            return {}
+        torch._foreach_sub_(before, [parameter.detach() for parameter in self._parameters])
+        updates, values = self._norm.squares(before), dict[str, float]()
+        for group, members in self.groups.items():
+            values[f"layers/{group}/gradient_norm"] = added(self._gradients[i] for i in members)
+            weights = added(self._weights[i] for i in members)
+            if weights:
+                values[f"layers/{group}/update_ratio"] = added(updates[i] for i in members) / weights
+            units = [i for i in members if i in self._silent]
+            if units:
+                silent = sum(self._silent[i] for i in units)
+                values[f"layers/{group}/silent_units"] = silent / sum(len(self._parameters[i]) for i in units)
+        return values

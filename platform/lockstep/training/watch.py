@@ -1,0 +1,183 @@
+"""What a run looks at while it trains, every `record.observe_every` steps, beside the rows of its steps.
+
+`begin` and `end` stand around a step. In all other steps they cost the reading of a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.plan import Position
+from lockstep.record.diagnosis import GRAPH_KEPT
+from lockstep.record.events import Diagnosed, Document, Observation, StepRow, Tell
+from lockstep.training.coverage import NAME, Coverage
+from lockstep.training.growth import Growth
+from lockstep.training.layers import LayerFlow
+from lockstep.training.phase_step import PhaseStep
+from lockstep.training.precision import underflow
+from lockstep.training.probe import NoProbe
+from lockstep.training.setup import Run
+from lockstep.training.step_times import Part
+
+
+class Seen(NamedTuple):
+    """What one rank says at an observation. Seconds are means of a step since the one before."""
+
+    times: dict[Part, float]
+    hook_s: float
+    """That the reduction has taken in the midst of backward."""
+    held_bytes: int
+    peak_bytes: int
+    """0 where the device is no GPU."""
+    keeps_graphs: str
+
+    @property
+    def own_s(self) -> float:
+        """What it computes and fetches, for which it waits for nobody."""
+        return self.times.get("forward", 0.0) + self.times.get("backward", 0.0) - self.hook_s
+
+
+class Watch:
+    """Watches the steps of one worker. A replay, whose steps are recorded already, is not watched."""
+
+    def __init__(self, run: Run, origin: AttemptOrigin | None = None) -> None:
+        replays = origin is not None and origin.replay is not None
+        self._every = None if replays else run.spec.record.observe_every
+        self._step, self._group, self._precision = run.step, run.group, run.state.precision
+        self._growth = Growth(run.group.device)
+        self._model, self._leads = run.state.model, run.group.rank == 0 and self._every is not None
+        self._flows: dict[str, LayerFlow] = {}
+        """By the names of the step's phases, in a step that is observed."""
+        self._coverage: Coverage | None = None
+        self._underflow: dict[str, float] = {}
+        self._steps = 0
+        self._whole_s = self._data_s = self._saving_s = self._hook_began = 0.0
+        if self._leads and self._precision.name != "fp32":
+            self._coverage = run.step.probe = Coverage(self._precision.name)
+        self._forget()
+
+    def begin(self, position: Position) -> None:
+        """The step at `position` begins."""
+        if self._leads and self._is_due(position):
+            self._flows = {phase.name: self._flow_of(phase) for phase in self._step.each_phase if phase.names}
+
+    def _flow_of(self, phase: PhaseStep) -> LayerFlow:
+        """What looks at the update of a phase; where the step settles anew what learns in it, nothing is seen."""
+        flow = LayerFlow(
+            self._model, phase.names, phase.parameters, phase.norm, phase.module.conditional, phase.name
+        )
+        phase.norm.observe = partial(self._look, flow)
+        return flow
+
+    def end(self, position: Position, row: StepRow, tell: Tell) -> None:
+        """It is done, and its row is told. Where an observation is due all ranks come together."""
+        if self._coverage is not None:
+            self._step.probe = NoProbe()
+            tell(Document(NAME, self._coverage.text()))
+            self._coverage = None
+        self._steps, self._whole_s = self._steps + 1, self._whole_s + row.step_s
+        self._data_s += row.data_wait_s
+        if not self._is_due(position):
+            return
+        for phase in self._step.each_phase:
+            if phase.names:
+                phase.norm.observe = None
+        every: list[Seen] = self._group.gather(self._seen(position))
+        if self._leads:
+            values = {**self._underflow, **self._times(every), **_memory(every)}
+            for flow in self._flows.values():
+                values |= flow.taken()
+            tell(Observation(position.number, values, time.time()))
+            for rank, seen in enumerate(every):
+                if seen.keeps_graphs:
+                    tell(_keeps_graphs(rank, position, seen.keeps_graphs))
+        self._flows = {}
+        self._forget()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A save, for as long as the steps wait for it."""
+        began = time.perf_counter()
+        yield
+        self._saving_s += time.perf_counter() - began
+
+    def _is_due(self, position: Position) -> bool:
+        """In the first step, and every so many: it follows from the plan alone."""
+        return self._every is not None and (position.number == 1 or position.number % self._every == 0)
+
+    def _look(self, flow: LayerFlow, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:
+        """Just before an update."""
+        flow.note(gradients, squares)
+        if self._precision.name == "fp16":
+            scale = self._precision.scale
+            self._underflow = {"fp16/scale": scale, "fp16/underflow": underflow(gradients, scale)}
+
+    def _forget(self) -> None:
+        """Begin to count anew."""
+        self._steps = 0
+        self._whole_s = self._data_s = self._saving_s = 0.0
+        self._hook_began = self._hook_s()
+        self._step.times.take()
+
+    def _hook_s(self) -> float:
+        """What the hooks of all phases have taken so far; those of a reduction that was made anew begin at 0."""
+        reductions = [phase.reduction for phase in self._step.each_phase]
+        return sum(reduction.held_up_s for reduction in reductions if reduction is not None)
+
+    def _seen(self, position: Position) -> Seen:
+        device = self._group.device
+        hook_s = max(0.0, self._hook_s() - self._hook_began) / self._steps
+        cuda = device.type == "cuda"
+        held, keeps_graphs = self._growth.look(position.number)
+        return Seen(
+            self._step.times.take(),
+            0.0 if cuda else hook_s,  # there the hook only launches: its time is a part of backward's
+            held,
+            int(torch.cuda.max_memory_allocated(device)) if cuda else 0,
+            keeps_graphs,
+        )
+
+    def _times(self, every: Sequence[Seen]) -> dict[str, float]:
+        """Where the time of rank 0's steps has gone, in seconds a step."""
+        own = every[0]
+        reduction = own.times.get("reduction", 0.0) + own.hook_s
+        slowest = min(reduction, max(seen.own_s for seen in every) - own.own_s)
+        whole, data = self._whole_s / self._steps, self._data_s / self._steps
+        found = {
+            "data": data,
+            "forward": max(0.0, own.times.get("forward", 0.0) - data),
+            "backward": max(0.0, own.times.get("backward", 0.0) - own.hook_s),
+            "slowest": slowest,
+            "reduction": reduction - slowest,
+            "optimizer": own.times.get("optimizer", 0.0),
+        }
+        found["other"] = max(0.0, whole - sum(found.values()))
+        found["checkpoint"] = self._saving_s / self._steps
+        return {f"perf/time/{name}_s": seconds for name, seconds in found.items()}
+
+
+def _memory(every: Sequence[Seen]) -> dict[str, float]:
+    held = {f"perf/memory/rank_{rank}_mb": seen.held_bytes / 1e6 for rank, seen in enumerate(every)}
+    peaks = {
+        f"perf/memory/rank_{rank}_peak_mb": seen.peak_bytes / 1e6
+        for rank, seen in enumerate(every)
+        if seen.peak_bytes
+    }
+    return {**held, **peaks}
+
+
+def _keeps_graphs(rank: int, position: Position, line: str) -> Diagnosed:
+    return Diagnosed(
+        GRAPH_KEPT,
+        position.number,
+        f"rank {rank} held {line}",
+        "keep loss.item() or .detach(): a tensor that has a graph keeps all of it, and what it was computed from",
+    )
