@@ -1,4 +1,4 @@
-"""The pages *Coming from …*: both programs run, and the pages have their text and their lengths."""
+"""The pages *Coming from …*: both programs run (the one before with `make exact`), and the pages have their text and their lengths."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def accuracy(printed: str) -> float:
     return float(re.findall(r"eval/accuracy ([\d.]+)", printed)[-1])
 
 
+@pytest.mark.exact  # half a minute
 def test_the_loop_by_hand_trains_and_takes_up_its_checkpoint(tmp_path: Path) -> None:
     printed = in_two_ranks(tmp_path)
     assert printed.count("epoch ") == ddp.EPOCHS
@@ -59,6 +60,7 @@ def test_the_job_trains(tmp_path: Path) -> None:
     assert json.loads(out)["metrics"]["eval/accuracy"] > GOOD
 
 
+@pytest.mark.exact  # half a minute
 @pytest.mark.parametrize(
     ("package", "command"),
     [

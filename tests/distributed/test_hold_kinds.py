@@ -73,14 +73,23 @@ AT_ONCE = 20
 """Runs of a call of the pool."""
 
 WORKERS = [(2, 1), (1, 2), (3, 1), (1, 3)]
-"""Of the attempts before and after a run was stopped. Each kind takes one of these pairs by default."""
+"""Of the attempts before and after a run was stopped. Each kind takes one of these pairs, every other kind by default."""
 
 
 @pytest.mark.parametrize(
     ("before", "after", "own"),
     [
         *(
-            pytest.param(*pair, ALL[i :: len(WORKERS)], id=f"{pair[0]}-{pair[1]}")
+            pytest.param(*pair, ALL[i :: 2 * len(WORKERS)], id=f"{pair[0]}-{pair[1]}")
+            for i, pair in enumerate(WORKERS)
+        ),
+        *(
+            pytest.param(
+                *pair,
+                ALL[i + len(WORKERS) :: 2 * len(WORKERS)],
+                marks=pytest.mark.exact,
+                id=f"{pair[0]}-{pair[1]}, the others",
+            )
             for i, pair in enumerate(WORKERS)
         ),
         pytest.param(2, 3, ALL, marks=pytest.mark.exact, id="2-3"),
