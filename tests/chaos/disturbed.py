@@ -152,11 +152,12 @@ class Disturbed:
         return [attempt for attempt in found if attempt["last_step"]]
 
     def over(self) -> bool:
-        """Whether the driver has ended by itself, and well. One that ended otherwise is resumed, as one that was killed."""
+        """Whether the driver has ended by itself, and well. One that was killed is resumed, and one that was started on a full disk and said so."""
         code = self.driver.poll()
         if code is None:
             return False
-        assert code in {0, -9}, self.log()
+        full = code == 1 and self.log().rstrip().endswith(os.strerror(errno.ENOSPC))
+        assert code in {0, -9} or full, self.log()
         if code:
             self.resume()
         return code == 0
