@@ -160,7 +160,9 @@ def recorded(
             f"run {run_id}: its record in {where} cannot be understood: {' '.join(str(error).split())}"
         ) from error
     if not isinstance(document, dict) or not isinstance(found, dict):
-        raise NoSuchRunError(f"run {run_id} in {where} has no spec.yaml; wanted a run that Lockstep made")
+        raise NoSuchRunError(
+            f"run {run_id} in {where} has no spec.yaml; either it was ended before it began, and is started anew with its spec, or Lockstep did not make it"
+        )
     known: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]
     return Recorded(run_id, known, document, found, url)
 

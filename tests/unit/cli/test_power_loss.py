@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lockstep import calls, resume, train
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, NoSuchRunError
 from lockstep.record import segments
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.training import bits
@@ -99,14 +99,20 @@ class Running:
         random.Random(SEED).shuffle(found)
         return found
 
+    def began(self) -> int:
+        """After how many calls the run can be gone on with."""
+        names = [{name for _, name in call.keys} for call in self.noted.calls]
+        return next(at for at, made in enumerate(names) if "spec.yaml" in made)
+
     def wrong(self, case: Case) -> list[str]:
         """What a resume after the loss of power has of other bits than the uninterrupted run."""
         self.noted.left(case.after, case.how, random.Random(case.seed)).write(self.folder)
         try:
             result = resume(self.run_id, [f"checkpoint.storage={self.folder}"], local=True, uri="off")
+        except NoSuchRunError as error:  # of a run that nobody had been told of
+            return [] if not self.noted.moments[case.after] else [str(error)]
         except LockstepError as error:
-            lost = not self.noted.moments[case.after] and "no record of it" in str(error)
-            return [] if lost else [str(error)]
+            return [str(error)]
         found = came_to(self.folder, self.run_id, result.weights_digest)
         return [
             name for name, one, other in zip(Came._fields, found, self.whole, strict=True) if one != other
@@ -120,6 +126,7 @@ def found(running: Running, cases: Sequence[Case]) -> dict[Case, list[str]]:
 def test_a_run_goes_on_after_some_losses_of_power(tmp_path: Path) -> None:
     """Some, as a seed has chosen them; and that the comparison sees a folder that is not flushed."""
     running = Running(tmp_path / "runs")
+    assert found(running, [Case(at, "kept", 0) for at in range(running.noted.begun, running.began())]) == {}
     assert found(running, running.cases()[:3]) == {}
     running.noted.forget_flushes(of_folders=False)
     assert found(running, [Case(len(running.noted.calls), "zeros", 0)])
