@@ -17,6 +17,7 @@ import itertools
 import os
 import random
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -219,8 +220,8 @@ class Noted:
         key = self._key(path, dir_fd)
         inode = ROOT if Path(os.fsdecode(path)).absolute() == self.folder else self._at(key)
         descriptor: int = real(path, flags, *more, dir_fd=dir_fd)
-        if inode is None and key is not None and flags & os.O_CREAT:
-            inode = self._make(key)
+        if inode is None and key is not None and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            inode = self._make(key)  # by this call, or before it by a library
         elif inode in self._now.files and flags & os.O_TRUNC:
             self._note(Call("cut", inode))
         self._open.pop(descriptor, None)
