@@ -204,8 +204,8 @@ class Reduction(ABC):
         lengths = [len(own) * buffer.numel() + extra for own in self._nodes]
         splits = [lengths[rank]] * size
         lengths[rank] = splits[rank] = 0
-        received = buffer.new_empty(sum(lengths))
-        yield [_all_to_all(received, _joined(chunk * (size - 1), buffer), lengths, splits, self.group)]
+        received, outgoing = buffer.new_empty(sum(lengths)), _joined(chunk * (size - 1), buffer)
+        yield [_all_to_all(received, outgoing, lengths, splits, self.group)]
 
         by_rank = list(torch.split(received, lengths))
         if message is not None:
@@ -216,6 +216,10 @@ class Reduction(ABC):
         every: list[Sequence[Tensor]] = [torch.split(part, buffer.numel()) for part in parts]
         every[rank] = tuple(sums)
         _put(buffer, *self._added(self._nodes, every))
+        # A thread of the backend holds on to the tensors of a work that is done for as long as it gets no turn to run.
+        received.untyped_storage().resize_(0)
+        if not any(outgoing is part for part in chunk):
+            outgoing.untyped_storage().resize_(0)
 
     def _added(self, owned: Sequence[Sequence[range]], sums: Sequence[Sequence[Tensor]]) -> Gradients:
         """The sums of some ranks, by rank, added as far as the tree goes. The left ones are overwritten."""
