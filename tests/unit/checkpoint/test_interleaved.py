@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -33,11 +34,20 @@ WHICH = st.integers(0, 1)
 
 def objects(prefix: str) -> dict[str, bytes]:
     """What the server holds, from the server itself: a hundred requests take longer than a schedule."""
+    return {name: key.value for name, key in _keys().items() if name.startswith(f"{prefix}/")}
+
+
+def forget(prefix: str) -> None:
+    """Leave nothing of a schedule: each look goes through all that the server holds."""
+    for name in [name for name in dict(_keys()) if name.startswith(f"{prefix}/")]:
+        dict.pop(_keys(), name)
+
+
+def _keys() -> Any:
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.s3.models import s3_backends
 
-    keys = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets["runs"].keys
-    return {name: key.value for name, key in keys.items() if name.startswith(f"{prefix}/")}
+    return s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets["runs"].keys
 
 
 def machine(query: str) -> type[RuleBasedStateMachine]:
@@ -116,6 +126,7 @@ def machine(query: str) -> type[RuleBasedStateMachine]:
                 found = load_newest(RunFolder.open(open_storage(self.uri), RUN), lambda text: None)
                 assert found is not None and found.manifest.step == self.newest
                 assert same(found.sections["model"], state(self.newest)["model"])
+                forget(self.prefix)
 
     return Interleaved
 
