@@ -59,7 +59,7 @@ def _gradient_norm(x: Any, steps: Column) -> Any:
     _line(above, x, before, _ORANGE, "before clipping")
     _line(above, x, after, _BLUE, "after")
     if (before > 0).any():
-        above.set_yscale("log")
+        _logarithmic(above)
     above.legend(frameon=False)
     return figure
 
@@ -83,7 +83,7 @@ def _time(x: Any, steps: Column) -> Any:
 def _scale(x: Any, steps: Column) -> Any:
     figure, (above, below) = panels("Loss scale and skipped steps", ("scale", "skipped so far"))
     _line(above, x, steps("scale"), _BLUE, "train/scale")
-    above.set_yscale("log", base=2)
+    _logarithmic(above, base=2)
     _line(below, x, steps("skipped").cumsum(), _ORANGE, "skipped")
     return figure
 
@@ -92,15 +92,29 @@ def panels(title: str, labels: Sequence[str]) -> tuple[Any, Any]:
     """An empty figure with a panel for each label, above each other, over the steps."""
     from matplotlib.figure import Figure  # not pyplot: no state, no window, any thread
 
-    figure = Figure(figsize=(8, 2.0 + 2.2 * len(labels)), layout="constrained")
+    height = 2.0 + 2.2 * len(labels)
+    figure = Figure(figsize=(8, height))
     axes = figure.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0]
-    figure.suptitle(title)
+    # Margins in inches: a layout that measures every label draws all of them twice, at the end of every run.
+    figure.subplots_adjust(
+        left=0.9 / 8, right=1 - 0.15 / 8, top=1 - 0.6 / height, bottom=0.6 / height, hspace=0.12
+    )
+    figure.suptitle(title, y=1 - 0.12 / height, va="top")
     for ax, label in zip(axes, labels, strict=True):
         ax.set_ylabel(label)
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("step")
     return figure, axes
+
+
+def _logarithmic(ax: Any, base: float = 10) -> None:
+    """With plain numbers at its ticks: formulas take as long as the rest of a figure."""
+    from matplotlib.ticker import LogFormatter
+
+    ax.set_yscale("log", base=base)
+    ax.yaxis.set_major_formatter(LogFormatter(base))
+    ax.yaxis.set_minor_formatter(LogFormatter(base))
 
 
 def _line(ax: Any, x: Any, y: Any, color: str, label: str) -> None:
