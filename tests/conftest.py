@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 from xdist.remote import Producer
@@ -36,6 +37,24 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     for line in WARNINGS_OF_OTHERS:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _figures_left_out() -> Iterator[None]:
+    """Of runs in the tests' own process; `drawn_figures` has them drawn."""
+    from tests.without_figures import without_figures
+
+    with without_figures():
+        yield
+
+
+@pytest.fixture
+def drawn_figures() -> Iterator[None]:
+    """For tests of what a run leaves, figures among it."""
+    from tests.without_figures import with_figures
+
+    with with_figures():
+        yield
 
 
 class Together(LoadScopeScheduling):

@@ -82,9 +82,11 @@ def lockstep(*words: str, cwd: Path = ROOT, **environment: str) -> Forked:
 
 def _lockstep(words: tuple[str, ...]) -> None:
     from lockstep.cli.main import run
+    from tests.without_figures import without_figures
 
     sys.argv = ["lockstep", *words]
-    run()
+    with without_figures():
+        run()
 
 
 def script(text: str, cwd: Path = ROOT) -> Forked:

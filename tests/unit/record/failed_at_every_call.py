@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import RecordError, StorageError
-from lockstep.record import copies, figures, opening, outbox, page, segments, writer
+from lockstep.record import copies, opening, outbox, page, segments, writer
 from lockstep.record.events import (
     CheckpointRow,
     Document,
@@ -298,11 +298,11 @@ def recorded(recorder: Recorder, told: list[list[Event]], timeout_s: float = 20.
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Pauses in proportion to runs that take milliseconds; no figures, which take half a second each."""
+    """Pauses in proportion to runs that take milliseconds."""
     changes = [
         (writer, "FLUSH_S", 0.005), (writer, "DISK_PATIENCE_S", 0.2), (opening, "OPENING_PATIENCE_S", 0.1),
         (outbox, "_SHORTEST_PAUSE_S", 0.005), (outbox, "_LONGEST_PAUSE_S", 0.02), (outbox, "_LONGEST_DENIED_S", 0.02),
-        (copies, "PAUSE_S", 0.01), (figures, "draw", lambda *_, **__: []), (page, "job_sources", lambda _: {}),
+        (copies, "PAUSE_S", 0.01), (page, "job_sources", lambda _: {}),
         (segments, "SEGMENT_STEPS", 3),
     ]  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]

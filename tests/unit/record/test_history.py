@@ -44,7 +44,6 @@ EVERY, SEGMENT, STEPS = 5, 10, 32
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_STEPS", SEGMENT)
-    monkeypatch.setattr("lockstep.record.figures.draw", lambda *_, **__: [])  # half a second each
 
 
 def add(history: History, step: int, **changes: Any) -> None:

@@ -17,7 +17,6 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
 from lockstep.errors import RecordError
 from lockstep.job.identity import identity_digest
-from lockstep.record import figures
 from lockstep.record.events import Digests, Finished, Started
 from lockstep.record.ledger import Rows
 from lockstep.record.recorder import Recorder
@@ -34,12 +33,6 @@ pytestmark = [pytest.mark.filterwarnings(text) for text in THIRD_PARTY]
 STEPS = 5
 WEIGHTS = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}
 Specs = Callable[..., Spec]
-
-
-@pytest.fixture(autouse=True)
-def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take half a second each."""
-    monkeypatch.setattr(figures, "draw", lambda *_, **__: [])
 
 
 def fields(uri: str) -> dict[str, Any]:

@@ -62,6 +62,9 @@ def run_once(spec: Spec, steps: int = 30) -> str:
     return run_id
 
 
+pytestmark = pytest.mark.usefixtures("drawn_figures")
+
+
 @pytest.mark.exact  # eight processes; test_mlflow_store opens a fresh database from several
 def test_eight_runs_at_once_into_one_fresh_database(tmp_path: Path) -> None:
     """Each whole: no run lost to a migration that another one was making."""
