@@ -1,4 +1,4 @@
-"""A covering set of a matrix: every pair of values of any two factors together at least once."""
+"""Covering sets of a matrix: every pair of values of any two factors together at least once, or every value."""
 
 from __future__ import annotations
 
@@ -22,4 +22,15 @@ def covering(factors: Mapping[str, Sequence[Hashable]]) -> list[Row]:
         best = max(every, key=lambda row: len(pairs(row) & missing))
         chosen.append(best)
         missing -= pairs(best)
+    return chosen
+
+
+def showing_each_value(rows: Sequence[Row]) -> list[Row]:
+    """As few of `rows` as show every value of every factor, each chosen for the most values not yet shown."""
+    missing = {value for row in rows for value in enumerate(row)}
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(missing.intersection(enumerate(row))))
+        chosen.append(best)
+        missing.difference_update(enumerate(best))
     return chosen

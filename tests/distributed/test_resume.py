@@ -27,7 +27,7 @@ from lockstep.record.history import History
 from lockstep.record.ledger import DETERMINISTIC
 from lockstep.training.state import TrainState
 from tests.distributed import test_fp16, test_same_bits
-from tests.distributed.covering import covering, pairs
+from tests.distributed.covering import covering, pairs, showing_each_value
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Trained, bits, train, train_attempt
 from tests.unit.checkpoint.conftest import s3  # noqa: F401
@@ -59,6 +59,7 @@ COVERING = [
         "gpt", "fp16", 4, 0, "before the end"
     ),  # the one step that is left leaves a worker without a micro-batch
 ]
+EACH_VALUE = showing_each_value(COVERING)
 PRODUCT = [Case(*row) for row in product(*FACTORS.values())]  # type: ignore[arg-type]
 
 
@@ -153,9 +154,9 @@ def name(case: Case) -> str:
     return "-".join(map(str, case))
 
 
-@pytest.mark.parametrize("case", COVERING, ids=name)
+@pytest.mark.parametrize("case", EACH_VALUE, ids=name)
 def test_a_run_goes_on_with_the_same_bits(pool: Pool, saved: SavedRuns, case: Case) -> None:
-    """G1 over interruption, every pair of factors' values."""
+    """G1 over interruption, every value of every factor."""
     check(pool, saved, case)
 
 
@@ -224,6 +225,7 @@ def test_an_evaluation_that_a_stop_put_off_is_made_first(tmp_path: Path) -> None
 # --- when, and which stay ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exact)])
 @pytest.mark.parametrize(
     ("cadence", "kept"),
     [
@@ -235,14 +237,13 @@ def test_an_evaluation_that_a_stop_put_off_is_made_first(tmp_path: Path) -> None
         ({"every": {"seconds": 1e9}}, [8]),
     ],
 )
-def test_cadence_and_retention(pool: Pool, tmp_path: Path, cadence: dict[str, Any], kept: list[int]) -> None:
+def test_cadence_and_retention(
+    pool: Pool, tmp_path: Path, cadence: dict[str, Any], kept: list[int], workers: int
+) -> None:
     spec = document("digits", checkpoint={"storage": str(tmp_path), **cadence})
     assert len(undisturbed("digits", "fp32").rows) == 8
-    for workers in (1, 2):
-        storage = str(tmp_path / str(workers))
-        spec["checkpoint"]["storage"] = storage
-        pool.run(workers, train_attempt, spec, RUN, AttemptOrigin())
-        assert sorted(found.step or 0 for found in checkpoints(folder(storage))) == kept
+    pool.run(workers, train_attempt, spec, RUN, AttemptOrigin())
+    assert sorted(found.step or 0 for found in checkpoints(folder(str(tmp_path)))) == kept
 
 
 def test_the_best_is_kept(tmp_path: Path) -> None:
@@ -550,6 +551,7 @@ def test_ranks_that_restore_different_states_are_told_before_the_first_step(
         pool.run(2, train_attempt, spec, RUN, taken_up(str(tmp_path), 2))
 
 
+@pytest.mark.exact  # tests/unit/cli/test_two_starts.py, with one worker
 def test_a_run_is_saved_in_and_taken_up_from_an_object_store(
     pool: Pool,
     tmp_path: Path,
@@ -569,13 +571,18 @@ def test_a_run_is_saved_in_and_taken_up_from_an_object_store(
     assert "secret" not in resumed.summary["checkpoint"]
 
 
-def test_a_step_schedule_goes_on_inside_its_warm_up_and_after(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "each", [[(2, 1), (1, 6)], pytest.param([(3, 3)], marks=pytest.mark.exact)], ids=["two", "at its end"]
+)
+def test_a_step_schedule_goes_on_inside_its_warm_up_and_after(
+    pool: Pool, tmp_path: Path, each: list[tuple[int, int]]
+) -> None:
     """The rate is a function of the updates done: taken up in the warm-up, at its end, and amid the falls."""
     schedule = {"name": "step", "warmup_steps": 3, "every": 2, "gamma": 0.5}
     kept = {"storage": str(tmp_path), "every": {"steps": 1}, "keep_every": 1}
     whole = train_attempt(document("digits", schedule=schedule, checkpoint=kept), RUN, AttemptOrigin())
     assert len({row.lr for row in whole.steps}) > 4
     rest = document("digits", schedule=schedule, checkpoint={**kept, "every": None})
-    for workers, step in ((2, 1), (3, 3), (1, 6)):
+    for workers, step in each:
         resumed = pool.run(workers, train_attempt, rest, RUN, taken_up(str(tmp_path), step))[0]
         assert (resumed.rows, resumed.weights_digest) == (whole.rows, whole.weights_digest)
