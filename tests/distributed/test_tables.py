@@ -88,24 +88,31 @@ def reference(tables: Path, shuffle: str) -> Trained:
 
 @pytest.mark.parametrize(
     "shuffle",
-    [
-        order if order in {"blocks", "full"} else pytest.param(order, marks=pytest.mark.exact)
-        for order in ORDERS
-    ],
+    [order if order == "blocks" else pytest.param(order, marks=pytest.mark.exact) for order in ORDERS],
 )
-def test_bits_do_not_depend_on_workers_or_loader_processes(pool: Pool, tables: Path, shuffle: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "processes"),
+    [(3, 1), *(pytest.param(*each, marks=pytest.mark.exact) for each in [(1, 2), (2, 0), (4, 0)])],
+)
+def test_bits_do_not_depend_on_workers_or_loader_processes(
+    pool: Pool, tables: Path, shuffle: str, workers: int, processes: int
+) -> None:
     """G1, identity and all."""
-    for workers, processes in ((1, 2), (2, 0), (3, 1), (4, 0)):
-        every = pool.run(workers, train, document(tables, shuffle, processes))
-        assert every == [reference(tables, shuffle)] * workers
+    every = pool.run(workers, train, document(tables, shuffle, processes))
+    assert every == [reference(tables, shuffle)] * workers
 
 
 @pytest.mark.parametrize("shuffle", ["blocks", pytest.param("none", marks=pytest.mark.exact)])
-def test_bits_do_not_depend_on_where_the_rows_are_kept(pool: Pool, tables: Path, shuffle: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "processes"),
+    [(2, 2), *(pytest.param(*each, marks=pytest.mark.exact) for each in [(1, 0), (2, 0)])],
+)
+def test_bits_do_not_depend_on_where_the_rows_are_kept(
+    pool: Pool, tables: Path, shuffle: str, workers: int, processes: int
+) -> None:
     """G1, identity and all: a table above its bound, whose row groups two workers of a node read for each other."""
-    for workers, processes in ((1, 0), (2, 0), (2, 2)):
-        for trained in pool.run(workers, train, document(tables, shuffle, processes, memory_mb=BOUND_MB)):
-            assert trained == reference(tables, shuffle)
+    for trained in pool.run(workers, train, document(tables, shuffle, processes, memory_mb=BOUND_MB)):
+        assert trained == reference(tables, shuffle)
 
 
 def test_each_order_is_another_run(tables: Path) -> None:
