@@ -401,7 +401,14 @@ def test_a_loader_process_destroys_nothing_of_its_parents(
     gc.disable()
     try:
         Garbage(tmp_path)
-        fetched(Samples(lambda index: torch.tensor(gc.collect() * 0 + index)), processes=2)
+        collected = list[int]()  # of a process: it collects once, for that takes long where much is loaded
+
+        def collecting(index: int) -> torch.Tensor:
+            if not collected:
+                collected.append(gc.collect())
+            return torch.tensor(index)
+
+        fetched(Samples(collecting), processes=2)
         assert not (tmp_path / str(os.getpid())).exists()
     finally:
         gc.enable()
