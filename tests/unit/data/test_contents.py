@@ -228,7 +228,7 @@ def test_the_same_object_has_the_same_leaves_in_another_process() -> None:
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}/platform:{root}", "PATH": ""},
             cwd=root, capture_output=True, text=True, check=True,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }  # fmt: skip
     assert len(told) == 1
     assert " at 0x" not in told.pop()

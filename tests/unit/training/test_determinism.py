@@ -12,6 +12,7 @@ import torch
 
 from lockstep.training.determinism import determinism, filled_memory, fp32_products, numerics_probe
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from tests.forked import script
 
 CPU = torch.device("cpu")
 
@@ -71,26 +72,19 @@ def test_probe_is_stable() -> None:
     assert int(first, 16) >= 0
 
 
-def probed(**environment: str) -> str:
-    """The probe of a process of its own."""
-    code = (
-        "import torch\n"
-        "from lockstep.training.determinism import determinism, numerics_probe\n"
-        "with determinism('strict', 1):\n"
-        "    print(numerics_probe(torch.device('cpu')))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    return done.stdout.strip()
+PROBE = """
+import torch
+from lockstep.training.determinism import determinism, numerics_probe
+with determinism("strict", 1):
+    print(numerics_probe(torch.device("cpu")))
+"""
 
 
 def test_probe_is_that_of_the_machine_and_not_of_the_process() -> None:
     with determinism("strict", threads=1):
         here = numerics_probe(CPU)
-    assert probed() == here
+    process = script(PROBE)
+    assert process.communicate(timeout=120)[0].strip() == here
 
 
 def test_probe_tells_other_instruction_sets() -> None:
@@ -99,7 +93,13 @@ def test_probe_tells_other_instruction_sets() -> None:
         pytest.skip("this processor has no vector instructions to leave out")
     with determinism("strict", threads=1):
         here = numerics_probe(CPU)
-    assert probed(ATEN_CPU_CAPABILITY="default") != here
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ATEN_CPU_CAPABILITY": "default"},
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert len(done.stdout.strip()) == len(here)
+    assert done.stdout.strip() != here
 
 
 def test_products_of_fewer_digits_are_named() -> None:
