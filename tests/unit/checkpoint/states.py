@@ -15,6 +15,11 @@ from lockstep.checkpoint.manifest import Facts
 everywhere = pytest.mark.parametrize("uri", ["local", "s3"], indirect=True)
 """For tests of what holds on a disk and in an object store."""
 
+everywhere_if_asked = pytest.mark.parametrize(
+    "uri", ["local", pytest.param("s3", marks=pytest.mark.exact)], indirect=True
+)
+"""The same, of what others show of an object store as well: `make exact` has that one."""
+
 FACTS = Facts(
     identity="d1",
     identity_fields={"optimizer.lr": 3e-3, "optimizer.betas": [0.9, 0.999], "clip_norm": None},

@@ -147,7 +147,7 @@ def tried(query: str, schedules: int) -> None:
 
 
 def test_no_order_of_calls_loses_the_newest_good_checkpoint(s3: str) -> None:
-    tried(s3, 5)
+    tried(s3, 2)
 
 
 @pytest.mark.exact

@@ -10,7 +10,7 @@ from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.writer import share, write_checkpoint
-from tests.unit.checkpoint.states import FACTS, everywhere, state
+from tests.unit.checkpoint.states import FACTS, everywhere, everywhere_if_asked, state
 
 
 def name(first: int, last: int, mark: str) -> str:
@@ -34,7 +34,7 @@ def shared(run: RunFolder) -> set[str]:
     return {item.name for item in run.storage.list(run.path(layout.SHARED))}
 
 
-@everywhere
+@everywhere_if_asked
 def test_segments_of_an_abandoned_attempt_go_with_its_last_checkpoint(run: RunFolder) -> None:
     first = run.claim()
     save(first, 300, BOTH)
@@ -51,7 +51,7 @@ def test_segments_of_an_abandoned_attempt_go_with_its_last_checkpoint(run: RunFo
     assert shared(run) == {BOTH, NEW}
 
 
-@everywhere
+@everywhere_if_asked
 def test_segments_that_no_checkpoint_names_are_cleared_by_the_next_attempt_that_has_published(
     run: RunFolder,
 ) -> None:

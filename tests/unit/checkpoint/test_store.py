@@ -36,7 +36,7 @@ from lockstep.checkpoint.writer import (
     write_part,
 )
 from lockstep.errors import StorageError
-from tests.unit.checkpoint.states import FACTS, bits, everywhere, same, state
+from tests.unit.checkpoint.states import FACTS, bits, everywhere, everywhere_if_asked, same, state
 
 BIG = 3 << 20  # bytes a tensor: enough of them are worth more than one writing rank
 
@@ -78,7 +78,7 @@ def test_the_newest_good_one_is_found(attempt: Attempt) -> None:
     assert newest is not None and equal(newest.sections, state(20))
 
 
-@everywhere
+@everywhere_if_asked
 def test_a_bad_one_is_passed_over_with_its_file_and_what_is_wrong(attempt: Attempt) -> None:
     for step in (1, 2, 3, 4):
         write_checkpoint(attempt, step, state(step))
@@ -103,7 +103,7 @@ def test_a_bad_one_is_passed_over_with_its_file_and_what_is_wrong(attempt: Attem
         ]
 
 
-@everywhere
+@everywhere_if_asked
 def test_an_older_attempts_checkpoint_of_a_step_is_replaced_in_one_moment(run: RunFolder) -> None:
     write_checkpoint(run.claim(), 7, state(7))
     second = run.claim()
@@ -206,7 +206,7 @@ def test_a_receipt_that_cannot_be_understood_is_told(attempt: Attempt) -> None:
         gather_parts(attempt, 7, own, 2, timeout_s=60.0)
 
 
-@everywhere
+@everywhere_if_asked
 def test_pruning_deletes_what_is_not_to_be_kept(attempt: Attempt) -> None:
     for step, loss in ((10, 0.3), (20, 0.1), (30, 0.2), (40, 0.4)):
         write_checkpoint(attempt, step, state(step), Facts(metrics={"eval/loss": loss}))
