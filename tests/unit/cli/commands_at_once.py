@@ -19,13 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cli.main import app
+from tests.without_figures import without_figures
 
 for needed in (
+    "torch._dynamo",  # an optimizer imports it
+    "torch._inductor.config",  # `use_deterministic_algorithms` does
     "jobs.digits.job",
     "lockstep.calls.named_runs",
     "lockstep.driver.local",
     "lockstep.record.mlflow_store",
     "lockstep.sweeps.driver",
+    "lockstep.training.loop",
     "pyarrow.fs",
     "pyarrow.parquet",
     "sklearn.datasets",
@@ -49,7 +53,8 @@ def begin(words: Sequence[str], folder: Path, gate: int, delay_s: float) -> int:
         time.sleep(delay_s)
         began = time.monotonic()
         try:
-            app(list(words))
+            with without_figures():
+                app(list(words))
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
         (folder / f"{own}.seconds").write_text(str(time.monotonic() - began))
