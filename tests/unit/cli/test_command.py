@@ -15,7 +15,12 @@ import pytest
 from tests.forked import lockstep
 
 ROOT = Path(__file__).parents[3]
-SHORT = ["length.steps=3", "job.params.width=8", "record.uri=off"]
+SHORT = [
+    "job.use=tests.untraced_jobs:UntracedDigits",
+    "length.steps=3",
+    "job.params.width=8",
+    "record.uri=off",
+]
 TRAIN_SHORT = ["train", "jobs/digits/train.yaml", "--local", "--json", *SHORT]
 
 

@@ -475,7 +475,7 @@ class Wrong(Right):
 """
 
 
-@pytest.mark.parametrize("uri", ["off", "sqlite:///record.db"])
+@pytest.mark.parametrize("uri", [pytest.param("off", marks=pytest.mark.exact), "sqlite:///record.db"])
 def test_the_runs_id_is_told_before_the_first_step(uri: str, call: Call, tmp_path: Path) -> None:
     """There is no run while it is rehearsed, and no step before whoever looks on can name the run to resume."""
     put_empty_store(tmp_path / "record.db")
@@ -673,6 +673,7 @@ def test_a_mistake_in_the_usage(words: list[str], told: str, tmp_path: Path) -> 
 def test_lr_find_starts_over_with_fixed_string_hashing() -> None:
     """As --local does: nobody has to set PYTHONHASHSEED by hand."""
     words = ["lr-find", "jobs/digits/train.yaml", "--steps", "10", "--json", "job.params.width=4"]
+    words += ["job.use=tests.untraced_jobs:UntracedDigits"]
     done = subprocess.run(
         command(*words), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )

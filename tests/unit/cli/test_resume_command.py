@@ -150,7 +150,12 @@ def test_a_killed_run_is_taken_up_with_the_same_bits(
     assert told(tmp_path, result) == whole
 
 
-DIGITS = [*UNTRACED, "length.epochs=5", "job.params.width=8"]
+PACED = [
+    UNTRACED[0], "job.use=tests.untraced_jobs:PacedDigits", "job.params.width=8", "job.params.pause_s=0.01",
+]  # fmt: skip
+"""Time to do something to a run that has few steps: each step of a run is recorded, and each checkpoint sent."""
+
+DIGITS = [*PACED, "length.epochs=3"]
 
 
 def stop(folder: Path, *more: str) -> tuple[str, str]:
@@ -179,7 +184,7 @@ def whole(folder: Path) -> Result:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """A run that was asked to stop: its folder, its id, what it told."""
     folder = tmp_path_factory.mktemp("stopped")
-    return (folder, *stop(folder, "checkpoint.every.steps=2"))
+    return (folder, *stop(folder, "checkpoint.every.steps=5"))
 
 
 @pytest.mark.parametrize(
@@ -239,12 +244,12 @@ def test_a_run_asked_to_stop_says_how_to_go_on_and_does(
     found, _, err = here(monkeypatch, capfd, ROOT, "resume", *words(folder), run_id)
     assert found == 0
     assert f"run {run_id} is finished" in err
-    longer, _ = done(folder, "resume", run_id, "--fork", "length.epochs=6")
-    assert (longer["step"], longer["status"]) == (6 * 11, "FINISHED")
+    longer, _ = done(folder, "resume", run_id, "--fork", "length.epochs=4")
+    assert (longer["step"], longer["status"]) == (4 * 11, "FINISHED")
     assert longer["run_id"] != run_id
 
 
-LONGER = [*UNTRACED, "length.epochs=12", "job.params.width=8", "checkpoint.every.steps=10"]
+LONGER = [*PACED, "length.epochs=5", "checkpoint.every.steps=10"]
 
 
 @pytest.fixture(scope="module")
