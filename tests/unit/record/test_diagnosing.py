@@ -54,7 +54,7 @@ def test_a_sound_run_has_none(spec: Specs) -> None:
     assert not (recorder.run_folder() / "diagnosis.json").exists()
 
 
-@pytest.mark.parametrize("at", [120, 320, 599])
+@pytest.mark.parametrize("at", [120, *(pytest.param(each, marks=pytest.mark.exact) for each in (320, 599))])
 def test_a_run_that_is_taken_up_tells_it_once(spec: Specs, at: int) -> None:
     """Steps that are taken again among them, and a worker that names its own fault in each attempt."""
     own = Diagnosed(GRAPH_KEPT, 50, "rank 0 held more", "let go")

@@ -26,7 +26,7 @@ from tests.unit.record.rows import step_row
 from tests.unit.record.server import Server
 from tests.unit.record.written import read_steps
 
-STEPS = 200
+STEPS = 100
 OUTAGE_S = 6.0
 KEYS = ("train/loss", "train/lr", "train/grad_norm", "train/clipped_norm", "train/accuracy")
 """Keys whose values are the same in every execution of the run."""
@@ -46,7 +46,7 @@ def spec_file(folder: Path, steps: int = STEPS) -> Path:
     spec = folder / "digits.yaml"
     spec.write_text(
         f"job: {{use: 'tests.untraced_jobs:UntracedDigits', params: {{width: 8}}}}\nlength: {{steps: {steps}}}\n"
-        "batch: {global: 64, micro: 16}\nclip_norm: 1.0\nevaluate: {every: {steps: 100}}\n"
+        "batch: {global: 64, micro: 16}\nclip_norm: 1.0\nevaluate: {every: {steps: 50}}\n"
         "checkpoint: {every: {steps: 50}}\n"
     )
     return spec
@@ -101,7 +101,7 @@ def check(uri: str, folder: Path, run_id: str) -> None:
     assert [step for step, _, _ in found["train/loss"]] == list(range(1, STEPS + 1))
     for key, points in wanted.items():
         assert found[key] == points, key
-    assert [step for step, _, _ in found["eval/loss"]] == [100, 200]
+    assert [step for step, _, _ in found["eval/loss"]] == [50, 100]
     beside = {"eval/loss", "eval/accuracy", "perf/evaluation_s"}
     assert {key for key in found.keys() - wanted.keys() if key.split("/")[0] != "system"} >= beside
     for key, points in found.items():
@@ -165,7 +165,7 @@ def test_killed_drivers_and_servers_leave_no_trace_in_a_run_that_is_resumed(
     process = training(server.uri, tmp_path)
     folder = wait_for_steps(tmp_path, 1, process)
     server.kill()
-    wait_for_steps(tmp_path, 125, process)
+    wait_for_steps(tmp_path, 60, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     server.start()
@@ -195,6 +195,7 @@ def test_killed_drivers_and_servers_leave_no_trace_in_a_run_that_is_resumed(
     assert "lockstep.violation" not in after["tags"]
 
 
+@pytest.mark.exact  # below `sync` sends what is left; test_folder_reader.py and test_liveness.py mark a run whose process has gone
 def test_a_killed_driver_is_marked_and_what_it_left_is_sent(server: Server, tmp_path: Path, ask: Ask) -> None:
     """SIGKILL while the server is away: the journal has what MLflow has not, until `record sync`."""
     process = training(server.uri, tmp_path, steps=100_000)
