@@ -42,6 +42,7 @@ def test_all_but_the_device_holds_on_a_cpu(pool: Pool, check: str) -> None:
     assert [row for row in found if row.holds is False] == []
 
 
+@pytest.mark.exact  # tests/unit/test_failure_kinds.py kills a peer in a collective
 def test_a_killed_rank_is_told_by_the_other_one() -> None:
     """The processes that a GPU run starts, on gloo."""
     (row,) = CHECKS["killed"](Setting("cpu", Processes("gloo"), small=True))
