@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,35 @@ import psutil
 import pytest
 
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
+from tests.cluster.test_connecting import Listener
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_sigterm_to_the_driver_ends_the_run_as_killed(tmp_path: Path) -> None:
-    """Exit code 143, the run marked KILLED, and one JSON object that says so."""
+@pytest.fixture
+def silent() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def strangers(silent: Listener) -> Iterator[Path]:
+    """A folder for Ray, in which `ray start` has noted a cluster that does not answer."""
+    # Not under pytest's own folder: the paths of Ray's sockets must stay short.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        Path(folder, "ray").mkdir()
+        Path(folder, "ray", "ray_current_cluster").write_text(silent.address)
+        yield Path(folder)
+
+
+def test_sigterm_to_the_driver_ends_the_run_as_killed(
+    tmp_path: Path, strangers: Path, silent: Listener
+) -> None:
+    """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone."""
     words = [
         "jobs/digits/train.yaml",
-        "--address",
-        "local",
+        "job.use=tests.untraced_jobs:UntracedDigits",
         "--json",
         "--notify",
         f"echo $LOCKSTEP_EVENT $LOCKSTEP_STATUS >> '{tmp_path}/told'",
@@ -36,7 +57,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", "train", *words, f"checkpoint.storage={tmp_path}"],
         cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT / "platform")},
+        env={**kept, "PYTHONPATH": str(ROOT / "platform"), "RAY_TMPDIR": str(strangers)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -54,6 +75,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(tmp_path: Path) -> None:
     (record,) = tmp_path.glob("*/run.json")
     assert json.loads(record.read_text())["status"] == "KILLED"
     assert (tmp_path / "told").read_text() == "start RUNNING\nend KILLED\n"
+    assert not silent.asked.is_set()
 
 
 def test_wrong_params_are_told_before_a_run_exists(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -151,16 +150,3 @@ def test_a_cluster_that_falls_silent_while_it_is_joined_is_told_and_ctrl_c_is_he
         assert time.monotonic() - asked < ANSWER_S
     finally:
         listener.close()
-
-
-def test_a_strangers_cluster_is_left_alone(silent: Listener) -> None:
-    """One that `ray start` has noted on this machine and that does not answer: the command starts its own."""
-    # Not under pytest's own folder: the paths of Ray's sockets must stay short.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        Path(folder, "ray").mkdir()
-        Path(folder, "ray", "ray_current_cluster").write_text(silent.address)
-        process = command(Path(folder), "workers.cpus_each=999", RAY_TMPDIR=folder)
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 2
-        assert "workers of 999 CPU each, but the cluster has" in err  # one of its own
-        assert not silent.asked.is_set()

@@ -62,6 +62,7 @@ def test_a_micro_batch_that_fails_alike_on_two_workers_is_the_jobs(tmp_path: Pat
     assert "DeviceError: a GPU failed in a kernel (step " in again.stderr
 
 
+@pytest.mark.exact  # tests/unit/attempts/test_policy.py has the pause, tests/unit/test_failure_kinds.py the kind
 @pytest.mark.usefixtures("cluster")
 def test_a_full_disk_is_tried_again_after_a_pause(tmp_path: Path) -> None:
     """A real ENOSPC in the job's own code, which used to be the job's mistake and final."""
@@ -88,6 +89,7 @@ def flipped(folder: Path, workers: int, **changes: Any) -> dict[str, Any]:
     return spec(folder, job=job, length={"steps": 8}, workers={"min": workers, "max": workers}, **changes)
 
 
+@pytest.mark.exact  # tests/distributed/test_drift.py, without Ray
 @pytest.mark.usefixtures("cluster")
 def test_a_flipped_bit_is_told_and_its_steps_are_taken_again(tmp_path: Path) -> None:
     """G1 and G4: of three workers the wrong one is named; weights and ledger are those of an uninterrupted run."""

@@ -27,7 +27,10 @@ from lockstep.clusters.local_cluster import LocalCluster, marked
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 SPEC = "jobs/digits/train.yaml"
-SHORT = ["length.steps=20", "job.params.width=8", "record.uri=off", "workers.min=2", "workers.max=2"]
+SHORT = [
+    "job.use=tests.untraced_jobs:UntracedDigits", "job.params.width=8", "length.steps=6", "record.uri=off",
+    "workers.min=2", "workers.max=2",
+]  # fmt: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -193,6 +196,7 @@ with connected(sys.argv[1], verbose=False, preload=("ray.tune",)):
 """
 
 
+@pytest.mark.exact  # tests/unit/clusters/test_fork_server.py: the next job has a server of its own
 def test_a_job_right_after_another_has_workers_of_its_own(nodes: Nodes) -> None:
     """They are forked from a process that has read, as it imported Ray, whose job it works for."""
     for _ in range(2):
@@ -212,7 +216,7 @@ def test_a_submitted_job_has_the_bits_of_the_run_alone(nodes: Nodes, tmp_path: P
     listed = {
         run["run_id"]: run for run in json.loads(nodes.call("cluster", "status", "--json").stdout)["runs"]
     }
-    assert [listed[run_id][field] for field in ("status", "step", "workers")] == ["FINISHED", 20, 2]
+    assert [listed[run_id][field] for field in ("status", "step", "workers")] == ["FINISHED", 6, 2]
 
 
 @pytest.mark.exact  # two minutes

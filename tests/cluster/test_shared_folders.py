@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, logging, os, sys, tempfile, threading, time
 from pathlib import Path
+from lockstep.attempts.ahead import AHEAD
+from lockstep.clusters.connection import on_this_machine
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 import ray
@@ -41,7 +43,9 @@ with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as o
     os.chdir(there)
     node = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
     os.chdir(here)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=on_this_machine(AHEAD)
+    )
     told = []
     for spec in map(json.loads, runs):
         if spec.pop("node is killed", False):
@@ -62,7 +66,7 @@ with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as o
 
 def spec(storage: str, **more: Any) -> dict[str, Any]:
     return {
-        "job": {"use": "jobs.digits.job:Digits", "params": {"width": 4}},
+        "job": {"use": "tests.untraced_jobs:UntracedDigits", "params": {"width": 4}},
         "length": {"steps": 2},
         "workers": {"min": 2, "max": 2},
         "evaluate": {"every": {"steps": 2}},
@@ -99,10 +103,10 @@ def test_a_folder_that_the_other_node_does_not_see_is_refused_and_a_lost_node_co
     go_on = str(tmp_path / "go on")
     held = {
         "job": {"use": "tests.cluster.broken_jobs:Held", "params": {"width": 4, "until": go_on}},
-        "length": {"steps": 120},
+        "length": {"steps": 40},
         "batch": {"global": 64, "micro": 32},
         "workers": {"min": 1, "max": 2},
-        "evaluate": {"every": {"steps": 60}},
+        "evaluate": {"every": {"steps": 20}},
     }
     shared = spec(str(tmp_path / "runs"), **held)
     checkpoint = {**shared["checkpoint"], "every": {"steps": 2}}

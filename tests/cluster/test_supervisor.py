@@ -229,7 +229,8 @@ def test_a_rank_that_keeps_the_other_waiting_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
     """SIGSTOP to one of two: no error, no end, only silence. Its peer's stacks tell where it waited."""
-    whole = train(spec(tmp_path / "whole"), local=True)
+    length = {"steps": 14}
+    whole = train(spec(tmp_path / "whole", length=length), local=True)
 
     def stop_one() -> None:
         while not list(tmp_path.glob("runs/*/step-*/manifest.json")):
@@ -239,7 +240,9 @@ def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path) -> None:
     thread = threading.Thread(target=stop_one, daemon=True)
     thread.start()
     began = time.monotonic()
-    result = train(spec(tmp_path, workers={"min": 2, "max": 2}, faults={"longest_silence_s": 6.0}))
+    result = train(
+        spec(tmp_path, length=length, workers={"min": 2, "max": 2}, faults={"longest_silence_s": 6.0})
+    )
     assert time.monotonic() - began < 240  # the process group itself would have waited a quarter of an hour
     assert result.attempts == 2
     assert result.weights_digest == whole.weights_digest

@@ -83,7 +83,8 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
     """One of the processes that train is killed meanwhile."""
     space = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}, "precision": {"grid": ["fp32", "bf16"]}}
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    given = document(tmp_path, space=space, trials=2, spec={"record": {"uri": uri}, "workers": {"min": 2}})
+    changes = {"record": {"uri": uri}, "workers": {"min": 2}, "length": {"epochs": 2}}
+    given = document(tmp_path, space=space, trials=2, spec=changes)
     given["spec"]["job"]["params"]["pause_s"] = 0.02
     killed: list[int] = []
 
@@ -180,11 +181,11 @@ def test_a_budget_ends_the_sweep(tmp_path: Path, budget: dict[str, float]) -> No
 
 
 def test_a_trial_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
-    given = document(tmp_path, space={"optimizer.lr": {"grid": [1e-3, 1e30, 3e-3]}}, trials=None)
+    given = document(tmp_path, space={"optimizer.lr": {"grid": [1e30, 3e-3]}}, trials=None, concurrency=1)
     result = sweep(given)
-    assert [t["status"] for t in result.trials] == ["finished", "failed", "finished"]
-    assert "not finite" in result.trials[1]["reason"] or "nan" in result.trials[1]["reason"]
-    assert statuses(result)[1] == "FAILED"
+    assert [t["status"] for t in result.trials] == ["failed", "finished"]
+    assert "not finite" in result.trials[0]["reason"] or "nan" in result.trials[0]["reason"]
+    assert statuses(result)[0] == "FAILED"
 
 
 def trial_workers() -> list[psutil.Process]:
