@@ -17,7 +17,9 @@ export PYTHONHASHSEED := 0
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
 
-test: lint types imports unit guard  ## everything that has to hold
+# Beside the tests, which wait for each other now and then.
+test: $(INSTALLED_TEST)  ## everything that has to hold
+	@$(MAKE) --no-print-directory --jobs=2 unit lint types imports guard
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff format --check .

@@ -17,6 +17,7 @@ from tests.cluster.test_ray_train import columns
 from tests.cluster.test_supervisor import accounts, spec, workers
 
 pytestmark = [
+    pytest.mark.exact,  # test_ray_train.py trains with the public one, test_supervisor.py loses a mailbox
     pytest.mark.usefixtures("cluster"),
     # Ray and MLflow leave sockets and temporary folders to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -25,8 +26,7 @@ pytestmark = [
 ]
 
 
-# The driver's own way is what the default run's other tests go.
-@pytest.fixture(params=["public", pytest.param("driver", marks=pytest.mark.exact)])
+@pytest.fixture(params=["public", "driver"])
 def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(PUBLIC_ONLY, str(int(request.param == "public")))
     yield request.param
@@ -57,14 +57,8 @@ def kill(found: list[Callable[[], list[psutil.Process]]], folder: Path, killed: 
         seen = len(saved) + 1
 
 
-# A lost mailbox is in the default run: its workers are ended from the driver, for which the public trainer has no call.
-@pytest.mark.parametrize(
-    "found",
-    [
-        pytest.param([mailboxes], id="mailbox"),
-        pytest.param([workers, mailboxes], id="worker-mailbox", marks=pytest.mark.exact),
-    ],
-)
+# The workers of a lost mailbox are ended from the driver, for which the public trainer has no call.
+@pytest.mark.parametrize("found", [[mailboxes], [workers, mailboxes]], ids=["mailbox", "worker-mailbox"])
 def test_what_is_killed_costs_an_attempt_and_no_bit(
     trainer: str, tmp_path: Path, whole: Result, found: list[Callable[[], list[psutil.Process]]]
 ) -> None:

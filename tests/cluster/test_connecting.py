@@ -100,12 +100,13 @@ def failed(process: subprocess.Popen[str]) -> str:
     return error
 
 
-def test_a_dead_address_is_told_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["RAY_ADDRESS", pytest.param("--address", marks=pytest.mark.exact)])
+def test_a_dead_address_is_told_at_once(tmp_path: Path, by: str) -> None:
     with refusing_port() as port:
-        error = failed(command(tmp_path, "--address", f"127.0.0.1:{port}"))
-        assert error.startswith(f"address: no Ray cluster answers at 127.0.0.1:{port} (Connection refused)")
-        error = failed(command(tmp_path, RAY_ADDRESS=f"127.0.0.1:{port}"))
-        assert error.startswith(f"address: no Ray cluster answers at 127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        words, environment = ([by, address], {}) if by == "--address" else ([], {by: address})
+        error = failed(command(tmp_path, *words, **environment))
+        assert error.startswith(f"address: no Ray cluster answers at {address} (Connection refused)")
 
 
 def test_a_server_that_accepts_and_never_answers_is_told_in_seconds(tmp_path: Path, silent: Listener) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from lockstep import train
 from lockstep.calls.verification import verify
+from lockstep.clusters.ray_internals import PUBLIC_ONLY
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.record.ledger import DETERMINISTIC, read_observations, read_parquet, write_parquet
@@ -58,25 +59,33 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("most", "loaders", "found"),
+    ("most", "loaders", "found", "public"),
     [
-        pytest.param(1, 0, 1, marks=pytest.mark.exact),
-        (2, 2, 2),
-        pytest.param(3, 0, 3, marks=pytest.mark.exact),
-        pytest.param(6, 0, 4, marks=pytest.mark.exact),
+        pytest.param(1, 0, 1, False, marks=pytest.mark.exact),
+        (2, 2, 2, True),
+        pytest.param(3, 0, 3, False, marks=pytest.mark.exact),
+        pytest.param(6, 0, 4, False, marks=pytest.mark.exact),
     ],
 )
 def test_digest_and_ledger_are_those_of_one_process(
-    here: Result, tmp_path: Path, most: int, loaders: int, found: int
+    here: Result,
+    tmp_path: Path,
+    most: int,
+    loaders: int,
+    found: int,
+    public: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """G1 over workers, on Ray, with loader processes. Asked for up to six, a cluster of four gives four.
+    """G1 over workers, on Ray, with loader processes, by Ray's public TorchTrainer as well. Asked for up to six, a cluster of four gives four.
 
     And what each worker printed is in the record: both streams of every rank, the last words before the end among them, and
     nothing of Ray's own marks.
     """
+    monkeypatch.setenv(PUBLIC_ONLY, str(int(public)))  # test_supervisor.py goes the driver's own way
     data = {"drop_last": False, "loader_processes": loaders}
     there = train(spec(tmp_path, workers={"min": found, "max": most}, data=data))
     assert there.workers == found
+    assert any("public TorchTrainer" in text for text in there.warnings) == public
     assert there.weights_digest == here.weights_digest
     assert there.identity == here.identity
     assert there.metrics == here.metrics
