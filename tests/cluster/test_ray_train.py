@@ -173,7 +173,7 @@ def test_no_run_exists_while_it_is_rehearsed(tmp_path: Path) -> None:
     assert {line for line in seen if line.endswith(" True")} == {"0 False True", "1 True True"}
 
 
-@pytest.mark.exact  # test_supervisor.py has a mistake that a worker finds before the first step
+@pytest.mark.exact  # tests/unit/cli/test_mistakes.py, without Ray
 def test_a_mistake_in_the_spec_that_only_data_show_is_a_spec_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"lower batch\.global or set data\.drop_last=false"):
         train(spec(tmp_path, batch={"global": 4096, "micro": 512}, data={"drop_last": True}))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep import train
+from lockstep.errors import SpecError
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,6 +94,7 @@ def trained(folder: Path, *specs: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.exact  # two nodes; below one is asked as if it were another, and test_supervisor.py loses a worker
 def test_a_folder_that_the_other_node_does_not_see_is_refused_and_a_lost_node_costs_no_bit(
     tmp_path: Path,
 ) -> None:
@@ -146,6 +148,22 @@ def test_a_node_that_is_lost_while_it_is_asked_is_left_out(tmp_path: Path) -> No
     probes = {"seen": str(tmp_path / "probe"), "unseen": str(tmp_path / "nothing")}
     here = ray.get_runtime_context().get_node_id()
     assert _seen_from({"127.0.0.1": here, "192.0.2.7": "0" * len(here)}, probes) == {"127.0.0.1": ["unseen"]}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_folder_that_another_node_does_not_see_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster's node, asked as another one: its working directory is not this process's. One that both see is taken."""
+    from lockstep.attempts.shared_files import check_shared
+    from lockstep.spec.loading import load_spec
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.7")
+    with pytest.raises(SpecError, match="'/proc/self/cwd/runs' on this node is another folder on 127.0.0.1"):
+        check_shared(load_spec(spec("/proc/self/cwd/runs")))
+    check_shared(load_spec(spec(str(tmp_path / "runs"))))
+    assert not list(tmp_path.glob("runs/.lockstep-*"))
 
 
 @pytest.mark.usefixtures("cluster")

@@ -203,6 +203,7 @@ def test_an_error_of_the_job_reaches_the_driver_as_one_line_and_is_not_tried_aga
     assert "IndexError" in (run / "error.txt").read_text()
 
 
+@pytest.mark.exact  # tests/unit/cli/test_mistakes.py, without Ray
 def test_a_mistake_that_is_found_before_the_first_step_leaves_nothing_behind(tmp_path: Path) -> None:
     """G7: the rehearsal finds it in a worker, and there is no run of which it could be told."""
     with pytest.raises(JobError, match="a label is out of range") as caught:

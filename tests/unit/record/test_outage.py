@@ -141,6 +141,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.exact  # below, a server that stays away until the run is over; test_recorder.py has one that comes back
 def test_a_server_that_is_killed_and_comes_back_gets_every_step_once(
     server: Server, undisturbed: Path, tmp_path: Path
 ) -> None:
