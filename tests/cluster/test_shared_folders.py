@@ -160,7 +160,7 @@ def test_a_folder_that_another_node_does_not_see_is_refused(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.7")
-    with pytest.raises(SpecError, match="'/proc/self/cwd/runs' on this node is another folder on 127.0.0.1"):
+    with pytest.raises(SpecError, match=r"'/proc/self/cwd/runs' on this node is another folder on 127.0.0.1"):
         check_shared(load_spec(spec("/proc/self/cwd/runs")))
     check_shared(load_spec(spec(str(tmp_path / "runs"))))
     assert not list(tmp_path.glob("runs/.lockstep-*"))
