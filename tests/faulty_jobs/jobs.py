@@ -641,6 +641,76 @@ class NeverZeroed(Sound):
         return ForgottenZeroing(model.parameters(), lr=0.01)
 
 
+class HiddenMomentum(torch.optim.SGD):
+    """Keeps its momentum beside the optimizer's state."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.velocities: dict[int, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for i, parameter in enumerate(group["params"]):
+                    before = self.velocities.get(i, torch.zeros_like(parameter))
+                    self.velocities[i] = 0.9 * before + parameter.grad
+                    parameter -= group["lr"] * self.velocities[i]
+
+
+class Unsaved(Sound):
+    """A state that no checkpoint keeps."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return HiddenMomentum(model.parameters(), lr=0.01)
+
+
+class MasterWeights(torch.optim.SGD):
+    """Updates copies in double precision, and adds to their gradients, which it does not zero."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.01)
+        masters = [p.detach().double().requires_grad_() for p in self.param_groups[0]["params"]]
+        self.inner = torch.optim.SGD(masters, lr=0.01)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        masters, own = self.inner.param_groups[0]["params"], self.param_groups[0]["params"]
+        with torch.no_grad():
+            for master, parameter in zip(masters, own, strict=True):
+                master.copy_(parameter)
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                master.grad += parameter.grad
+            self.inner.step()
+            for master, parameter in zip(masters, own, strict=True):
+                parameter.copy_(master)
+
+
+class MastersNeverZeroed(Sound):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return MasterWeights(model.parameters())
+
+
+class OwnStepNeverZeroed(Sound):
+    """Pulls the head to a small norm in `after_step`, by a backward that adds to what the step has left."""
+
+    zeroes = False
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        head = model[4].weight  # type: ignore[index]
+        if self.zeroes:
+            head.grad = None
+        with torch.enable_grad():
+            (0.5 * head.square().sum()).backward()
+        with torch.no_grad():
+            head -= 1e-3 * head.grad
+
+
+class SoundOwnStep(OwnStepNeverZeroed):
+    """The same, from a gradient of its own."""
+
+    zeroes = True
+
+
 class Underflowing(Sound):
     """In fp16 the gradient of the first layers is below the smallest number there is."""
 

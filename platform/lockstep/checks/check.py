@@ -12,6 +12,7 @@ from lockstep.checks.estimate import estimated, shown
 from lockstep.checks.findings import Finding, Report, failed, passed, told
 from lockstep.checks.first_step import FirstStep, labels_of, walk
 from lockstep.checks.learning import FASTER, Learning, learn
+from lockstep.checks.piled_up import zero_grad
 from lockstep.checks.specimen import Specimen
 from lockstep.errors import LockstepError, SpecError
 from lockstep.job.loading import others_out_of_sight
@@ -94,7 +95,8 @@ CHECKS: Sequence[Check] = (
     Check("modes", lambda trial: of_model.modes(trial.first), ("loss",)),
     Check("labels", Trial.labels, ("loss",)),
     Check("chance", lambda trial: of_model.chance(trial.specimen, trial.first), ("labels",)),
-    Check("same bits", lambda trial: of_run.same_bits(trial.specimen), ("loss", "modes")),
+    Check("zero_grad", lambda trial: zero_grad(trial.specimen), ("loss",)),
+    Check("same bits", lambda trial: of_run.same_bits(trial.specimen), ("loss", "modes", "zero_grad")),
     Check("evaluation", lambda trial: of_run.evaluation(trial.specimen), ("loss", "modes", "same bits")),
     Check("gradients", lambda trial: of_model.gradients(trial.first, trial.learning), ("loss", "same bits")),
     Check("overfit", Trial.overfit, ("loss", "same bits", "gradients")),
@@ -141,4 +143,6 @@ def _name_of(error: LockstepError, name: str) -> str:
         return "labels"
     if "got no gradient" in text or "total has no gradient" in text or "modified by an inplace" in text:
         return "gradients"
+    if "(first update" in text:
+        return "optimizer"
     return name

@@ -27,7 +27,7 @@ from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group, local_device
 from lockstep.training.job_data import check_rules, make_sampler, open_data
-from lockstep.training.job_phases import refuse_phases
+from lockstep.training.job_phases import phases_of
 from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.rehearsal.micro_batch import check_loss
 from lockstep.training.setup import make_model, make_plan, make_state
@@ -52,9 +52,7 @@ class Specimen:
 
     @cached_property
     def job(self) -> Job:
-        job = load_job(self.spec.job.use, self.spec.job.params)
-        refuse_phases(job, "lockstep check and lockstep estimate")
-        return job
+        return load_job(self.spec.job.use, self.spec.job.params)
 
     @cached_property
     def data(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
@@ -133,18 +131,24 @@ class Specimen:
     def _give_shapes(self, job: Job, model: torch.nn.Module) -> None:
         """Make the parameters that a lazy module leaves to its first forward."""
         if any(torch.nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
+            key = self.micro_batches()[0]
             model.eval()
-            with torch.no_grad(), self.told(self.micro_batches()[0]):
-                job.loss(model, self.fetch(self.micro_batches()[0]))
+            with torch.no_grad(), self.told(key):
+                for module in self.modules(job, model):
+                    module(self.fetch(key))
             model.train()
+
+    def modules(self, job: Job, model: torch.nn.Module) -> list[LossModule]:
+        """The losses of a step's phases in turn; of a job without phases its only one."""
+        return [LossModule(job, model, phase) for phase in phases_of(job, model)]
 
     def forward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
         """The loss of a micro-batch, seeded as in its step."""
         cuda = self.device if self.device.type == "cuda" else None
-        seed_all(self.spec.seed, "step", key.step, key.micro_batch, cuda=cuda)
+        seed_all(self.spec.seed, "step", key.step, key.micro_batch, *module.phase.key, cuda=cuda)
         with self.told(key), state.precision.autocast():
             loss: Loss = module(batch)
-        check_loss(loss, state.precision, first=True)
+        check_loss(loss, state.precision, first=True, told=module.phase.loss_told)
         return loss
 
     def backward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
@@ -153,11 +157,12 @@ class Specimen:
         try:
             with self.told(key):
                 loss = self.forward(module, state, batch, key)
-                torch.autograd.backward(state.precision.scaled(loss.total))
+                module.backward(state.precision.scaled(loss.total))
         finally:
             self.written |= buffers.written()
             buffers.restore()
-        missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        learning = zip(module.names, module.parameters_that_learn, strict=True)
+        missing = [name for name, parameter in learning if parameter.grad is None]
         if missing:
             raise missing_gradient(missing, self.where(key))
         return loss

@@ -82,6 +82,9 @@ FAULTS = [
     Fault("ForeignParameters", "optimizer", "failure", "is none of the model's"),
     Fault("LeftOut", "optimizer", "failure", "is in no group"),
     Fault("Sound", "optimizer", "warning", "of norms", {"length": {"steps": 20_000}, "optimizer": {"lr": 0.01, "weight_decay": 0.02}}),
+    Fault("NeverZeroed", "zero_grad", "failure", "is the sum of all gradients of '0.weight'"),
+    Fault("MastersNeverZeroed", "zero_grad", "failure", "the optimizer's step adds to the gradient"),
+    Fault("OwnStepNeverZeroed", "zero_grad", "failure", "after_step adds to the gradient of '4.weight'"),
     Fault("Ascending", "overfit", "failure", "it rises"),
     Fault("Standing", "overfit", "failure", "does not fall"),
     Fault("Overflowing", "overfit", "failure", "overflow", {"precision": "fp16"}),
@@ -100,7 +103,7 @@ SOUND = [
     "SoundTied",
     *(
         pytest.param(name, marks=pytest.mark.exact)
-        for name in ("SoundNll", "SoundBinary", "SoundMeanOfSequence")
+        for name in ("SoundNll", "SoundBinary", "SoundMeanOfSequence", "SoundOwnStep")
     ),
 ]
 
@@ -152,7 +155,7 @@ def test_a_fault_is_named_by_its_check_and_by_no_other(fault: Fault, tmp_path: P
 
 def test_state_that_no_checkpoint_keeps_shows_in_the_resume(tmp_path: Path) -> None:
     """The rehearsal sees that an update changes it; the short run that goes on sees that it matters."""
-    found = found_in(checked(tmp_path, "NeverZeroed"))
+    found = found_in(checked(tmp_path, "Unsaved"))
     assert found.keys() == {"same bits", "resume"}
     assert found["resume"][0] == "failure"
     assert "other weights than without" in found["resume"][1]

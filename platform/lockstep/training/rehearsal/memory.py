@@ -180,6 +180,23 @@ class Memory:
         self._arrays.append((array, array.copy()))
 
 
+class HeldTensors(Memory):
+    """The tensors that objects hold, by their places: `tensors`. Parameters in modules are among them."""
+
+    def __init__(self, roots: Mapping[str, Any], *, apart: Iterable[Any] = ()) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        super().__init__(roots, apart=apart, largest=0)
+
+    def _see_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        yield from super()._see_object(path, value)
+        if isinstance(value, nn.Module):
+            yield from ((f"{path}.{name}", one) for name, one in value.named_parameters(recurse=False))
+
+    def _see_tensor(self, path: str, tensor: Tensor) -> None:
+        if tensor.layout == torch.strided and tensor.device.type != "meta":
+            self.tensors[path] = tensor
+
+
 class _Attribute:
     """An attribute of a class, of a module or in a slot."""
 
