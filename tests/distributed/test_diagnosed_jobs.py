@@ -50,6 +50,7 @@ def slow(name: str, job: str, **changes: Any) -> Any:
 
 FAULTS = [
     pytest.param("dead units", document("DeadUnits", steps=120), id="dead-units"),
+    pytest.param("precision", document("Offset", steps=80, precision="bf16"), id="precision"),
     slow("dead units", "DeadUnits"),
     slow("rate too low", "Sound", optimizer={"name": "adamw", "lr": 1e-9}),
     slow("rate too high", "SoundRegression", optimizer={"name": "adamw", "lr": 1.0}),
@@ -68,14 +69,15 @@ def test_a_fault_is_named_and_nothing_else_is(pool: Pool, fault: str, spec: Docu
 
 
 @pytest.mark.parametrize(
-    ("job", "steps"),
+    ("job", "steps", "precision"),
     [
-        ("Sound", 120),
+        ("Sound", 120, "fp32"),
         *(
-            pytest.param(job, 1000, marks=pytest.mark.exact)
+            pytest.param(job, 1000, precision, marks=pytest.mark.exact)
             for job in ("Sound", "SoundRegression", "SoundZeroStart", "SoundTied")
+            for precision in ("fp32", "bf16", "fp16")
         ),
     ],
 )
-def test_sound_jobs_say_nothing(pool: Pool, job: str, steps: int) -> None:
-    assert pool.run(1, shown, document(job, steps=steps)) == [[]]
+def test_sound_jobs_say_nothing(pool: Pool, job: str, steps: int, precision: str) -> None:
+    assert pool.run(1, shown, document(job, steps=steps, precision=precision)) == [[]]

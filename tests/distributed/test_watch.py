@@ -47,11 +47,43 @@ def test_gradient_flow_is_the_same_bits_for_every_number_of_workers(pool: Pool, 
     assert layers(native) != layers(alone)
 
 
-def test_a_run_that_is_not_watched_has_the_same_bits(pool: Pool) -> None:
-    (watched,) = pool.run(1, train, document())
-    (alone,) = pool.run(1, train, document(record={"observe_every": None, "digest_every": None}))
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", pytest.param("fp32", marks=pytest.mark.exact), pytest.param("fp16", marks=pytest.mark.exact)],
+)
+def test_a_run_that_is_not_watched_has_the_same_bits(pool: Pool, precision: str) -> None:
+    """Nor does the comparison with fp32 show in them, which is made by rank 0 alone; what it comes to is the same on two workers."""
+    given = document(precision=precision)
+    watched, _ = pool.run(2, train, given)
+    (alone,) = pool.run(1, train, {**given, "record": {"observe_every": None, "digest_every": None}})
     assert alone == watched
     assert alone.observations == ()
+    if precision != "fp32":
+        (one,) = pool.run(1, train, given)
+        assert [step for step, _ in compared(watched)] == [2, 4]
+        assert compared(one) == compared(watched)
+
+
+def compared(run: Trained) -> list[tuple[int, Any]]:
+    """What the gradient of a micro-batch differs by from that in fp32, with every bit."""
+    named = [
+        (row.step, {name: value for name, value in row.values.items() if name.endswith("_difference")})
+        for row in run.observations
+    ]
+    return [(step, bits(values)) for step, values in named if values]
+
+
+def test_a_job_that_cannot_be_computed_in_fp32_says_so_once(pool: Pool) -> None:
+    given = document(
+        job={"use": "tests.faulty_jobs.jobs:ShortByHand"},
+        batch={"global": 16, "micro": 8},
+        length={"steps": 8},
+    )
+    (run,) = pool.run(1, train, {**given, "precision": "bf16", "data": {}})
+    (told,) = [text for text in run.warnings if "is not compared with fp32" in text]
+    assert "must have the same dtype" in told
+    assert compared(run) == []
+    assert len(run.steps) == 8
 
 
 def hoarding(keeps: str) -> Document:

@@ -737,3 +737,24 @@ class SparseTable(Sound):
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         _, y = batch
         return lockstep.Loss(F.cross_entropy(model(y), y, reduction="sum"), len(y))
+
+
+class Offset(SoundRegression):
+    """Targets near 1002, of which bf16 knows 1000 and 1004: most of the loss is rounding."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        nn.init.constant_(model[2].bias, 1002.0)  # type: ignore[index]
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, _ = batch
+        return lockstep.Loss(F.mse_loss(model(x), 1002 + x[:, :1], reduction="sum"), len(x))
+
+
+class ShortByHand(Sound):
+    """Casts its input by itself, which works under autocast alone."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return lockstep.Loss(F.cross_entropy(model(x.bfloat16()), y, reduction="sum"), len(y))

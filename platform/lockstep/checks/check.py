@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from lockstep.checks import of_data, of_model, of_run
 from lockstep.checks.estimate import estimated, shown
 from lockstep.checks.findings import Finding, Report, failed, passed, told
-from lockstep.checks.first_step import FirstStep, labels_of, walk
+from lockstep.checks.first_step import FirstStep, PhaseSeen, labels_of, walk
 from lockstep.checks.learning import FASTER, Learning, learn
 from lockstep.checks.piled_up import zero_grad
 from lockstep.checks.specimen import Specimen
@@ -37,17 +38,31 @@ class Trial:
     def loss(self) -> list[Finding]:
         """The first step's micro-batches from end to end."""
         first, plan = self.first, self.specimen.plan
-        count = plan.position(0).micro_batches
+        count, means = plan.position(0).micro_batches, _by_phase(first)
         return [
             passed(
                 "loss",
                 f"{count} micro-batches of {plan.micro_batch} forward and backward, those of {self.specimen.workers} "
-                f"{'worker' if self.specimen.workers == 1 else 'workers'}; the mean loss is {first.loss:.4g}",
+                f"{'worker' if self.specimen.workers == 1 else 'workers'}; the mean loss is {means}",
             )
         ]
 
     def labels(self) -> list[Finding]:
-        return of_model.labels(self.first, labels_of(self.specimen, False), labels_of(self.specimen, True))
+        held_out = labels_of(self.specimen, None)
+        return self._of_each_phase(
+            lambda name, phase: of_model.labels(phase, labels_of(self.specimen, name), held_out)
+        )
+
+    def chance(self) -> list[Finding]:
+        return self._of_each_phase(lambda name, phase: of_model.chance(self.specimen, phase))
+
+    def _of_each_phase(self, look: Callable[[str, PhaseSeen], list[Finding]]) -> list[Finding]:
+        """What a look finds in each phase, with its name; one pass where it finds nothing in any."""
+        found: list[Finding] = []
+        for name, phase in self.first.phases.items():
+            of = f"phase {name!r}: " if name else ""
+            found += [replace(one, evidence=of + one.evidence) for one in look(name, phase)]
+        return [one for one in found if one.result != "pass"] or found[:1]
 
     def memory(self) -> list[Finding]:
         """What a worker needs beside what it can have."""
@@ -94,7 +109,7 @@ CHECKS: Sequence[Check] = (
     Check("loss", Trial.loss, ("data", "model", "optimizer")),
     Check("modes", lambda trial: of_model.modes(trial.first), ("loss",)),
     Check("labels", Trial.labels, ("loss",)),
-    Check("chance", lambda trial: of_model.chance(trial.specimen, trial.first), ("labels",)),
+    Check("chance", Trial.chance, ("labels",)),
     Check("zero_grad", lambda trial: zero_grad(trial.specimen), ("loss",)),
     Check("same bits", lambda trial: of_run.same_bits(trial.specimen), ("loss", "modes", "zero_grad")),
     Check("evaluation", lambda trial: of_run.evaluation(trial.specimen), ("loss", "modes", "same bits")),
@@ -124,6 +139,12 @@ def check(spec: Spec, say: Callable[[Finding], None] = lambda finding: None) -> 
                 found.append(finding)
                 say(finding)
     return Report(found, not_reached)
+
+
+def _by_phase(first: FirstStep) -> str:
+    return ", ".join(
+        f"{phase.loss:.4g}{f' in phase {name!r}' if name else ''}" for name, phase in first.phases.items()
+    )
 
 
 def _looked(check: Check, trial: Trial) -> list[Finding]:

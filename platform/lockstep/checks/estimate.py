@@ -7,6 +7,7 @@ update are measured as they come and go (`live_bytes`). The sums of the tree fol
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ import torch
 from lockstep.checks.live_bytes import peak_of
 from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import JobError
+from lockstep.errors import JobError, SpecError
 from lockstep.job.loading import others_out_of_sight
+from lockstep.plan import worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.job_phases import check_combination, optimizers_of
 from lockstep.training.memory import (
     average_bytes,
     checkpoint_bytes,
@@ -28,10 +31,10 @@ from lockstep.training.memory import (
     gradient_bytes,
     nbytes,
     reduction_bytes,
+    summed_bytes,
     tensors_in,
 )
 from lockstep.training.norm import workspace_bytes
-from lockstep.training.phase_step import LossModule
 from lockstep.training.sharding import SCALARS, Stretch, flat, gathering_bytes, stretches
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -79,6 +82,15 @@ class Measured:
     """What forward and backward hold at their peak, the gradients included."""
     updating: int
     """What an update makes and lets go of."""
+    phases: int = 1
+    """Of a step. With several, a worker holds all its micro-batches of the step until the last phase has had them."""
+    apart: int = 0
+    """Bytes of the gradients that are not of the phase with most of them: sums wait for one phase at a time."""
+
+    @property
+    def summed(self) -> int:
+        """Bytes of the gradients that are summed at once, at most."""
+        return self.gradients - self.apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +151,10 @@ def _others(specimen: Specimen) -> Iterable[Spec]:
                 "precision": spec.precision,
                 "activation_checkpointing": spec.activation_checkpointing,
             }:
-                yield spec.model_copy(update=other)
+                variant = spec.model_copy(update=other)
+                with suppress(SpecError):  # what the job's phases do not go with is no variant
+                    check_combination(specimen.job, variant)
+                    yield variant
 
 
 def _variant(specimen: Specimen) -> dict[str, Any]:
@@ -179,7 +194,7 @@ def estimated(specimen: Specimen) -> Estimate:
         optimizer_bytes=optimizer_bytes(spec, whole, workers),
         average_bytes=whole.average,
         activations_bytes=whole.activations,
-        reduction_bytes=reduction_bytes(spec, whole.gradients, plan.micro_batches, workers),
+        reduction_bytes=reduction_bytes(spec, whole.summed, plan.micro_batches, workers),
         communication_bytes=communication_bytes(spec, whole.gradients, plan.micro_batches, workers),
         checkpoint_bytes=whole.checkpoint,
         total_bytes=total_bytes(spec, whole, plan.micro_batches, workers),
@@ -197,43 +212,60 @@ def estimated(specimen: Specimen) -> Estimate:
 
 
 def measured(specimen: Specimen, key: MicroBatch) -> Measured:
-    """Forward, backward and two updates with the micro-batch `key`, on a fresh state. What the first pass makes for good is no part of it."""
+    """Forward, backward and two updates with the micro-batch `key`, phase by phase, on a fresh state. What the first pass makes for good is no part of it."""
     state, batch = specimen.fresh(), specimen.fetch(key)
-    module = LossModule(state.job, state.model)
-    model, optimizer = state.model, state.optimizer_of("")
+    modules = specimen.modules(state.job, state.model)
+    model, optimizers = state.model, list(optimizers_of(state.optimizer).values())
+    batch_bytes = nbytes(tensors_in(batch))
     try:
-        specimen.backward(module, state, batch, key)
+        for module in modules:
+            specimen.backward(module, state, batch, key)
+            batch = specimen.fetch(key) if len(modules) > 1 else batch  # a job may write into it
     except JobError:
         if len(key.ids) == specimen.plan.micro_batch:
             raise
         return measured(specimen, specimen.micro_batches()[0])  # a job may need whole micro-batches
-    try:
-        optimizer.step()  # it makes its state
-    except (Exception, SystemExit) as error:
-        raise as_lockstep_error(error, "first update") from error
+    for optimizer in optimizers:
+        try:
+            optimizer.step()  # it makes its state
+        except (Exception, SystemExit) as error:
+            raise as_lockstep_error(error, "first update") from error
     if state.average is not None:
         state.average.move()
-    model.zero_grad(set_to_none=True)
-    with peak_of(specimen.device) as forward:
-        loss = specimen.forward(module, state, batch, key)
-    del loss
-    with peak_of(specimen.device) as both:
-        specimen.backward(module, state, batch, key)
-    with peak_of(specimen.device) as update:
-        optimizer.step()
+    if len(modules) == 1:
+        model.zero_grad(set_to_none=True)
+    forward = computing = updating = 0
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        for parameter in module.parameters_that_learn:
+            parameter.grad = None
+        others = gradient_bytes(model)
+        with peak_of(specimen.device) as peak:
+            loss = specimen.forward(module, state, batch, key)
+        del loss
+        forward = max(forward, peak.bytes)
+        batch = specimen.fetch(key) if len(modules) > 1 else batch
+        with peak_of(specimen.device) as peak:
+            specimen.backward(module, state, batch, key)
+        computing = max(computing, others + peak.bytes)
+        with peak_of(specimen.device) as peak:
+            optimizer.step()
+        updating = max(updating, peak.bytes)
+        batch = specimen.fetch(key) if len(modules) > 1 else batch
     return Measured(
         samples=len(key.ids),
         parameters=nbytes(model.parameters()),
         buffers=nbytes(model.buffers()),
         gradients=gradient_bytes(model),
-        optimizer=tuple(states_of(optimizer)),
+        optimizer=tuple(one for optimizer in optimizers for one in states_of(optimizer)),
         average=average_bytes(state),
         checkpoint=checkpoint_bytes(state),
-        workspace=workspace_bytes(specimen.device),
-        batch=nbytes(tensors_in(batch)),
-        activations=forward.bytes,
-        computing=both.bytes,
-        updating=update.bytes,
+        workspace=len(modules) * workspace_bytes(specimen.device),
+        batch=batch_bytes,
+        activations=forward,
+        computing=computing,
+        updating=updating,
+        phases=len(modules),
+        apart=gradient_bytes(model) - summed_bytes(state),
     )
 
 
@@ -304,10 +336,17 @@ def total_bytes(spec: Spec, found: Measured, micro_batches: int, workers: int) -
     """The peak of a step: in its backward passes, or in its update. Buffers have a copy that each micro-batch starts from."""
     optimizer = optimizer_bytes(spec, found, workers)
     standing = found.parameters + 2 * found.buffers + optimizer + found.average + found.workspace
-    sums = reduction_bytes(spec, found.gradients, micro_batches, workers)
+    sums = reduction_bytes(spec, found.summed, micro_batches, workers)
     moving = communication_bytes(spec, found.gradients, micro_batches, workers)
     updating = updating_bytes(spec, found, workers)
-    return standing + moving + max(sums + found.batch + found.computing, found.gradients + updating)
+    held = found.batch * batches_held(found.phases, micro_batches, workers)
+    kept = 0 if found.phases == 1 else held - found.batch  # through the updates of all phases but the last
+    return standing + moving + max(sums + held + found.computing, kept + found.gradients + updating)
+
+
+def batches_held(phases: int, micro_batches: int, workers: int) -> int:
+    """How many micro-batches a worker has in memory at once: with several phases all its own of a step, and a copy of the one at hand."""
+    return 1 if phases == 1 else 1 + max(map(len, worker_ranges(micro_batches, workers)))
 
 
 def available_bytes(device: torch.device, workers: int) -> int:

@@ -12,56 +12,70 @@ from lockstep.checks.losses_seen import LossesSeen, Seen
 from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
 from lockstep.training.buffers import KeptBuffers
-from lockstep.training.evaluate import evaluating
-from lockstep.training.means import means_of
-from lockstep.training.phase_step import LossModule
+from lockstep.training.evaluate import evaluating, has_evaluation_loss
+from lockstep.training.means import means_alone, means_of
 
 LABELS_S = 1.0
 """How long further labels are looked at, of the training data and of the held-out data each."""
 
 
 @dataclass(slots=True)
-class FirstStep:
-    """What the first step showed."""
+class PhaseSeen:
+    """What the first step showed of one phase; of a job without phases, of its loss."""
 
-    loss: float = 0.0
+    total: float = 0.0
     weight: float = 0.0
     """The sum of the micro-batches' weights."""
     samples: int = 0
     parts: tuple[str, ...] = ()
-    written: frozenset[int] = frozenset()
     seen: Seen = field(default_factory=Seen)
     """What torch's losses were given, in the first step alone."""
+
+    @property
+    def loss(self) -> float:
+        return self.total / self.weight if self.weight else float("nan")
+
+
+@dataclass(slots=True)
+class FirstStep:
+    """What the first step showed."""
+
+    phases: dict[str, PhaseSeen] = field(default_factory=dict)
+    """By name; the only one of a job without phases has none."""
+    written: frozenset[int] = frozenset()
     silent: frozenset[str] = frozenset()
-    """Parameters whose gradient was zero in every element, in every micro-batch."""
+    """Parameters whose gradient was zero in every element, in every micro-batch and in every phase."""
     changed_mode: str = ""
     """A module whose mode the job's loss changed in training."""
     kept_mode: str = ""
     """A module that was in training mode after the job's loss or metrics in evaluation."""
     compute_s: float = float("inf")
-    """The fastest micro-batch, forward and backward."""
+    """The fastest micro-batch, forward and backward, in all phases."""
 
 
 def walk(specimen: Specimen) -> FirstStep:
     """Compute the first step's micro-batches, and the first of the evaluation. Raises the JobError or NumericsError that a run would."""
     state = specimen.fresh()
-    module = LossModule(specimen.job, state.model)
-    found, total, weight = FirstStep(), 0.0, 0.0
-    silent = {name for name, p in state.model.named_parameters() if p.requires_grad} - set(module.conditional)
+    modules, found = specimen.modules(specimen.job, state.model), FirstStep()
+    found.phases = {module.phase.name: PhaseSeen() for module in modules}
+    silent = {name for module in modules for name in module.names if name not in module.conditional}
     for key in specimen.micro_batches():
-        batch = specimen.fetch(key)
-        modes = modes_of(state.model)
-        began = time.perf_counter()
-        with LossesSeen(found.seen):
-            loss = specimen.backward(module, state, batch, key)
-        found.compute_s = min(found.compute_s, time.perf_counter() - began)
-        found.changed_mode = found.changed_mode or first_change(modes, modes_of(state.model))
-        total, weight = total + float(loss.total.detach()), weight + float(loss.weight)
-        found.parts, found.samples = tuple(loss.parts), found.samples + len(key.ids)
-        silent -= {n for n, p in state.model.named_parameters() if p.grad is not None and bool(p.grad.any())}
-        state.model.zero_grad(set_to_none=True)
-        state.model.train()
-    found.loss, found.weight = total / weight if weight else float("nan"), weight
+        spent = 0.0
+        for module in modules:
+            batch, modes, phase = specimen.fetch(key), modes_of(state.model), found.phases[module.phase.name]
+            began = time.perf_counter()
+            with LossesSeen(phase.seen):
+                loss = specimen.backward(module, state, batch, key)
+            spent += time.perf_counter() - began
+            found.changed_mode = found.changed_mode or first_change(modes, modes_of(state.model))
+            phase.total += float(loss.total.detach())
+            phase.weight += float(loss.weight)
+            phase.parts, phase.samples = tuple(loss.parts), phase.samples + len(key.ids)
+            named = state.model.named_parameters()
+            silent -= {name for name, p in named if p.grad is not None and bool(p.grad.any())}
+            state.model.zero_grad(set_to_none=True)
+            state.model.train()
+        found.compute_s = min(found.compute_s, spent)
     found.silent, found.written = frozenset(silent), specimen.written
     if specimen.evaluation_count:
         found.kept_mode = _evaluated(specimen, state.model, specimen.evaluation_micro_batch(0))
@@ -73,27 +87,37 @@ def _evaluated(specimen: Specimen, model: nn.Module, key: MicroBatch) -> str:
     batch, buffers = specimen.fetch(key), KeptBuffers(model)
     try:
         with evaluating(model), specimen.told(key):
-            loss = specimen.job.loss(model, batch)
-            means_of(loss, specimen.job.metrics(model, batch))
+            if has_evaluation_loss(specimen.job):
+                loss = specimen.job.loss(model, batch)
+                means_of(loss, specimen.job.metrics(model, batch))
+            else:
+                means_alone(specimen.job.metrics(model, batch))
             return next((name or "the model" for name, on in modes_of(model).items() if on), "")
     finally:
         buffers.restore()
 
 
-def labels_of(specimen: Specimen, held_out: bool) -> Seen:
-    """The labels of as many micro-batches as a second allows, by the calls of torch's losses in evaluation mode."""
-    state, seen = specimen.fresh(), Seen()
-    module, until = LossModule(specimen.job, state.model), time.perf_counter() + LABELS_S
-    count = specimen.plan.micro_batches
+def labels_of(specimen: Specimen, phase: str | None) -> Seen:
+    """The labels of as many micro-batches as a second allows, by the calls of torch's losses in evaluation mode.
+
+    Those of the training data in a phase; for None those that evaluation holds out.
+    """
+    state, seen, held_out = specimen.fresh(), Seen(), phase is None
+    if held_out and not (specimen.evaluation_count and has_evaluation_loss(state.job)):
+        return seen
+    modules = {one.phase.name: one for one in specimen.modules(state.job, state.model)}
+    loss = state.job.loss if phase is None else modules[phase].phase.loss
+    until = time.perf_counter() + LABELS_S
     held = (specimen.evaluation_micro_batch(i) for i in range(specimen.evaluation_count))
-    keys = held if held_out else specimen.sampler(range(count))
+    keys = held if held_out else specimen.sampler(range(specimen.plan.micro_batches))
     with evaluating(state.model), LossesSeen(seen):
         for key in keys:
             if time.perf_counter() > until or (key.step > 0 and key.step >= specimen.plan.steps_per_epoch):
                 break
             buffers = KeptBuffers(state.model)
-            with specimen.told(key), torch.no_grad(), state.precision.autocast():
-                module.job.loss(state.model, specimen.fetch(key))
+            # A loss of training may take gradients within itself, as a penalty on them does.
+            with specimen.told(key), torch.set_grad_enabled(not held_out), state.precision.autocast():
+                loss(state.model, specimen.fetch(key))
             buffers.restore()
     return seen
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from lockstep.checks.first_step import FirstStep
 from lockstep.checks.specimen import Specimen
 from lockstep.errors import NumericsError
 from lockstep.training.buffers import statistics
+from lockstep.training.job_phases import PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.phase_step import PhaseStep
 from lockstep.training.schedule import FunctionOfUpdates
 from lockstep.training.step import Stepper
 
@@ -27,6 +32,8 @@ class Learning:
 
     rate: float
     losses: list[float] = field(default_factory=list)
+    phases: tuple[str, ...] = ()
+    """Their names; the losses and the rate are those of the first."""
     names: tuple[str, ...] = ()
     """All trainable parameters."""
     matrices: frozenset[str] = frozenset()
@@ -60,17 +67,19 @@ def learn(specimen: Specimen, first: FirstStep, faster: float = 1.0) -> Learning
     spec = specimen.spec
     exact = spec.model_copy(update={"reduction": "exact"})
     state, key = specimen.fresh(), specimen.micro_batches()[0]
-    optimizer = state.optimizer_of("")
-    for group in optimizer.param_groups:
+    for group in state.optimizer.param_groups:
         group["lr"] *= faster
-    state.schedule = FunctionOfUpdates(optimizer, lambda _: 1.0)
+    full = {
+        name: FunctionOfUpdates(one, lambda _: 1.0) for name, one in optimizers_of(state.optimizer).items()
+    }
+    state.schedule = PhaseSchedules(full) if isinstance(state.optimizer, PhaseOptimizers) else full[""]
     size = len(key.ids)
     plan = replace(specimen.plan, global_batch=size, micro_batch=size, total_steps=UPDATES)
-    step = Stepper(
-        state.job, exact, plan, specimen.group, state, parts={"": first.parts}, written_buffers=first.written
-    )
+    parts = {name: phase.parts for name, phase in first.phases.items()}
+    step = Stepper(state.job, exact, plan, specimen.group, state, parts=parts, written_buffers=first.written)
     batch, found = specimen.fetch(key), Learning(state.schedule.base[0])
-    usual, (phase,) = statistics(state.model), step.each_phase
+    usual, phases = statistics(state.model), step.each_phase
+    found.phases = tuple(phase.name for phase in phases)
     buffers = [name for name, _ in state.model.named_buffers()]
     found.moving = next((buffers[i] for i in sorted(first.written - usual)), "")
     silent, began = set(first.silent), time.perf_counter()
@@ -86,11 +95,17 @@ def learn(specimen: Specimen, first: FirstStep, faster: float = 1.0) -> Learning
         found.step_s = min(found.step_s, time.perf_counter() - at)
         found.losses.append(result.loss)
         found.skipped += result.skipped
-        silent -= {n for n, p in zip(phase.names, phase.parameters, strict=True) if _any(p.grad)}
+        silent -= {name for name, parameter in _learning(phases).items() if _any(parameter.grad)}
     # Those that rest in the first step are not judged.
-    found.silent, found.names = frozenset(silent & set(phase.names)), tuple(phase.names)
-    found.matrices = frozenset(n for n, p in zip(phase.names, phase.parameters, strict=True) if p.dim() > 1)
+    learning = _learning(phases)
+    found.silent, found.names = frozenset(silent & learning.keys()), tuple(learning)
+    found.matrices = frozenset(name for name, parameter in learning.items() if parameter.dim() > 1)
     return found
+
+
+def _learning(phases: Sequence[PhaseStep]) -> dict[str, nn.Parameter]:
+    """What learns in any phase, by name."""
+    return {name: one for phase in phases for name, one in zip(phase.names, phase.parameters, strict=True)}
 
 
 def _any(gradient: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.checks.findings import Finding, failed, passed, warned
-from lockstep.checks.first_step import FirstStep
+from lockstep.checks.first_step import FirstStep, PhaseSeen
 from lockstep.checks.learning import FASTER, Learning
 from lockstep.checks.losses_seen import ClassLabels, Seen
 from lockstep.checks.specimen import Specimen
@@ -114,8 +114,8 @@ def gradients(first: FirstStep, learning: Learning) -> list[Finding]:
 # --- labels -----------------------------------------------------------------------------------------------
 
 
-def labels(first: FirstStep, train: Seen, held_out: Seen) -> list[Finding]:
-    """Labels against the outputs that they are held against."""
+def labels(first: PhaseSeen, train: Seen, held_out: Seen) -> list[Finding]:
+    """Labels of a phase against the outputs that they are held against."""
     seen = first.seen
     if seen.numbers.stretched:
         return [
@@ -202,7 +202,7 @@ def _of_classes(noted: ClassLabels, train: ClassLabels, weight: float) -> list[F
     return []
 
 
-def _weight(first: FirstStep) -> list[Finding]:
+def _weight(first: PhaseSeen) -> list[Finding]:
     """A total that is the sum of the losses of all labels, and a weight that counts fewer things than there are samples."""
     rows = sum(noted.rows for noted in first.seen.classes.values())
     total = sum(noted.loss for noted in first.seen.classes.values())
@@ -254,8 +254,8 @@ def _labels_seen(seen: Seen) -> str:
 # --- the loss ---------------------------------------------------------------------------------------------
 
 
-def chance(specimen: Specimen, first: FirstStep) -> list[Finding]:
-    """The first loss beside that of one who guesses."""
+def chance(specimen: Specimen, first: PhaseSeen) -> list[Finding]:
+    """The first loss of a phase beside that of one who guesses."""
     seen = first.seen
     guesses: list[tuple[str, float, float, float]] = []
     for noted in seen.classes.values():
@@ -288,6 +288,13 @@ def chance(specimen: Specimen, first: FirstStep) -> list[Finding]:
 
 def overfit(learning: Learning, faster: Learning | None, clip_norm: float | None = None) -> list[Finding]:
     """Whether one micro-batch is learnt. `faster` is a second try, where the first did not move the loss."""
+    if len(learning.phases) > 1 and not learning.broke:
+        return [
+            passed(
+                "overfit",
+                f"not judged: the losses of {named(learning.phases)} work upon each other; they are finite in {len(learning.losses)} updates of each",
+            )
+        ]
     if learning.moving:
         return [
             passed(

@@ -23,6 +23,7 @@ from lockstep.record.stores import reader
 from lockstep.spec.fields import Cadence, Checkpoint, Length, OneCycle, Record, Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training.evaluate import Evaluation
+from lockstep.training.job_phases import optimizers_of
 from lockstep.training.loop import fit
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import NoRequests
@@ -50,10 +51,10 @@ _NORMS = (
 def optimizer(specimen: Specimen) -> list[Finding]:
     """What the optimizer holds, and how far weight decay pulls the parameters of norms to zero over the run."""
     state = specimen.fresh()
-    own = state.optimizer_of("")
-    groups = own.param_groups
+    every = optimizers_of(state.optimizer)
+    groups = state.optimizer.param_groups
     held = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
-    pulled, name = _pull_on_norms(specimen, state.model, own)
+    pulled, name = max(_pull_on_norms(specimen, state.model, one) for one in every.values())
     if pulled > PULLED:
         return [
             warned(
@@ -63,6 +64,9 @@ def optimizer(specimen: Specimen) -> list[Finding]:
                 "give the parameters of norms a group of their own with weight_decay=0 in job.optimizer, or lower optimizer.weight_decay",
             )
         ]
+    if len(every) > 1:
+        kinds = ", ".join(f"{type(one).__name__} in phase {phase!r}" for phase, one in every.items())
+        return [passed("optimizer", f"{kinds} hold {held:,} trainable numbers, in {len(groups)} groups")]
     kind = type(state.optimizer).__name__
     return [
         passed("optimizer", f"{kind} holds each of {held:,} trainable numbers once, in {len(groups)} groups")
@@ -97,7 +101,7 @@ def _pull_on_norms(
 def schedule(specimen: Specimen) -> list[Finding]:
     """The factor of the learning rate along the run: it must arrive, and must not vanish long before the end."""
     rule, steps = specimen.spec.schedule, specimen.plan.total_steps
-    optimizer = specimen.fresh().optimizer_of("")
+    optimizer = next(iter(optimizers_of(specimen.fresh().optimizer).values()))
     if specimen.job.schedule(optimizer, steps) is not None:
         return [passed("schedule", "the job's own; the run records the rate of each step")]
     factors = [rate_factor(rule, steps * i // 100, steps) for i in range(100)]

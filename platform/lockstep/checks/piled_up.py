@@ -155,7 +155,7 @@ def _poisoned(leaves: Mapping[str, Tensor], *, by_hand: bool = False) -> Iterato
             if tensor.grad is not None and bool(tensor.grad.isnan().any()):
                 added.append(place)
 
-        hooks.append(leaf.register_post_accumulate_grad_hook(accumulated))
+        hooks.append(leaf.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
     try:
         yield added
     finally:

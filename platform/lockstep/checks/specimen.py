@@ -153,7 +153,7 @@ class Specimen:
 
     def backward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
         """The loss of a micro-batch, whose gradients are left in the model. Buffers are put back."""
-        model, buffers = state.model, KeptBuffers(state.model)
+        buffers = KeptBuffers(state.model)
         try:
             with self.told(key):
                 loss = self.forward(module, state, batch, key)

@@ -56,6 +56,9 @@ DEAD = "dead units"
 UNDERFLOW = 0.5
 """The share of gradient elements that fp16 may have no full precision for."""
 
+APART, APART_TIMES = 0.5, 2
+"""The share of its norm in fp32 by which a micro-batch's gradient may differ in the run's precision, and in how many comparisons on end."""
+
 WORSE, WORSE_TIMES = 1.1, 3
 """Where a model overfits, the evaluation's loss rises in so many evaluations on end to so many times its best."""
 
@@ -115,6 +118,8 @@ class Diagnosis:
     """Of the newest window: the median of its losses, and the bound above which a loss is a spike."""
     _evaluations: list[tuple[EvaluationRow, float]] = field(default_factory=list)
     """Each with the training loss at that time."""
+    _apart: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """The newest comparisons of a gradient with that in fp32, by their names: the step, and by how much they differ."""
     _observed: deque[Observation] = field(default_factory=lambda: deque(maxlen=GROWTH_TIMES))
 
     def take(self, event: Recorded) -> Iterator[Diagnosed]:
@@ -312,6 +317,7 @@ class Diagnosis:
         self._observed.append(row)
         yield from self._dead()
         yield from self._underflows()
+        yield from self._costs()
         yield from self._grows()
 
     def _dead(self) -> Iterator[Diagnosed]:
@@ -340,6 +346,27 @@ class Diagnosis:
                 f"{shares[-1]:.0%} of the gradient's elements are smaller than what fp16 has full precision for, at a scale of "
                 f"{newest[-1].values.get('fp16/scale', math.nan):g}",
                 "use precision bf16 or fp32",
+            )
+
+    def _costs(self) -> Iterator[Diagnosed]:
+        """A precision in which a gradient is mostly rounding."""
+        newest = self._observed[-1]
+        for name, value in newest.values.items():
+            if not name.endswith("/gradient_difference"):
+                continue
+            seen = self._apart[name] = [*self._apart.get(name, []), (newest.step, value)][-APART_TIMES:]
+            if len(seen) < APART_TIMES or min(value for _, value in seen) <= APART:
+                continue
+            precision, *phase = name.split("/")[:-1]
+            of = f" of phase {phase[0]!r}" if phase else ""
+            loss = newest.values.get(name.replace("gradient_", "loss_"), math.nan)
+            yield Diagnosed(
+                "precision",
+                newest.step,
+                f"the gradient{of} of a micro-batch in {precision} differs from that in fp32 by {seen[-2][1]:.0%} of its norm in step {seen[-2][0]} "
+                f"and by {value:.0%} in step {newest.step}, and its loss by {loss:.2g} of its own",
+                "use precision fp32, or take what is subtracted or summed in the loss out of autocast (outputs.float(), "
+                "torch.autocast(..., enabled=False)), and centre and scale the targets",
             )
 
     def _grows(self) -> Iterator[Diagnosed]:

@@ -158,6 +158,8 @@ def read_history(folder: Path) -> Rows:
     return Rows(steps, read_evaluations(evaluations) if evaluations.exists() else [])
 
 
+OBSERVATIONS = "observations.parquet"
+
 Fields = list[tuple[dict[str, Any], dict[str, float]]]
 """Each row as its fields and the rest of its columns, without those that are null."""
 

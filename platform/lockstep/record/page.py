@@ -395,7 +395,7 @@ class Page:
             self._keep(evaluations)
         observed = self._journal.observations()
         if observed:
-            path = self._folder / "observations.parquet"
+            path = self._folder / ledger.OBSERVATIONS
             ledger.write_observations(observed, path)
             self._keep(path)
             self._show(observation_figures.draw(observed, self._folder))

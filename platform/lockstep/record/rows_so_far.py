@@ -7,14 +7,14 @@ from heapq import merge
 from operator import attrgetter
 from pathlib import Path
 
-from lockstep.record.events import EvaluationRow, Recorded, Sealed, StepRow
+from lockstep.record.events import EvaluationRow, Observation, Recorded, Sealed, StepRow
 from lockstep.record.journal_file import NAME
 from lockstep.record.journal_lines import from_line
 from lockstep.record.sealed import SealedSteps
 
 
 class RowsSoFar:
-    """The rows of the journal in `folder`, each step and each evaluation once. OSError where there is none to be read.
+    """The rows of the journal in `folder`, each step, evaluation and observation once. OSError where there is none to be read.
 
     A row that was recorded again after wrong bits counts as it was recorded last. What is damaged is passed over.
     """
@@ -23,14 +23,22 @@ class RowsSoFar:
         self._sealed = SealedSteps(folder)
         self._open: dict[int, StepRow] = {}
         evaluations: dict[int, EvaluationRow] = {}
+        observations: dict[int, Observation] = {}
         with (folder / NAME).open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):  # else it is being written
-                    self._note(from_line(line[:-1], folder), evaluations)
+                    self._note(from_line(line[:-1], folder), evaluations, observations)
         self.evaluations = [evaluations[step] for step in sorted(evaluations)]
         """In order."""
+        self.observations = [observations[step] for step in sorted(observations)]
+        """In order."""
 
-    def _note(self, event: Recorded | None, evaluations: dict[int, EvaluationRow]) -> None:
+    def _note(
+        self,
+        event: Recorded | None,
+        evaluations: dict[int, EvaluationRow],
+        observations: dict[int, Observation],
+    ) -> None:
         match event:
             case Sealed():
                 self._sealed.take_up(event.segments)
@@ -38,6 +46,8 @@ class RowsSoFar:
                 self._open[event.step] = event
             case EvaluationRow():
                 evaluations[event.step] = event
+            case Observation():
+                observations[event.step] = event
             case _:
                 pass  # no row, or damaged
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordError
-from lockstep.record.ledger import Rows, read_history
+from lockstep.record.events import Observation
+from lockstep.record.ledger import OBSERVATIONS, Rows, read_history, read_observations
 from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, Recorded, RunReader, RunStore
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -100,6 +101,20 @@ def find_history(uri: str, run_id: str, folder: Path) -> Rows:
     with tempfile.TemporaryDirectory() as there:
         files_from_mlflow(uri, run_id, ("ledger.parquet", "evaluations.parquet"), Path(there))
         return read_history(Path(there))
+
+
+def find_observations(uri: str, run_id: str, folder: Path) -> list[Observation]:
+    """The observations of a finished run, from its folder or else from its store; none where it has none."""
+    from lockstep.record.mlflow_store import files_from_mlflow
+
+    here = folder / run_id / OBSERVATIONS
+    if here.exists():
+        return read_observations(here)
+    if uri == RECORD_OFF or (here.parent / "ledger.parquet").exists():
+        return []
+    with tempfile.TemporaryDirectory() as there:
+        found = files_from_mlflow(uri, run_id, (OBSERVATIONS,), Path(there))
+        return read_observations(Path(there, OBSERVATIONS)) if found else []
 
 
 def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:

@@ -154,8 +154,8 @@ def refuse_phases(job: Job, who: str) -> None:
     phases = own_phases(job)
     if phases:
         raise SpecError(
-            f"job.use: the job has {len(phases)} phases, and {who} can look at one loss with one optimizer alone; every run rehearses each "
-            "phase before its first step: train a few steps (length.steps=3) instead"
+            f"job.use: the job has {len(phases)} phases, and {who} can look at one loss with one optimizer alone; give each phase an "
+            "optimizer with a rate of its own, and compare short runs (length.steps=100)"
         )
 
 

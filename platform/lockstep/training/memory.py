@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.checkpoint.tree import pack
 from lockstep.plan import Plan, nodes, worker_ranges
 from lockstep.spec.fields import Spec
-from lockstep.training.job_phases import Optimizers, optimizers_of
+from lockstep.training.job_phases import Optimizers, optimizers_of, phases_of
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState
 
@@ -25,7 +25,7 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
 
     The sums of the tree and what is sent are gone by then: they follow from the plan, as in the estimate.
     """
-    gradients, count = gradient_bytes(state.model), plan.micro_batches
+    gradients, summed, count = gradient_bytes(state.model), summed_bytes(state), plan.micro_batches
     return json.dumps(
         {
             "parameters_bytes": nbytes(state.model.parameters()),
@@ -33,7 +33,7 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
             "gradients_bytes": gradients,
             "optimizer_bytes": optimizer_bytes(state.optimizer),
             "average_bytes": average_bytes(state),
-            "reduction_bytes": reduction_bytes(spec, gradients, count, workers),
+            "reduction_bytes": reduction_bytes(spec, summed, count, workers),
             "communication_bytes": communication_bytes(spec, gradients, count, workers),
             "checkpoint_bytes": checkpoint_bytes(state),
             "peak_bytes_by_rank": list(peak_by_rank),
@@ -51,6 +51,14 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 def gradient_bytes(model: torch.nn.Module) -> int:
     """Bytes of the gradients that are there. Those in DDP's buckets are counted by their own size."""
     return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+def summed_bytes(state: TrainState) -> int:
+    """Bytes of the gradients that are there of the phase that has most of them: those that are summed at once."""
+    return max(
+        sum(p.grad.nbytes for p in phase.parameters(state.model) if p.grad is not None)
+        for phase in phases_of(state.job, state.model)
+    )
 
 
 def optimizer_bytes(optimizer: Optimizers) -> int:

@@ -38,6 +38,7 @@ from lockstep.training.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gra
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.phase_step import PhaseStep, each_in_turn
+from lockstep.training.precision import Precision
 from lockstep.training.probe import NoProbe, Probe
 from lockstep.training.recheck import Recheck
 from lockstep.training.reduction import TreeSum
@@ -310,32 +311,48 @@ class Stepper:
         self.watched.check(self._where(phase, position, m))
         self.buffers.restore()
 
-    def _forward(self, phase: PhaseStep, module: nn.Module, position: Position, m: int, batch: Any) -> Loss:
+    def _forward(
+        self,
+        phase: PhaseStep,
+        module: nn.Module,
+        position: Position,
+        m: int,
+        batch: Any,
+        precision: Precision | None = None,
+    ) -> Loss:
         seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, cuda=self._cuda)
-        with self._of_job(phase, position, m), self.state.precision.autocast():
+        with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
             loss: Loss = module(batch)
         if batch is None:  # data.without leaves this micro-batch no sample
             loss = replace(loss, parts=dict.fromkeys(phase.exchange.parts, Mean(0.0, 0.0)))
         return loss
 
     def recomputed(self, position: Position, m: int, batch: Any) -> dict[str, Tensor]:
-        """The gradients of a micro-batch of this step, computed beside it: those of the step and its buffers stay as they are.
+        """The gradients of a micro-batch of this step, by name, computed `beside` it."""
+        (phase,) = self.each_phase
+        _, gradients = self.beside(phase, position, m, batch, self.state.precision)
+        return dict(zip(phase.digested_as, gradients, strict=True))
+
+    def beside(
+        self, phase: PhaseStep, position: Position, m: int, batch: Any, precision: Precision
+    ) -> tuple[float, list[Tensor]]:
+        """Loss and gradients of a micro-batch of this step, computed beside it: those of the step and its buffers stay as they are.
 
         For before the update, on any rank. It takes the memory of one more set of gradients.
         """
-        (phase,) = self.each_phase
         held = [parameter.grad for parameter in phase.parameters]
         phase.forget_gradients()
-        # Past DDP, which has its gradients by now and expects none.
-        loss = self._forward(phase, phase.module, position, m, batch)
-        with self._of_job(phase, position, m):
-            phase.module.backward(self.state.precision.scaled(loss.total * self.scale_down(position)))
-        self.watched.check(self._where(phase, position, m))
-        self.buffers.restore()
-        gradients = self._take_gradients(phase, position, m)
-        for parameter, gradient in zip(phase.parameters, held, strict=True):
-            parameter.grad = gradient
-        return dict(zip(phase.digested_as, gradients, strict=True))
+        try:
+            # Past DDP, which has its gradients by now and expects none.
+            loss = self._forward(phase, phase.module, position, m, batch, precision)
+            with self._of_job(phase, position, m):
+                phase.module.backward(precision.scaled(loss.total * self.scale_down(position)))
+            self.watched.check(self._where(phase, position, m))
+            return float(loss.total.detach()), self._take_gradients(phase, position, m)
+        finally:
+            self.buffers.restore()
+            for parameter, gradient in zip(phase.parameters, held, strict=True):
+                parameter.grad = gradient
 
     def _backward_nothing(self, phase: PhaseStep) -> None:
         loss: Loss = phase.wrapped(None)

@@ -17,7 +17,8 @@ from torch import Tensor
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.plan import Position
 from lockstep.record.diagnosis import GRAPH_KEPT
-from lockstep.record.events import Diagnosed, Document, Observation, StepRow, Tell
+from lockstep.record.events import Diagnosed, Document, Observation, StepRow, Tell, Warned
+from lockstep.training.beside_fp32 import BesideFp32, is_compared
 from lockstep.training.coverage import NAME, Coverage
 from lockstep.training.growth import Growth
 from lockstep.training.layers import LayerFlow
@@ -57,7 +58,10 @@ class Watch:
         self._flows: dict[str, LayerFlow] = {}
         """By the names of the step's phases, in a step that is observed."""
         self._coverage: Coverage | None = None
-        self._underflow: dict[str, float] = {}
+        self._of_precision: dict[str, float] = {}
+        self._beside: BesideFp32 | None = None
+        """In a step in which precisions are compared."""
+        self._is_comparing = self._leads and self._precision.name != "fp32"
         self._steps = 0
         self._whole_s = self._data_s = self._saving_s = self._hook_began = 0.0
         if self._leads and self._precision.name != "fp32":
@@ -67,14 +71,24 @@ class Watch:
     def begin(self, position: Position) -> None:
         """The step at `position` begins."""
         if self._leads and self._is_due(position):
-            self._flows = {phase.name: self._flow_of(phase) for phase in self._step.each_phase if phase.names}
+            self._flows = {
+                phase.name: self._flow_of(position, phase) for phase in self._step.each_phase if phase.names
+            }
+            self._of_precision = {}
+            # The first step's probe is the coverage's.
+            if (
+                self._is_comparing
+                and self._coverage is None
+                and is_compared(position.number, self._every or 1)
+            ):
+                self._beside = self._step.probe = BesideFp32(self._step)
 
-    def _flow_of(self, phase: PhaseStep) -> LayerFlow:
+    def _flow_of(self, position: Position, phase: PhaseStep) -> LayerFlow:
         """What looks at the update of a phase; where the step settles anew what learns in it, nothing is seen."""
         flow = LayerFlow(
             self._model, phase.names, phase.parameters, phase.norm, phase.module.conditional, phase.name
         )
-        phase.norm.observe = partial(self._look, flow)
+        phase.norm.observe = partial(self._look, position, phase, flow)
         return flow
 
     def end(self, position: Position, row: StepRow, tell: Tell) -> None:
@@ -87,12 +101,13 @@ class Watch:
         self._data_s += row.data_wait_s
         if not self._is_due(position):
             return
+        self._end_comparison(tell)
         for phase in self._step.each_phase:
             if phase.names:
                 phase.norm.observe = None
         every: list[Seen] = self._group.gather(self._seen(position))
         if self._leads:
-            values = {**self._underflow, **self._times(every), **_memory(every)}
+            values = {**self._of_precision, **self._times(every), **_memory(every)}
             for flow in self._flows.values():
                 values |= flow.taken()
             tell(Observation(position.number, values, time.time()))
@@ -113,12 +128,31 @@ class Watch:
         """In the first step, and every so many: it follows from the plan alone."""
         return self._every is not None and (position.number == 1 or position.number % self._every == 0)
 
-    def _look(self, flow: LayerFlow, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:
+    def _look(
+        self,
+        position: Position,
+        phase: PhaseStep,
+        flow: LayerFlow,
+        gradients: Sequence[Tensor],
+        squares: Sequence[float],
+    ) -> None:
         """Just before an update."""
-        flow.note(gradients, squares)
         if self._precision.name == "fp16":
             scale = self._precision.scale
-            self._underflow = {"fp16/scale": scale, "fp16/underflow": underflow(gradients, scale)}
+            self._of_precision |= {"fp16/scale": scale, "fp16/underflow": underflow(gradients, scale)}
+        if self._beside is not None:
+            self._of_precision |= self._beside(phase, position)
+        flow.note(gradients, squares)
+
+    def _end_comparison(self, tell: Tell) -> None:
+        """Let go of what was kept for it; where it could not be made, no other one is tried."""
+        if self._beside is None:
+            return
+        self._step.probe, problem = NoProbe(), self._beside.problem
+        self._beside = None
+        if problem is not None:
+            self._is_comparing = False
+            tell(Warned(f"record.observe_every: {self._precision.name} is not compared with fp32: {problem}"))
 
     def _forget(self) -> None:
         """Begin to count anew."""

@@ -1,8 +1,8 @@
-"""The curves of a recorded run: the points of its steps and evaluations, as every view shows them, with the names that they have in MLflow."""
+"""The curves of a recorded run: the points of its steps, evaluations and observations, as every view shows them, with the names that they have in MLflow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from operator import attrgetter
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from lockstep.errors import RecordError, SpecError
-from lockstep.record.events import StepRow
+from lockstep.record.events import Observation, StepRow
 from lockstep.record.journal_file import NAME
 from lockstep.record.ledger import Rows
-from lockstep.record.points import evaluation_points, step_points
+from lockstep.record.points import evaluation_points, observation_points, step_points
 from lockstep.record.rows_so_far import RowsSoFar
-from lockstep.record.stores import find_history, find_run
+from lockstep.record.stores import find_history, find_observations, find_run
 
 
 class Moment(NamedTuple):
@@ -35,20 +35,26 @@ class Curves:
     run_id: str
     document: Mapping[str, Any]
     rows: RowsSoFar | Rows
+    observations: Sequence[Observation] = ()
 
     @property
     def name(self) -> str:
         return str(self.document.get("name") or "run")
 
     def moments(self) -> Iterator[Moment]:
-        """Every row once, in the order of the steps; an evaluation comes after its step. Made anew for each call.
+        """Every row once, in the order of the steps; after a step come its observation and its evaluation. Made anew for each call.
 
         The moments of a run that has gone on begin with those that it had before.
         """
         scaled, before = self.document.get("precision") == "fp16", None
-        for row in merge(self._steps(), self._evaluations(), key=attrgetter("step")):
+        rows = merge(self._steps(), self.observations, self._evaluations(), key=attrgetter("step"))
+        for row in rows:
             if isinstance(row, StepRow):
                 points, before = step_points(row, before, scaled=scaled), row
+            elif isinstance(row, Observation):
+                points = iter(
+                    sorted(observation_points(row))
+                )  # a journal and a table have them in orders of their own
             else:
                 points = evaluation_points(row)
             yield Moment(row.step, row.wall_clock, {point.key: point.value for point in points})
@@ -68,10 +74,12 @@ def curves_of(run_id: str, uri: str, folder: Path) -> Curves:
     try:
         if (folder / NAME).exists():
             document = yaml.safe_load((folder / "spec.yaml").read_text(encoding="utf-8"))
-            curves = Curves(run_id, document, RowsSoFar(folder))
+            rows = RowsSoFar(folder)
+            curves = Curves(run_id, document, rows, rows.observations)
         else:
             found = find_run(uri, run_id, folder.parent)
-            curves = Curves(run_id, found.spec, find_history(uri, run_id, folder.parent))
+            observations = find_observations(uri, run_id, folder.parent)
+            curves = Curves(run_id, found.spec, find_history(uri, run_id, folder.parent), observations)
     except OSError as error:
         raise RecordError(f"run {run_id}: cannot read {str(folder)!r}: {error.strerror or error}") from error
     if next(curves.moments(), None) is None:

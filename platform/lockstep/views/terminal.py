@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import shutil
@@ -44,13 +45,17 @@ class Screen(NamedTuple):
 
 
 def series_of(curves: Curves, keys: Sequence[str]) -> list[Series]:
-    """The values of these keys; without any those of the loss, an evaluation and the rate. SpecError for a key that the run has not."""
+    """The values of these keys, of which one with `*` stands for all that match; without any those of the loss, an evaluation and the rate.
+
+    SpecError for a key that the run has not.
+    """
     found: dict[str, Series] = {}
     for moment in curves.moments():
         for key, value in moment.values.items():
             steps, values = found.setdefault(key, Series(key, [], []))[1:]
             steps.append(moment.step)  # type: ignore[attr-defined]
             values.append(value)  # type: ignore[attr-defined]
+    keys = [one for key in keys for one in (fnmatch.filter(found, key) if "*" in key else [key]) or [key]]
     for key in keys:
         if key not in found:
             raise SpecError(f"plot: run {curves.run_id} has no {key!r}{nearest(key, found)}")

@@ -100,6 +100,10 @@ FAULTS: dict[str, list[Recorded]] = {
     ),
     "fp16 overflow": together(steps(skipped=lambda step: step > 200 and step % 3 == 0, scale=2.0), usual()),
     "fp16 underflow": together(steps(), usual(fp16__underflow=0.8, fp16__scale=1.0)),
+    "precision": together(
+        steps(),
+        usual(bf16__gradient_difference=lambda step: 0.6 if step > 200 else 0.01, bf16__loss_difference=0.1),
+    ),
     "dead units": together(steps(), usual(layers__a__silent_units=lambda step: 0.7 if step > 100 else 0.0)),
     "plateau": together(
         steps(1000, loss=stalling, lr=lambda step: 1e-3 if step <= 400 else 1e-8), usual(1000)
@@ -141,6 +145,12 @@ SOUND: dict[str, list[Recorded]] = {
     ),
     "a cache that fills": together(
         steps(1500), usual(1500, perf__memory__rank_0_mb=lambda step: 800.0 + 3 * min(step, 300))
+    ),
+    "bf16 that rounds": together(
+        steps(),
+        usual(
+            bf16__gradient_difference=lambda step: 0.7 if step == 300 else 0.05, bf16__loss_difference=0.01
+        ),
     ),
     "units that rest at first": together(
         steps(), usual(layers__a__silent_units=lambda step: 0.9 if step < 60 else 0.1)

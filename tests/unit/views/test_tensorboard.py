@@ -15,9 +15,9 @@ import pytest
 
 from lockstep import resume, train
 from lockstep.errors import SpecError
-from lockstep.record.events import EvaluationRow, Sealed, StepRow
+from lockstep.record.events import EvaluationRow, Observation, Sealed, StepRow
 from lockstep.record.journal import Journal
-from lockstep.record.ledger import read_history
+from lockstep.record.ledger import OBSERVATIONS, read_history, read_observations
 from lockstep.record.points import evaluation_points, step_points
 from lockstep.views import tensorboard
 from lockstep.views.curves import Curves, curves_of
@@ -47,7 +47,9 @@ def in_file(path: str) -> Points:
     }
 
 
-def in_ledger(steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow]) -> Points:
+def in_ledger(
+    steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow], observed: Sequence[Observation] = ()
+) -> Points:
     found: Points = {}
     before = None
     for row in steps:
@@ -59,6 +61,9 @@ def in_ledger(steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow]) ->
             found.setdefault(point.key, []).append(
                 (point.step, evaluation.wall_clock, as_stored(point.value))
             )
+    for one in observed:
+        for key, value in one.values.items():
+            found.setdefault(key, []).append((one.step, one.wall_clock, as_stored(value)))
     return found
 
 
@@ -83,6 +88,22 @@ def test_the_event_file_has_the_points_of_the_ledger(tmp_path: Path) -> None:
     assert found == in_ledger([*STEPS, *odd], EVALUATIONS)
     assert {"train/loss", "train/entropy", "train/lr", "perf/samples_per_s", "eval/loss"} <= found.keys()
     assert [step for step, _, _ in found["train/loss"]] == list(range(1, 44))
+
+
+def test_observations_are_there_beside_the_rows(tmp_path: Path) -> None:
+    """In one order, whether the journal or a table has them, so that a later call adds what is new alone."""
+    observed = [
+        Observation(step, {"perf/memory/rank_0_mb": 3.0, "layers/0/gradient_norm": 0.5 * step}, step + 0.25)
+        for step in (1, 10, 20)
+    ]
+    record(tmp_path, [*rows(1), observed[0]])
+    write_events(curves(tmp_path), tmp_path / "logs")
+    record(tmp_path, [*rows(20)[1:], *observed[1:]])
+    written = write_events(curves(tmp_path), tmp_path / "logs")
+    assert (written.rows, written.added) == (20 + 2 + 3, 20 + 2 + 3 - 2)
+    assert in_file(written.file) == in_ledger(STEPS[:20], EVALUATIONS[:2], observed)
+    anew = write_events(curves(tmp_path), tmp_path / "again")
+    assert Path(anew.file).read_bytes() == Path(written.file).read_bytes()
 
 
 def test_a_second_call_adds_what_is_new_alone(tmp_path: Path) -> None:
@@ -203,8 +224,9 @@ def test_a_run_that_was_stopped_and_resumed_is_there_once(tmp_path: Path) -> Non
     assert (whole.status, whole.step) == ("FINISHED", 20)
     history = read_history(folder)
     written = write_events(curves_of(stopped.run_id, "off", folder), tmp_path / "logs")
-    assert in_file(written.file) == in_ledger(history.steps, history.evaluations)
-    assert written.rows == 20 + 5
+    observed = read_observations(folder / OBSERVATIONS)
+    assert in_file(written.file) == in_ledger(history.steps, history.evaluations, observed)
+    assert written.rows == 20 + 5 + len(observed)
     (folder / "journal.jsonl").unlink()
     alone = write_events(curves_of(stopped.run_id, "off", folder), tmp_path / "of the ledger")
     assert Path(alone.file).read_bytes() == Path(written.file).read_bytes()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import SpecError
+from lockstep.record.events import Observation
 from lockstep.views.terminal import Screen, Series, drawn, series_of
 from tests.in_process import here
 from tests.unit.record.rows import evaluation_row, step_row
@@ -75,6 +76,16 @@ def test_loss_evaluation_and_rate_are_shown_by_default(tmp_path: Path) -> None:
         "eval/loss",
         "train/lr",
     ]
+    record(
+        tmp_path, [Observation(3, {"layers/head/gradient_norm": 0.5, "layers/head/update_ratio": 1e-3}, 0.0)]
+    )
+    assert [one.key for one in series_of(curves(tmp_path), ["layers/*", "train/lr"])] == [
+        "layers/head/gradient_norm",
+        "layers/head/update_ratio",
+        "train/lr",
+    ]
+    with pytest.raises(SpecError, match="layer/"):
+        series_of(curves(tmp_path), ["layer/*"])
     (chosen,) = series_of(curves(tmp_path), ["eval/accuracy"])
     assert chosen == Series("eval/accuracy", [2], [0.5])
     with pytest.raises(SpecError, match="did you mean 'train/loss'"):

@@ -1,0 +1,79 @@
+"""What bf16 or fp16 costs a gradient: one micro-batch in the run's own precision beside the same in fp32, before an update.
+
+It is computed with the weights and the seed of its step, past DDP, and changes no bit: gradients and buffers are put back. The values are
+made of the fixed blocks of `training.norm`, so they have the same bits for every number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import LockstepError
+from lockstep.plan import Position
+from lockstep.training.norm import added
+from lockstep.training.phase_step import PhaseStep, copied
+from lockstep.training.precision import Precision
+from lockstep.training.probe import NoProbe
+from lockstep.training.step import Stepper
+
+
+def is_compared(step: int, every: int) -> bool:
+    """Whether a step is one of those in which it is looked at: `every`, and then twice as many each time."""
+    times, rest = divmod(step, every)
+    return rest == 0 and times & (times - 1) == 0
+
+
+class BesideFp32(NoProbe):
+    """Keeps micro-batch 0 of one step, which rank 0 computes, and computes it again in both precisions where it is asked."""
+
+    def __init__(self, step: Stepper) -> None:
+        self._step = step
+        self._plain = Precision("fp32", step.state.precision.device)
+        self._batches: dict[str, Any] = {}
+        """By the names of the phases: a copy, for a job may write into its batch."""
+        self._phase = ""
+        self.problem: LockstepError | None = None
+        """Why there is nothing to compare, such as memory that is too small for fp32."""
+
+    @contextmanager
+    def around(self, position: Position, m: int, model: nn.Module, phase: str) -> Iterator[None]:
+        self._phase = phase
+        yield
+
+    def batch(self, position: Position, m: int, batch: Any) -> None:
+        if m == 0 and batch is not None:
+            self._batches[self._phase] = copied(batch)
+
+    def __call__(self, phase: PhaseStep, position: Position) -> dict[str, float]:
+        """`<precision>/gradient_difference`: the norm of the difference of the two gradients over that in fp32; `loss_difference` likewise.
+
+        Both are left out where a value is not finite: that has rules of its own.
+        """
+        batch = self._batches.pop(phase.name, None)
+        if batch is None or self.problem is not None:
+            return {}
+        own = self._step.state.precision
+        try:
+            with torch.enable_grad():
+                exact_loss, exact = self._step.beside(phase, position, 0, copied(batch), self._plain)
+                loss, gradients = self._step.beside(phase, position, 0, batch, own)
+        except LockstepError as error:
+            self.problem = error
+            return {}
+        with torch.no_grad():
+            torch._foreach_div_(gradients, own.scale)
+            size = added(phase.norm.squares(exact))
+            torch._foreach_sub_(gradients, exact)
+            apart = added(phase.norm.squares(gradients))
+        name = f"{own.name}/{phase.name}/" if phase.name else f"{own.name}/"
+        found = {
+            "gradient_difference": apart / size if size else math.nan,
+            "loss_difference": abs(loss - exact_loss) / abs(exact_loss) if exact_loss else math.nan,
+        }
+        return {name + what: value for what, value in found.items() if math.isfinite(value)}
