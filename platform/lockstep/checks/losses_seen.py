@@ -33,6 +33,9 @@ class ClassLabels:
     classes: int
     counts: Tensor
     """How often each class is the label, (classes,), int64, on the CPU."""
+    calls_with: Tensor
+    """In how many calls each class is a label, likewise: labels of one sample are often alike."""
+    calls: int = 0
     ignored: int = 0
     rows: int = 0
     probabilities: int = 0
@@ -51,7 +54,10 @@ class ClassLabels:
         used, own = logits[counted].double(), labels[counted]
         if not len(own):
             return
-        self.counts += torch.bincount(own, minlength=self.classes)[: self.classes].cpu()
+        counts = torch.bincount(own, minlength=self.classes)[: self.classes].cpu()
+        self.counts += counts
+        self.calls_with += counts > 0
+        self.calls += 1
         self.rows += len(own)
         if logs:
             self.logs = True
@@ -167,9 +173,8 @@ class LossesSeen(TorchFunctionMode):
             if classes > MOST_CLASSES:
                 return
             rows = output.reshape(1, -1) if output.dim() == 1 else output.movedim(1, -1).reshape(-1, classes)
-            noted = self.seen.classes.setdefault(
-                classes, ClassLabels(classes, torch.zeros(classes, dtype=torch.int64))
-            )
+            none = torch.zeros(classes, dtype=torch.int64)
+            noted = self.seen.classes.setdefault(classes, ClassLabels(classes, none, none.clone()))
             noted.add(rows, target.reshape(-1), given["ignore_index"], logs=func is F.nll_loss)
 
 

@@ -22,8 +22,8 @@ HIGH, LOW = 5.0, 0.1
 HIGH_SQUARED = 100.0
 """The same for squared errors, whose outputs may be of any size at the start."""
 
-EXPECTED = 20.0
-"""A class of which evaluation should have so many labels, and has none, is told: by chance that is one case in 10^8."""
+EXPECTED, EXPECTED_CALLS = 20.0, 8.0
+"""A class of which evaluation should have so many labels, in so many calls of the loss, and has none, is told."""
 
 FEW_LOGITS = 16
 """Of fewer logits nothing is said: that all are between 0 and 1 may be chance."""
@@ -223,7 +223,9 @@ def _missing(train: ClassLabels, held_out: ClassLabels | None) -> list[Finding]:
     if held_out is None or not train.rows or not held_out.rows:
         return []
     expected = train.counts * (held_out.rows / train.rows)
-    absent = torch.nonzero((expected >= EXPECTED) & (held_out.counts == 0)).flatten().tolist()
+    calls = train.calls_with * (held_out.calls / train.calls)
+    is_expected = (expected >= EXPECTED) & (calls >= EXPECTED_CALLS)
+    absent = torch.nonzero(is_expected & (held_out.counts == 0)).flatten().tolist()
     if not absent:
         return []
     return [

@@ -137,11 +137,12 @@ def same_bits(specimen: Specimen) -> list[Finding]:
         return [passed("same bits", "not compared: determinism is fast, which promises none")]
     warnings: list[str] = []
     thorough = spec.model_copy(update={"rehearsal": "full"})
+    state = specimen.fresh()
     StepRehearsal(
-        specimen.job,
+        state.job,
         thorough,
         specimen.plan,
-        specimen.fresh(),
+        state,
         specimen.batches,
         specimen.device,
         warnings.append,

@@ -110,7 +110,7 @@ class _Updates:
 
     def _leaves(self) -> dict[str, Tensor]:
         """What may get a gradient: the model's parameters, and those of the job's own."""
-        own: dict[str, Tensor] = {name: parameter for name, parameter in self._own.items()}
+        own: dict[str, Tensor] = dict(self._own)
         return own | {place: one for place, one in self._held().items() if one.is_leaf and one.requires_grad}
 
     def _is_own(self, tensor: Tensor) -> bool:

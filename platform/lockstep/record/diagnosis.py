@@ -68,6 +68,9 @@ LOST = 0.05
 OTHER = 1.5
 """How many times the training loss an evaluation's loss is, before any sample was seen twice, where evaluation does something else."""
 
+DIFFERS = "evaluation differs"
+"""The rule by which that is named: such an evaluation says nothing of overfitting."""
+
 ENDED, ENDED_SHARE = 1e-3, 0.25
 """A schedule has ended where the rate has been below this share of its highest for this share of the steps."""
 
@@ -286,7 +289,7 @@ class Diagnosis:
             return
         row, train = early[-1]
         yield Diagnosed(
-            "evaluation differs",
+            DIFFERS,
             row.step,
             f"the evaluation loss is {_loss(row):.4g} after step {row.step} and the training loss {train:.4g}, in the first epoch, in which no sample "
             "was seen twice",
@@ -294,6 +297,8 @@ class Diagnosis:
         )
 
     def _overfits(self) -> Iterator[Diagnosed]:
+        if DIFFERS in self.told:
+            return
         best, train = min(self._evaluations, key=lambda one: _loss(one[0]))
         since = [(row, now) for row, now in self._evaluations if row.step > best.step]
         worse = since[-WORSE_TIMES:]

@@ -109,7 +109,12 @@ FAULTS: dict[str, list[Recorded]] = {
         steps(1000, loss=stalling, lr=lambda step: 1e-3 if step <= 400 else 1e-8), usual(1000)
     ),
     "overfitting": together(steps(1600), evaluated([0.9, 0.7, 0.75, 0.8, 0.9, 1.0]), usual(1600)),
-    "evaluation differs": together(steps(), evaluated([6.0, 5.5, 5.0, 4.8, 4.7], every=40), usual()),
+    "evaluation differs": together(
+        steps(1600),
+        evaluated([6.0, 5.5, 5.0, 4.8, 4.7], every=40),
+        evaluated([5.2, 6.0, 7.0, 8.0, 9.0], every=320),
+        usual(1600),
+    ),
     "memory grows": together(steps(1000), usual(1000, perf__memory__rank_0_mb=lambda step: 800.0 + 2 * step)),
 }
 

@@ -36,6 +36,7 @@ class Owner:
         self.numpy = np.random.default_rng(0)
         self.slotted = Slotted()
         self.module = nn.Linear(2, 2)
+        self.normed = nn.BatchNorm1d(2)
         self.function = counter()
 
     def written_past_torch(self) -> None:
@@ -62,6 +63,8 @@ WRITES: dict[str, Any] = {
     "owner.generator": lambda o: torch.rand(1, generator=o.generator),
     "owner.numpy": lambda o: o.numpy.random(),
     "owner.slotted.count": lambda o: setattr(o.slotted, "count", 5),
+    "owner.module.bias": lambda o: o.module.bias.data.add_(1),
+    "owner.normed.running_mean": lambda o: o.normed(torch.ones(3, 2)),
     "owner.module.extra": lambda o: setattr(o.module, "extra", 3),
     "owner.function.seen[0]": lambda o: o.function(),
 }

@@ -45,15 +45,20 @@ class Memory:
     """What `roots`, objects by the name that a message gives them, hold at this moment.
 
     `values`: for each place, such as `job.metric.total`, what is there as a text that two equal values share.
-    `apart` are objects that are not looked into. Parameters and buffers in their modules are left out as well: they are
-    watched by other means.
+    `apart` are objects that are not looked into. Of the modules `watched`, the model's, parameters and buffers are left
+    out: they are watched by other means.
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], *, apart: Iterable[Any] = (), largest: int = LARGEST
+        self,
+        roots: Mapping[str, Any],
+        *,
+        apart: Iterable[Any] = (),
+        watched: Iterable[nn.Module] = (),
+        largest: int = LARGEST,
     ) -> None:
         self.values: dict[str, str] = {}
-        self._largest = largest
+        self._largest, self._watched = largest, {id(module) for module in watched}
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
@@ -128,6 +133,9 @@ class Memory:
             self._containers.append((own, dict(own)))
             for name, held in list(own.items()):
                 if isinstance(value, nn.Module) and name in {"_parameters", "_buffers"}:
+                    if id(value) not in self._watched:
+                        self._containers.append((held, dict(held)))
+                        yield from ((f"{path}.{own}", tensor) for own, tensor in held.items())
                     continue
                 if isinstance(value, nn.Module) and name == "_modules":
                     yield from ((f"{path}.{child}", module) for child, module in held.items())
@@ -181,16 +189,11 @@ class Memory:
 
 
 class HeldTensors(Memory):
-    """The tensors that objects hold, by their places: `tensors`. Parameters in modules are among them."""
+    """The tensors that objects hold, by their places: `tensors`."""
 
     def __init__(self, roots: Mapping[str, Any], *, apart: Iterable[Any] = ()) -> None:
         self.tensors: dict[str, Tensor] = {}
         super().__init__(roots, apart=apart, largest=0)
-
-    def _see_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        yield from super()._see_object(path, value)
-        if isinstance(value, nn.Module):
-            yield from ((f"{path}.{name}", one) for name, one in value.named_parameters(recurse=False))
 
     def _see_tensor(self, path: str, tensor: Tensor) -> None:
         if tensor.layout == torch.strided and tensor.device.type != "meta":

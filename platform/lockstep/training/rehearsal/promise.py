@@ -65,7 +65,8 @@ def memory_of(job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optim
     }
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return Memory(roots, apart=[*parameters, *model.parameters(), *optimizers])
+    apart = [*parameters, *model.parameters(), *model.buffers(), *optimizers]
+    return Memory(roots, apart=apart, watched=model.modules())
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
