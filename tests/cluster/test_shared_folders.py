@@ -25,7 +25,9 @@ os.environ |= RAY_SETTINGS | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_O
 import ray
 from ray.cluster_utils import Cluster
 from lockstep import train
+from lockstep.attempts.seen_from_nodes import seen_from_nodes
 from lockstep.errors import LockstepError
+from lockstep.spec.loading import load_spec
 
 here, there, *runs = sys.argv[1:]
 
@@ -49,6 +51,9 @@ with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as o
     )
     told = []
     for spec in map(json.loads, runs):
+        if spec.pop("only checked", False):
+            told.append({"findings": [[f.name, f.result, f.evidence] for f in seen_from_nodes(load_spec(spec), None)]})
+            continue
         if spec.pop("node is killed", False):
             places = spec["checkpoint"]["storage"], spec["job"]["params"]["until"]
             threading.Thread(target=kill, args=(cluster, node, *places), daemon=True).start()
@@ -133,7 +138,16 @@ def test_a_folder_that_the_other_node_does_not_see_is_refused_and_a_lost_node_co
 
 @pytest.mark.exact  # the control of the one above
 def test_a_folder_that_both_nodes_see_is_taken(tmp_path: Path) -> None:
-    (told,) = trained(tmp_path, spec(str(tmp_path / "runs")))["runs"]
+    """A check of the run says so of either before: it asks both nodes."""
+    seen = {**spec(str(tmp_path / "runs")), "only checked": True}
+    unseen = {**spec("/proc/self/cwd/runs"), "only checked": True}
+    sound, faulty, told = trained(tmp_path, seen, unseen, spec(str(tmp_path / "runs")))["runs"]
+    assert [(name, result) for name, result, _ in sound["findings"]] == [("nodes", "pass")]
+    assert "2 nodes" in sound["findings"][0][2]
+    ((name, result, evidence), *others) = faulty["findings"]
+    assert (name, result) == ("folders", "failure")
+    assert "is another folder on 127.0.0.2" in evidence
+    assert all(result == "pass" for _, result, _ in others)
     assert (told["status"], told["workers"], told["attempts"]) == ("FINISHED", 2, 1)
 
 

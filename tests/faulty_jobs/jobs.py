@@ -495,6 +495,40 @@ class InTrainingMode(Sound):
         return {"accuracy": lockstep.Mean((model(x).argmax(1) == y).sum(), len(y))}
 
 
+class Dropping(nn.Module):
+    """Dropout that no mode switches off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1)
+
+
+class AlwaysDropping(Sound):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), Dropping(), nn.Linear(16, CLASSES))
+
+
+class Attention(nn.Module):
+    """Attention of a sample with itself, with dropout that no mode switches off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(len(x), 1, 4, 4)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).flatten(1)
+
+
+class AttentionDropping(Sound):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), Attention(), nn.Linear(16, CLASSES))
+
+
+class NormsAlone(Sound):
+    """Asks for the gradients of the norms alone, and gives the optimizer the head."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("1."))
+        return torch.optim.SGD(model[4].parameters(), lr=0.01)  # type: ignore[index]
+
+
 # --- the loss and the update ------------------------------------------------------------------------------
 
 

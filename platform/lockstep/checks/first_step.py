@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lockstep.checks.dropout_seen import DropoutSeen
 from lockstep.checks.losses_seen import LossesSeen, Seen
 from lockstep.checks.specimen import Specimen
 from lockstep.data.sampler import MicroBatch
@@ -49,6 +50,8 @@ class FirstStep:
     """A module whose mode the job's loss changed in training."""
     kept_mode: str = ""
     """A module that was in training mode after the job's loss or metrics in evaluation."""
+    drops: str = ""
+    """A function for dropout that was at work in evaluation."""
     compute_s: float = float("inf")
     """The fastest micro-batch, forward and backward, in all phases."""
 
@@ -78,7 +81,9 @@ def walk(specimen: Specimen) -> FirstStep:
         found.compute_s = min(found.compute_s, spent)
     found.silent, found.written = frozenset(silent), specimen.written
     if specimen.evaluation_count:
-        found.kept_mode = _evaluated(specimen, state.model, specimen.evaluation_micro_batch(0))
+        with DropoutSeen() as dropout:
+            found.kept_mode = _evaluated(specimen, state.model, specimen.evaluation_micro_batch(0))
+        found.drops = dropout.called
     return found
 
 

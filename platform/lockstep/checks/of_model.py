@@ -88,6 +88,14 @@ def modes(first: FirstStep) -> list[Finding]:
                 "take train() and eval() out of the job; evaluation sets the mode by itself, and puts it back",
             )
         ]
+    if first.drops:
+        return [
+            warned(
+                "modes",
+                f"dropout is at work in evaluation: {first.drops} is told to drop, though every module is in evaluation mode",
+                "pass training=self.training (for attention dropout_p=self.p if self.training else 0.0); where the mean over draws is meant, this is right",
+            )
+        ]
     return [passed("modes", "training and evaluation leave every module's mode as it was")]
 
 
