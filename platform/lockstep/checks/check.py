@@ -82,9 +82,9 @@ class Trial:
         return [failed("memory", evidence, f"{remedy}; lockstep estimate shows the parts")]
 
     def overfit(self) -> list[Finding]:
-        slow = (
-            not self.learning.broke and not self.learning.moving and abs(self.learning.fall) < of_model.MOVED
-        )
+        found = self.learning
+        judged = len(found.phases) == 1 and not found.broke and not found.moving
+        slow = judged and abs(found.fall) < of_model.MOVED
         faster = learn(self.specimen, self.first, FASTER) if slow else None
         return of_model.overfit(self.learning, faster, self.specimen.spec.clip_norm)
 

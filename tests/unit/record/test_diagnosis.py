@@ -216,14 +216,21 @@ def test_the_shipped_jobs_say_nothing(folder: Path) -> None:
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("job", ["digits", "stdlib_gpt"])
-def test_the_shipped_jobs_train_in_silence(job: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "file",
+    [
+        "digits/train",
+        "stdlib_gpt/train",
+        *(f"practice/{name}" for name in ("gelu", "glu", "initialisation", "precision", "straight_through")),
+    ],
+)
+def test_the_shipped_jobs_train_in_silence(file: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
         "lockstep",
         "train",
-        f"jobs/{job}/train.yaml",
+        f"jobs/{file}.yaml",
         "--local",
         "record.uri=off",
     ]
