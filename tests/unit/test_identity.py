@@ -52,6 +52,7 @@ def test_placement_is_no_part_of_the_identity(override: str) -> None:
         "threads=2",
         "reduction=native",
         "activation_checkpointing=true",
+        "compile=true",
         "evaluate.every.steps=3",
         "early_stop={patience: 2}",
         "job.params.width=8",

@@ -46,6 +46,7 @@ SPEC = {
     "clip_norm": "upper limit of the gradient's global norm; null: none",
     "ema": "decay of an exponential moving average of the weights, which is what is evaluated; null: none",
     "activation_checkpointing": "recompute in backward the modules that the job names",
+    "compile": "compile the loss of a full micro-batch, and its backward, with torch.compile",
     "initial_weights": "a safetensors file to start from, or the id of a run in record.folder",
     "fork": "start from the state of another run; lockstep resume RUN_ID --fork writes this",
     "fork.run": "id of the run that is forked",

@@ -401,6 +401,7 @@ class Spec(Section):
     clip_norm: PositiveFloat | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     activation_checkpointing: bool = False
+    compile: bool = False
     initial_weights: str | None = None
     fork: Fork | None = None
     evaluate: Evaluate = Evaluate()

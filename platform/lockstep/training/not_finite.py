@@ -180,7 +180,7 @@ def _computed(
     cuda = run.group.device if run.group.device.type == "cuda" else None
     seed_all(run.spec.seed, "step", key.step, key.micro_batch, *phase.phase.key, cuda=cuda)
     try:
-        with look:
+        with look, nullcontext() if state.compiled is None else state.compiled.off():
             with nullcontext() if plainly else state.precision.autocast():
                 loss = phase.module(batch)
             look.backward()

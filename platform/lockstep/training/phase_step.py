@@ -22,6 +22,7 @@ from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
 from lockstep.spec.fields import Spec
 from lockstep.training.after_step import has_after_step
+from lockstep.training.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.exchange import Exchange
 from lockstep.training.group import Group
 from lockstep.training.job_phases import ModelPhase, phases_of
@@ -39,12 +40,20 @@ class LossModule(nn.Module):
     step leaves without a micro-batch, and that of a micro-batch without samples.
     """
 
-    def __init__(self, job: Job, model: nn.Module, phase: ModelPhase | None = None) -> None:
-        """`phase` may be left out for a job without phases."""
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        phase: ModelPhase | None = None,
+        compiled: CompiledLosses | None = None,
+    ) -> None:
+        """`phase` may be left out for a job without phases; the loss runs eager without `compiled`."""
         super().__init__()
         self.job = job
         self.model = model
         self.phase = phases_of(job, model)[0] if phase is None else phase
+        loss = self.phase.loss
+        self._loss = loss if compiled is None else compiled.of(self.phase.name, loss)
         parameters = dict(model.named_parameters())
         conditional = list(job.conditional_parameters(model))
         unknown = [name for name in conditional if name not in parameters]
@@ -65,13 +74,17 @@ class LossModule(nn.Module):
     def forward(self, batch: Any) -> Loss:
         if batch is None:
             return Loss(zero_term(iter(self.parameters_that_learn)), 0.0)
-        loss = self.phase.loss(self.model, batch)
+        loss = self._loss(self.model, batch)
         if not self.conditional:
             return loss
         parameters = dict(self.model.named_parameters())
         return Loss(
             loss.total + zero_term(parameters[name] for name in self.conditional), loss.weight, loss.parts
         )
+
+    def compiles(self, batch: Any) -> bool:
+        """Whether the loss of such a batch runs compiled."""
+        return isinstance(self._loss, CompiledLoss) and self._loss.compiles(batch)
 
     def backward(self, total: Tensor) -> None:
         """Leave the gradients of `total` in the parameters that learn."""
@@ -107,7 +120,7 @@ class PhaseStep:
         self.rates = Rates(self.optimizer, state.schedule_of(phase.name))
         self.updates_by_job = runs_own_code(self.optimizer) or has_after_step(job)
         self.exchange = Exchange(group, plan.micro_batches, parts, buffers)
-        self.module = LossModule(job, state.model, phase)
+        self.module = LossModule(job, state.model, phase, state.compiled)
         self._every = phase.parameters(state.model)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []

@@ -26,7 +26,7 @@ from lockstep.job.loading import dataset_size
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
-from lockstep.record.events import StageEnded, Tell, Warned
+from lockstep.record.events import Document, StageEnded, Tell, Warned
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
@@ -40,6 +40,8 @@ from lockstep.training.checkpoints import (
     find_start,
     restore,
 )
+from lockstep.training.compiled import NAME as COMPILED
+from lockstep.training.compiled import CompiledLosses, identity_of_compiler
 from lockstep.training.determinism import check_kept, fp32_products, numerics_probe
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation, has_evaluation_loss
@@ -177,6 +179,10 @@ def prepare(
     check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
+    if state.compiled is not None:
+        facts = with_compiler(facts, state.compiled)
+        if group.rank == 0 and start is None:
+            tell(Document(COMPILED, state.compiled.text()))
     if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before
         facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
     losses = " ".join(one.loss.hex() for one in rehearsal.values())
@@ -244,7 +250,13 @@ def make_state(
         else next(iter(schedules.values()))
     )
     return TrainState(
-        job, model, optimizer, Precision(spec.precision, device), average=average, schedule=schedule
+        job,
+        model,
+        optimizer,
+        Precision(spec.precision, device),
+        average=average,
+        schedule=schedule,
+        compiled=CompiledLosses(spec.determinism) if spec.compile else None,
     )
 
 
@@ -338,6 +350,12 @@ def _facts(
         "plan": _plan_facts(plan, evaluate),
         **({} if spec.data.without is None else {"without": _left_out(spec.data.without)}),
     }
+
+
+def with_compiler(facts: dict[str, Any], compiled: CompiledLosses) -> dict[str, Any]:
+    """The facts of a run whose losses are compiled: what compiles them decides about the bits."""
+    fields = facts["fields"] | identity_of_compiler(compiled)
+    return {**facts, "fields": fields, "identity": identity_digest(fields)}
 
 
 def _left_out(without: str) -> dict[str, str]:

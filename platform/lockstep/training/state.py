@@ -17,6 +17,7 @@ from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training.average import Average
+from lockstep.training.compiled import CompiledLosses
 from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
 from lockstep.training.precision import Precision
 from lockstep.training.schedule import FunctionOfUpdates, RateSchedule
@@ -88,6 +89,8 @@ class TrainState:
     average: Average | None = None
     schedule: RateSchedule = None  # type: ignore[assignment]
     """What sets the learning rates; the full ones throughout unless given."""
+    compiled: CompiledLosses | None = None
+    """What computes the losses, where the spec has `compile`."""
 
     def __post_init__(self) -> None:
         if self.schedule is None:

@@ -64,7 +64,8 @@ class Watch:
         self._is_comparing = self._leads and self._precision.name != "fp32"
         self._steps = 0
         self._whole_s = self._data_s = self._saving_s = self._hook_began = 0.0
-        if self._leads and self._precision.name != "fp32":
+        # Modules of a compiled loss do not run one by one.
+        if self._leads and self._precision.name != "fp32" and run.state.compiled is None:
             self._coverage = run.step.probe = Coverage(self._precision.name)
         self._forget()
 

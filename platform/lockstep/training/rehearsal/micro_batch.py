@@ -46,6 +46,11 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 "real numbers with one dimension more, and use torch.view_as_complex(parameter) in the forward"
             )
     for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise JobError(
+                f"job.model: {name or 'the model'!r} is compiled by the job itself, with settings that no identity covers; take "
+                "torch.compile out of the job, and set compile=true in the spec"
+            )
         if isinstance(module, nn.SyncBatchNorm):
             raise JobError(
                 f"job.model: {name!r} is a SyncBatchNorm, whose statistics depend on how many workers share a step; "

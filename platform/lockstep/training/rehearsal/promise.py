@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -29,6 +30,7 @@ from lockstep.randomness import Draws, seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.after_step import call_after_step, has_after_step
 from lockstep.training.buffers import KeptBuffers, statistics
+from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
 from lockstep.training.digest import tree_digest
 from lockstep.training.failure import as_lockstep_error
@@ -100,13 +102,16 @@ class StepRehearsal:
         keys = self._keys()
         batch = self._fetched_twice(keys)
         model = self.state.model
-        modules = [LossModule(self.job, model, phase) for phase in phases_of(self.job, model)]
+        compiled = self.state.compiled
+        modules = [LossModule(self.job, model, phase, compiled) for phase in phases_of(self.job, model)]
         self._give_shapes(modules, keys[0])
         firsts = []
         for module in modules:
             batch = batch if module is modules[0] else self._fetch(keys[0])  # a job may write into it
             with filled_memory(True):
                 firsts.append(self._computed(module, batch))
+        if compiled is not None:
+            self._compare_with_eager(compiled, modules, keys, firsts)
         found = {
             module.phase.name: Rehearsal(
                 tuple(first.loss.parts), float(first.loss.total.detach()), first.written
@@ -125,6 +130,26 @@ class StepRehearsal:
             return found, extent
         finally:
             held.restore()
+
+    def _compare_with_eager(
+        self,
+        compiled: CompiledLosses,
+        modules: Sequence[LossModule],
+        keys: Sequence[MicroBatch],
+        firsts: Sequence[Computed],
+    ) -> None:
+        """Note how far the compiled first micro-batch is from an eager one, and warn where the second one is not compiled."""
+        for module, first in zip(modules, firsts, strict=True):
+            with compiled.off():
+                eager = self._compute(module, keys[0])
+            losses = (float(first.loss.total.detach()), float(eager.loss.total.detach()))
+            compiled.compare(module.phase.name, losses, first.gradients, eager.gradients)
+        of_one_size = len(keys) > 1 and len(keys[1].ids) == len(keys[0].ids)
+        if of_one_size and not modules[0].compiles(self._fetch(keys[1])):
+            self.warn(
+                "compile: the second micro-batch has other shapes than the first, and only batches with the shapes of the first are "
+                "compiled; the others run eager: have collate pad to one length, and give plain numbers as tensors"
+            )
 
     # --- what is fetched --------------------------------------------------------------------------------------
 
@@ -164,7 +189,8 @@ class StepRehearsal:
         if not any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
             return
         model.eval()
-        with torch.no_grad():
+        compiled = self.state.compiled
+        with torch.no_grad(), nullcontext() if compiled is None else compiled.off():
             for module in modules:
                 self._loss(module, self._fetch(key), 0)
         model.train()

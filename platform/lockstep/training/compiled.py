@@ -1,0 +1,258 @@
+"""`compile: true`: a loss and its backward as programs that torch's inductor writes, for micro-batches of one shape.
+
+Invariants: which program computes a micro-batch follows from that micro-batch and the spec, never from what its worker has computed
+before. The first micro-batch of the run, which every worker rehearses, says which shapes are compiled; every other batch, such as a
+ragged tail, runs eager. Shapes are static, and under strict nothing is chosen by measuring. Only the function that computes the loss
+is compiled: the model, its names and its checkpoints are those of an eager run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lockstep.data.cache import cache_path
+from lockstep.data.loader import map_tensors
+from lockstep.errors import JobError, SpecError
+from lockstep.job.interface import Loss
+
+NAME = "compile.json"
+"""The document that tells what was compiled, and how far it is from eager."""
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+LossFunction = Callable[[nn.Module, Any], Loss]
+
+_INDUCTOR: dict[str, Any] = {
+    "fallback_random": True,  # the random numbers of an eager run
+    "compile_threads": 1,  # no pool of processes beside the worker
+}
+_STRICT: dict[str, Any] = {
+    "deterministic": True,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "max_autotune_gemm": False,
+    "coordinate_descent_tuning": False,
+    "benchmark_fusion": False,
+    "benchmark_combo_kernel": False,
+}
+_DYNAMO: dict[str, Any] = {
+    "automatic_dynamic_shapes": False,
+    "automatic_dynamic_local_pgo": False,  # shapes that another run has seen
+    "optimize_ddp": False,  # it would cut the program at DDP's buckets, of which one worker has none
+    "recompile_limit": 64,
+    "fail_on_recompile_limit_hit": True,  # not eager from then on: the bits would follow from what came before
+    "suppress_errors": False,
+}
+
+
+class Difference(NamedTuple):
+    """Of a compiled micro-batch from the same one eager: its loss, and the gradient that is farthest off."""
+
+    loss: float
+    eager_loss: float
+    parameter: str
+    gradient: float
+    """The largest difference between two elements."""
+    largest_gradient: float
+    """The largest element, by its size, of that parameter's eager gradient."""
+
+
+class CompiledLosses:
+    """The compiled losses of a run, one for each of its phases. Importing the compiler takes a second or two."""
+
+    def __init__(self, determinism: Literal["strict", "fast"]) -> None:
+        self.options = _INDUCTOR | (_STRICT if determinism == "strict" else {})
+        self.differences: dict[str, Difference] = {}
+        """By the names of the phases."""
+        self._losses: dict[str, CompiledLoss] = {}
+        self._eager = False
+        cpp_compiler()
+        use_own_cache()
+        forget_programs()
+
+    def of(self, phase: str, loss: LossFunction) -> CompiledLoss:
+        """That of a phase, the same one whenever it is asked for."""
+        if phase not in self._losses:
+            self._losses[phase] = CompiledLoss(loss, self)
+        return self._losses[phase]
+
+    @property
+    def eager(self) -> bool:
+        """Whether everything runs eager for now."""
+        return self._eager
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """While the block runs, everything is eager."""
+        before, self._eager = self._eager, True
+        try:
+            yield
+        finally:
+            self._eager = before
+
+    def compare(
+        self,
+        phase: str,
+        losses: tuple[float, float],
+        gradients: Mapping[str, Tensor],
+        eager: Mapping[str, Tensor],
+    ) -> None:
+        """Note how far a phase's compiled micro-batch is from the eager one; `losses` in that order."""
+        off = {name: _largest(gradients[name].double() - eager[name].double()) for name in gradients}
+        worst = max(off, key=lambda name: off[name])
+        self.differences[phase] = Difference(*losses, worst, off[worst], _largest(eager[worst]))
+
+    def text(self) -> str:
+        """compile.json: the compiler, how many programs there are and where Python goes on between them, and the differences."""
+        from torch._dynamo.utils import counters
+
+        breaks = [" ".join(str(reason).split()) for reason in counters["graph_break"]]
+        told = {
+            **identity_of_compiler(self),
+            "programs": counters["stats"]["unique_graphs"],
+            "graph_breaks": breaks,
+            "first_micro_batch": {name: one._asdict() for name, one in self.differences.items()},
+        }
+        return json.dumps(told, indent=1) + "\n"
+
+
+class CompiledLoss:
+    """A phase's loss: compiled for batches with the shapes of the first one that it is given, eager for any other."""
+
+    def __init__(self, loss: LossFunction, all_losses: CompiledLosses) -> None:
+        self._loss, self._all = loss, all_losses
+        self._compiled = torch.compile(loss, dynamic=False, options=all_losses.options)
+        self._shapes: tuple[str, ...] | None = None
+
+    def compiles(self, batch: Any) -> bool:
+        """Whether a batch has the shapes that are compiled; the first one that is asked about settles them."""
+        shapes = shapes_of(batch)
+        if self._shapes is None:
+            self._shapes = shapes
+        return shapes == self._shapes
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        """The loss of `batch`. JobError where it cannot be compiled."""
+        from torch._dynamo import config
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        if self._all.eager or not self.compiles(batch):
+            return self._loss(model, batch)
+        try:
+            # Whoever looks at operators with a mode would have them computed one by one, with other bits.
+            with config.patch(_DYNAMO), _disable_current_modes():
+                return self._compiled(model, batch)
+        except FailOnRecompileLimitHit as error:
+            raise JobError(
+                f"compile: the loss would have to be compiled more than {_DYNAMO['recompile_limit']} times "
+                f"({_first_line(error)}); something other than the batch's shapes changes from one micro-batch to the next, such as a "
+                "counter of the job's: hold it in a tensor, or set compile=false"
+            ) from error
+        except TorchDynamoException as error:
+            raise JobError(
+                f"compile: the loss cannot be compiled: {_first_line(error)}; change what the message names, or set compile=false"
+            ) from error
+
+
+def shapes_of(batch: Any) -> tuple[str, ...]:
+    """What a program is compiled for: of each tensor its type, shape, strides and device; of anything plain its value, else its class."""
+    found: list[str] = []
+
+    def tensor(one: Tensor) -> Tensor:
+        strides = one.stride() if one.layout is torch.strided else one.layout
+        found.append(f"{one.dtype} {tuple(one.shape)} {strides} {one.device} {one.requires_grad}")
+        return one
+
+    def other(one: Any) -> Any:
+        plain = isinstance(one, bool | int | float | str | bytes | None)
+        found.append(f"{type(one).__qualname__} {one!r}" if plain else type(one).__qualname__)
+        return one
+
+    map_tensors(batch, tensor, other)
+    return tuple(found)
+
+
+def identity_of_compiler(losses: CompiledLosses) -> dict[str, str]:
+    """For the identity: inductor's settings as a digest, the C++ compiler with its version, and the vector instructions it may use."""
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    with config.patch(losses.options):
+        settings = sorted(config.save_config_portable().items())
+    vectors = pick_vec_isa()
+    digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+    return {
+        "compile.inductor": digest,
+        "compile.compiler": cpp_compiler(),
+        "compile.vectors": str(vectors) if vectors else "none",
+    }
+
+
+@cache
+def cpp_compiler() -> str:
+    """The C++ compiler that inductor uses, with its version. SpecError where there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        name = get_cpp_compiler()
+        said = subprocess.run([name, "--version"], capture_output=True, text=True, check=True, timeout=60)
+    except (InvalidCxxCompiler, OSError, subprocess.SubprocessError) as error:
+        raise SpecError(
+            f"compile: got true, but {os.environ.get('CXX', 'g++')} does not run on this machine, and inductor needs a C++ compiler; "
+            "install g++ on every node (or name one by CXX), or set compile=false"
+        ) from error
+    return said.stdout.partition("\n")[0].strip()
+
+
+def forget_programs() -> None:
+    """Forget what this process has compiled for another run: its programs count towards the limit, and stand in the counters."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
+    counters.clear()
+
+
+def use_own_cache() -> None:
+    """Have inductor keep its programs in a folder of this user's, for this processor, compiler and torch alone.
+
+    It compiles for the processor at hand and does not say so in the name of the file: another one that shares a home would meet
+    instructions that it does not have. A folder that the user names by TORCHINDUCTOR_CACHE_DIR is used as it is.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    folder = cache_path("compiled", f"{_processor()} {cpp_compiler()} {torch.__version__}")
+    with suppress(OSError):  # a home that cannot be written: torch takes a folder for temporary files
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def _processor() -> str:
+    """Model and instructions of the processor, as Linux tells them."""
+    lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.detach().abs().max()) if values.numel() else 0.0
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error of the compiler begins with; it goes on for pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,0 +1,188 @@
+"""G1 with `compile: true`: what inductor writes computes one value of every bit, on any number of workers and over a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.errors import JobError
+from lockstep.record.events import Document as Text
+from lockstep.record.events import Event, StepRow
+from lockstep.training import compiled
+from lockstep.training.compiled import CompiledLoss, CompiledLosses
+from tests.distributed import training
+from tests.distributed.kinds import document as document_of_kind
+from tests.distributed.phase_kinds import HELD as PHASES
+from tests.distributed.pool import Pool
+from tests.distributed.small_jobs import Plain
+from tests.distributed.test_resume import RUN, taken_up
+from tests.distributed.test_same_bits import document
+from tests.distributed.training import Document, Kept, Trained, train, train_attempt
+from tests.forked import Forked
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+"""The compiler's own imports use it."""
+
+
+class Masked(Plain):
+    """A loss whose weight is read from a tensor, so that Python goes on between two programs."""
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        outputs = model(x)
+        weight = float((y > 0).sum())
+        losses: Tensor = F.cross_entropy(outputs, y, reduction="none")
+        return lockstep.Loss((losses * (y > 0)).sum(), weight)
+
+
+def small(job: str = "small_jobs:Plain", **more: Any) -> Document:
+    """Two epochs of 32 samples, whose last steps are ragged."""
+    return {
+        "job": {"use": f"tests.distributed.{job}", "params": {"samples": 32, "norm": "batch"}},
+        "batch": {"global": 12, "micro": 3},
+        "length": {"epochs": 2},
+        "data": {"drop_last": False},
+        "compile": True,
+        **more,
+    }
+
+
+def told(run: Document) -> tuple[Trained, dict[str, Any]]:
+    """A run, and its compile.json."""
+    texts: list[str] = []
+
+    class Telling(Kept):
+        def tell(self, event: Event) -> None:
+            if isinstance(event, Text) and event.name == compiled.NAME:
+                texts.append(event.text)
+            super().tell(event)
+
+    with mock.patch.object(training, "Kept", Telling):
+        trained = train(run)
+    (text,) = texts
+    return trained, json.loads(text)
+
+
+def test_a_compiled_run_says_what_was_compiled_and_goes_on_after_a_stop(tmp_path: Path) -> None:
+    """Its model has the names of an eager one, its ragged tail runs eager, and it is another run than an eager one."""
+    whole, found = told(small())
+    assert found["programs"] >= 1
+    difference = found["first_micro_batch"][""]
+    assert difference["gradient"] <= 1e-4 * difference["largest_gradient"]
+    assert sorted(whole.gradients) == sorted(training.train(small(compile=False)).gradients)
+
+    run = small(checkpoint={"storage": str(tmp_path), "every": None})
+    train_attempt(run, RUN, AttemptOrigin(), stop_after=2)
+    ended = train_attempt(run, RUN, taken_up(str(tmp_path), None))
+    assert (ended.rows, ended.weights_digest, ended.identity) == (
+        whole.rows,
+        whole.weights_digest,
+        whole.identity,
+    )
+
+
+CASES = {
+    "digits": lambda: document("digits", 6, compile=True),
+    "gpt in bf16": lambda: document("gpt", 6, "bf16", compile=True),
+    "digits in fp16": lambda: document("digits", 6, "fp16", compile=True),
+    "graph breaks": lambda: small("test_compile:Masked"),
+    "phases": lambda: document_of_kind(PHASES[0], compile=True),
+}
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_runs_have_one_value(pool: Pool, case: str, tmp_path: Path) -> None:
+    """On 1, 2 and 3 workers, with loader processes; compiled anew by all workers at once, and read from what another has compiled."""
+    run = CASES[case]()
+    whole = train_in_folder(run, str(tmp_path / "alone"))
+    assert whole.identity != train({**run, "compile": False}).identity
+    for workers, folder in ((1, "alone"), (2, "together"), (3, "alone")):
+        data = {**run.get("data", {}), "loader_processes": workers % 3}
+        ranks = pool.run(workers, train_in_folder, {**run, "data": data}, str(tmp_path / folder))
+        assert ranks == [whole] * workers
+
+
+def train_in_folder(run: Document, folder: str) -> Trained:
+    """With inductor's programs in this folder."""
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        return train(run)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_compiled_run_outlives_a_kill(pool: Pool, workers: int, tmp_path: Path) -> None:
+    run = document("digits", 6, compile=True, checkpoint={"storage": str(tmp_path), "every": {"steps": 1}})
+    whole = train(document("digits", 6, compile=True))
+    killed = Forked(train_and_die, run, 4)
+    assert killed.wait(120) == -signal.SIGKILL, killed.communicate()
+    for rank, ended in enumerate(pool.run(workers, train_attempt, run, RUN, taken_up(str(tmp_path), None))):
+        assert 0 < len(ended.digests) < len(whole.digests)
+        assert ended.digests == whole.digests[-len(ended.digests) :]
+        assert (ended.weights_digest, ended.identity) == (whole.weights_digest, whole.identity)
+        assert rank or ended.rows == whole.rows
+
+
+def train_and_die(run: Document, step: int) -> None:
+    """Its process is killed when the run tells of `step`."""
+
+    class Dying(Kept):
+        def tell(self, event: Event) -> None:
+            if isinstance(event, StepRow) and event.step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().tell(event)
+
+    with mock.patch.object(training, "Kept", Dying):
+        train_attempt(run, RUN, AttemptOrigin())
+
+
+def train_late(run: Document) -> Trained:
+    """The broken variant: a worker compiles from its fourth call on, as one that goes by what it has seen would."""
+    calls = 0
+
+    def late(self: CompiledLoss, batch: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 6 and len(batch[0]) == 3
+
+    with mock.patch.object(CompiledLoss, "compiles", late):
+        return train({**run, "rehearsal": "off"})
+
+
+@pytest.mark.exact
+def test_programs_that_follow_from_what_was_computed_before_break_the_promise(pool: Pool) -> None:
+    """The negative control: under one identity two workers get other bits."""
+    run = small()
+    one, two = train_late(run), pool.run(2, train_late, run)[0]
+    assert one.identity == two.identity
+    assert one.rows != two.rows
+
+
+@pytest.mark.exact
+def test_a_loss_that_would_be_compiled_again_and_again_is_refused() -> None:
+    """torch would go on eager from then on, with other bits."""
+    calls = [0]
+
+    def counting(model: nn.Module, batch: Any) -> lockstep.Loss:
+        calls[0] += 1
+        return lockstep.Loss((model(batch) * calls[0]).sum(), 1.0)
+
+    loss = CompiledLosses("strict").of("", counting)
+    with (
+        mock.patch.dict(compiled._DYNAMO, {"recompile_limit": 2}),
+        pytest.raises(JobError, match="compiled more than 2 times") as info,
+    ):
+        for _ in range(4):
+            loss(nn.Linear(2, 2), torch.ones(3, 2))
+    assert "\n" not in str(info.value)
