@@ -18,6 +18,7 @@ import pytest
 
 from lockstep import train
 from lockstep.clusters.authentication import write_token
+from tests.network import can_simulate, ip
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -27,23 +28,6 @@ SPEC = [
     "jobs/digits/train.yaml", "length.steps=4000", "job.params.width=8", "record.uri=off",
     "workers.min=2", "workers.max=2", "evaluate.every.steps=2000", "checkpoint.every.steps=500",
 ]  # fmt: skip
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-def can_simulate() -> str | None:
-    """Why this machine cannot, or None."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        return "wants root and iproute2"
-    probe = subprocess.run(
-        ["ip", "netns", "add", "lockstep-probe"], capture_output=True, text=True, check=False
-    )
-    if probe.returncode:
-        return f"no network namespaces here: {probe.stderr.strip()}"
-    ip("netns", "del", "lockstep-probe")
-    return None
 
 
 class Hosts:

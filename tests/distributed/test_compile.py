@@ -31,8 +31,11 @@ from tests.distributed.test_same_bits import document
 from tests.distributed.training import Document, Kept, Trained, train, train_attempt
 from tests.forked import Forked
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-"""The compiler's own imports use it."""
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+"""The compiler's own: its imports use the one, and it looks at the values between two programs."""
 
 
 class Masked(Plain):

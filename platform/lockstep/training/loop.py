@@ -33,6 +33,7 @@ from lockstep.record.events import (
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training import memory
+from lockstep.training.compiled import NAME as COMPILED
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.digests import check_same_weights
@@ -75,6 +76,7 @@ def fit(
         run = prepare(spec, job, group, tell, origin)
         tell(Started(run.facts))
         tell(run.history.past())
+        tell_compiled(run, tell)
         seat = Seat(group, tell, requests, origin)
         outlives = recovery is not None and can_recover(spec, group, run.state, origin)
         if recovery is not None and outlives:
@@ -88,6 +90,13 @@ def fit(
                 lost = error
             run, seat = outlived(run, seat, recovery, lost)
             del lost  # its frames hold what the step that was left had computed
+
+
+def tell_compiled(run: Run, tell: Tell) -> None:
+    """Rank 0's, at the beginning of a run whose losses are compiled: what was compiled, and how far it is from eager."""
+    compiled, start = run.state.compiled, run.start
+    if compiled is not None and run.group.rank == 0 and (start is None or start.fork):
+        tell(Document(COMPILED, compiled.text()))
 
 
 def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None:

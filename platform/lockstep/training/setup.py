@@ -26,7 +26,7 @@ from lockstep.job.loading import dataset_size
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all, seeds
 from lockstep.record.environment import environment
-from lockstep.record.events import Document, StageEnded, Tell, Warned
+from lockstep.record.events import StageEnded, Tell, Warned
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
@@ -40,7 +40,6 @@ from lockstep.training.checkpoints import (
     find_start,
     restore,
 )
-from lockstep.training.compiled import NAME as COMPILED
 from lockstep.training.compiled import CompiledLosses, identity_of_compiler
 from lockstep.training.determinism import check_kept, fp32_products, numerics_probe
 from lockstep.training.digest import weights_digest
@@ -181,8 +180,6 @@ def prepare(
     facts = _facts(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if state.compiled is not None:
         facts = with_compiler(facts, state.compiled)
-        if group.rank == 0 and start is None:
-            tell(Document(COMPILED, state.compiled.text()))
     if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before
         facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
     losses = " ".join(one.loss.hex() for one in rehearsal.values())
