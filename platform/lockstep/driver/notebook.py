@@ -43,8 +43,7 @@ class CellLine:
             self._display(describe(step, evaluation, total_steps, self._rate))
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
-        ended = sum(trial["order"] is not None for trial in trials)
-        self._display(f"{headline} · {ended} of {len(trials)} trials ended")
+        self._display(headline)
 
     def _display(self, text: str) -> None:
         from IPython.display import display

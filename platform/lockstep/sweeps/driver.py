@@ -27,7 +27,7 @@ from lockstep.job.source import check_job_source
 from lockstep.spec.fields import KeepBest
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.resumption import held_sweep
-from lockstep.sweeps.sweep_record import best_of, tally
+from lockstep.sweeps.standing import best_of, tally
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
