@@ -105,16 +105,17 @@ def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: 
     """
     from lockstep.checkpoint.reader import checkpoint_at, verify
 
-    there = steps_of(spec.checkpoint.storage, run_id)
-    whole = whole_steps(spec.checkpoint.storage, run_id)
-    if step in whole or (step is None and there and there[:1] == whole[:1]):
+    storage = spec.checkpoint.storage
+    newest = next(iter(steps_of(storage, run_id)), None)
+    whole = next((one for one in whole_steps(storage, run_id) if step in {None, one}), None)
+    if whole is not None and whole in {step, newest}:
         return
     for copy in find_copies(store, run_id):
         if step is not None and copy.step != step:
             continue
-        if step is None and whole and copy.step <= whole[0]:
+        if step is None and whole is not None and copy.step <= whole:
             return
-        run_folder = Path(spec.checkpoint.storage, run_id)
+        run_folder = Path(storage, run_id)
         run_folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=run_folder, prefix=".download-") as folder:
             copy.download(Path(folder))
@@ -123,6 +124,6 @@ def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: 
             except StorageError as error:
                 progress.say(f"warning: the copy of step {copy.step} in the record is passed over: {error}")
                 continue
-            adopt(spec.checkpoint.storage, run_id, copy.step, Path(folder))
+            adopt(storage, run_id, copy.step, Path(folder))
         progress.say(f"the checkpoint of step {copy.step} was downloaded from the record")
         return
