@@ -3,7 +3,7 @@
 One process tells the rows of a run to a recorder in a process of its own, and saves a small state each thousand steps, as
 `fit` does. Then the recorder is killed, and another process takes the run up: until training would begin, and until the record
 is compared with the checkpoint. Last, the run ends: ledger and figures are written. Meanwhile the run's heartbeat is watched.
-A run of one save is taken up likewise: by how much the restart of the long one is longer is what the steps before it add.
+A run of two segments is taken up likewise: by how much the restart of the long one is longer is what the steps before it add.
 
 What counts is processor time, which a busy machine does not change: of rank 0's thread that saves, of its recorder for each
 thousand steps, of both for a restart.
@@ -42,6 +42,7 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.record.events import Finished, Segment, Started, StepRow
 from lockstep.record.history import History, Saving
 from lockstep.record.recorder import Recorder
+from lockstep.record.segments import SEGMENT_STEPS
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.checkpoints import _sharing
@@ -255,7 +256,8 @@ def main() -> None:
         print(json.dumps(taken_up(Path(arguments.take_up[0]), arguments.take_up[1], arguments.steps)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        short = again(folder, trained(Path(folder), arguments.every, arguments.every))
+        few = min(arguments.steps, 2 * SEGMENT_STEPS)
+        short = again(folder, trained(Path(folder), few, arguments.every))
         told = trained(Path(folder), arguments.steps, arguments.every)
         told |= again(folder, told)
         added = [
@@ -263,8 +265,8 @@ def main() -> None:
             for before, after in zip(short["restart_cpu_s"], told["restart_cpu_s"], strict=True)
         ]
         told |= {
-            "restart_of_one_save_s": short["restart_s"],
-            "restart_of_one_save_cpu_s": short["restart_cpu_s"],
+            f"restart_after_{few}_s": short["restart_s"],
+            f"restart_after_{few}_cpu_s": short["restart_cpu_s"],
             "restart_adds_cpu_s": [round(seconds, 2) for seconds in added],
         }
     text = json.dumps(told, indent=1)
