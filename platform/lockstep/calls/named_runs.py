@@ -59,10 +59,9 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
     if takeover:
         from lockstep.calls.continuation import refuse_changes
 
+        # Before the one that works on it is asked to end.
         recorded = find_run(spec.record.uri or "", run_id, spec.folder)
-        refuse_changes(
-            run_id, load_spec(recorded.spec), spec
-        )  # before the one that works on it is asked to end
+        refuse_changes(run_id, load_spec(recorded.spec), spec)
     with held_run(spec, run_id, options.progress, takeover=takeover) as hold:
         from lockstep.calls.continuation import continue_run
 
