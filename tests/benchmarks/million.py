@@ -1,8 +1,12 @@
-"""A run of a million steps, its record alone: what rank 0 holds, what a save costs at its end, and how soon it goes on after a kill.
+"""A run of a million steps, its record alone: what rank 0 holds, what a save costs at its end, and what its past adds to a restart.
 
 One process tells the rows of a run to a recorder in a process of its own, and saves a small state each thousand steps, as
 `fit` does. Then the recorder is killed, and another process takes the run up: until training would begin, and until the record
 is compared with the checkpoint. Last, the run ends: ledger and figures are written. Meanwhile the run's heartbeat is watched.
+A run of two segments is taken up likewise: by how much the restart of the long one is longer is what the steps before it add.
+
+What counts is processor time, which a busy machine does not change: of rank 0's thread that saves, of its recorder for each
+thousand steps, of both for a restart.
 
     python -m tests.benchmarks.million [--steps N] [--every N] [--json FILE]
 """
@@ -20,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -37,6 +42,7 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.record.events import Finished, Segment, Started, StepRow
 from lockstep.record.history import History, Saving
 from lockstep.record.recorder import Recorder
+from lockstep.record.segments import SEGMENT_STEPS
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.checkpoints import _sharing
@@ -127,6 +133,7 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
     saves: list[Saved] = []
     saver = AsyncSaver(run.claim(), keep=Keep(last=2), on_saved=saves.append)
     history, nbytes, pauses, cpu = History(), [], list[float](), list[float]()
+    recorded = [cpu_of(recorder)]
     state = {"weight": torch.zeros(1000)}
     process, before = psutil.Process(), 0
     most, known = 0, set[str]()
@@ -143,6 +150,7 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
         pauses.append(sum(saver.save(step, {"model": state, **rows.blocks()}, None, rows.sharing)))
         saver.wait()
         cpu.append(rows.cpu_s)
+        recorded.append(cpu_of(recorder))
         assert saver.failure is None, saver.failure
         checkpoint = Checkpoint.of(run, step)
         manifest = checkpoint.manifest()
@@ -158,6 +166,7 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
     os.kill(recorder._writer._process.pid, 9)  # type: ignore[union-attr]
     ten = 10_000 // every or 1  # a segment's worth: what is behind the last segment comes round
     written = [save.written_s for save in saves]
+    each = [after - before for before, after in pairwise(recorded)]
     return {
         "run_id": run_id,
         "steps": steps,
@@ -169,11 +178,26 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
             round(1e3 * mean(part), 1) for part in ((written[1 : ten + 1] or written), written[-ten:])
         ],
         "save_ms_ratio": round(mean(written[-ten:]) / mean(written[1 : ten + 1] or written), 3),
-        "save_cpu_ms": [round(1e3 * mean(part), 1) for part in (cpu[:ten], cpu[-ten:])],
-        "save_cpu_ratio": round(mean(cpu[-ten:]) / mean(cpu[:ten]), 3),
+        **first_and_last("save_cpu", cpu, ten),
+        **first_and_last("recorder_cpu", each, ten),
         "pause_ms_most": round(1e3 * max(pauses[1:] or pauses), 2),
         "heartbeat_silent_s": late_s,
         "journal_mb": round((spec.folder / run_id / "journal.jsonl").stat().st_size / 1e6, 1),
+    }
+
+
+def cpu_of(recorder: Recorder) -> float:
+    """What the recorder's process has computed so far, in seconds."""
+    user_s, system_s = psutil.Process(recorder._writer._process.pid).cpu_times()[:2]  # type: ignore[union-attr]
+    return float(user_s + system_s)
+
+
+def first_and_last(name: str, seconds: Sequence[float], count: int) -> dict[str, Any]:
+    """The mean of the first `count` and of the last, in milliseconds, and their ratio. The very first imports what all need."""
+    first, last = mean(seconds[1 : count + 1] or seconds), mean(seconds[-count:])
+    return {
+        f"{name}_ms": [round(1e3 * first, 1), round(1e3 * last, 1)],
+        f"{name}_ratio": round(last / first, 3),
     }
 
 
@@ -190,7 +214,7 @@ def taken_up(storage: Path, run_id: str, steps: int) -> dict[str, Any]:
     restored_cpu_s = time.process_time() - cpu
     recorder.run_id()
     ready_s = time.monotonic() - began
-    recorder_cpu_s = sum(psutil.Process(recorder._writer._process.pid).cpu_times()[:2])  # type: ignore[union-attr]
+    recorder_cpu_s = cpu_of(recorder)
     recorder.tell(Started({"identity": "million"}), history.past())
     while recorder.journaled < 2:
         time.sleep(0.01)
@@ -232,10 +256,18 @@ def main() -> None:
         print(json.dumps(taken_up(Path(arguments.take_up[0]), arguments.take_up[1], arguments.steps)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        short = again(folder, trained(Path(folder), arguments.every, arguments.every))
+        few = min(arguments.steps, 2 * SEGMENT_STEPS)
+        short = again(folder, trained(Path(folder), few, arguments.every))
         told = trained(Path(folder), arguments.steps, arguments.every)
-        told |= again(folder, told) | {
-            "restart_of_a_run_of_one_save": [short["restart_s"], *short["restart_cpu_s"]]
+        told |= again(folder, told)
+        added = [
+            after - before
+            for before, after in zip(short["restart_cpu_s"], told["restart_cpu_s"], strict=True)
+        ]
+        told |= {
+            f"restart_after_{few}_s": short["restart_s"],
+            f"restart_after_{few}_cpu_s": short["restart_cpu_s"],
+            "restart_adds_cpu_s": [round(seconds, 2) for seconds in added],
         }
     text = json.dumps(told, indent=1)
     print(text)

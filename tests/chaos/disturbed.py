@@ -254,19 +254,7 @@ class Disturbed:
         return f"exit code {code} after {time.monotonic() - began:.1f} s"
 
     def _fill(self) -> str:
-        """Leave no byte on the file system of checkpoints and record, for some seconds."""
-        filler, size = self.folder / "runs" / ".filler", 1 << 20
-        try:
-            with filler.open("wb", buffering=0) as file:
-                while size:
-                    try:
-                        file.write(bytes(size))
-                    except OSError as error:
-                        assert error.errno == errno.ENOSPC, error
-                        size //= 2
-                time.sleep(self.draw.uniform(1.0, 4.0))
-        finally:
-            filler.unlink()
+        fill(self.folder / "runs", self.draw.uniform(1.0, 4.0))
         return "ENOSPC"
 
     def _plant(self, kind: str) -> str | None:
@@ -350,6 +338,22 @@ def cut_link(workers: list[psutil.Process], draw: random.Random) -> str | None:
         ports = ["sport", "=", f":{here.port}", "dport", "=", f":{there.port}"]
         subprocess.run(["ss", "--kill", *ports], check=True, capture_output=True)
     return " and ".join(map(str, sorted(pair)))
+
+
+def fill(folder: Path, seconds: float) -> None:
+    """Leave no byte on the file system of `folder`, for so long."""
+    filler, size = folder / ".filler", 1 << 20
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while size:
+                try:
+                    file.write(bytes(size))
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC, error
+                    size //= 2
+            time.sleep(seconds)
+    finally:
+        filler.unlink()
 
 
 @contextmanager

@@ -21,6 +21,9 @@ import psutil
 import pytest
 
 from lockstep import train
+from lockstep.checkpoint.names import run_of_name
+from lockstep.checkpoint.runs import steps_of
+from lockstep.checkpoint.storages import open_storage
 from lockstep.clusters.authentication import LOOPBACK_ONLY
 from lockstep.clusters.local_cluster import LocalCluster, marked
 
@@ -239,6 +242,43 @@ def test_two_jobs_at_once_one_of_them_raw_have_the_bits_of_the_run_alone(
     listed = [run["run_id"] for run in json.loads(nodes.call("cluster", "status", "--json").stdout)["runs"]]
     assert run_id in listed
     assert len(listed) >= 2
+
+
+PACED = [
+    *SHORT, "job.use=tests.untraced_jobs:PacedDigits", "job.params.pause_s=0.1", "length.steps=60", "checkpoint.every.steps=5",
+]  # fmt: skip
+
+
+@pytest.mark.exact  # a minute each
+@pytest.mark.parametrize("before", ["nothing", "living", "killed"])
+def test_of_several_commands_at_once_one_goes_on(nodes: Nodes, tmp_path: Path, before: str) -> None:
+    """On a name that is free, on a run that lives, and on one whose driver was killed: the others are told, and change no bit."""
+    storage = str(tmp_path / "runs")
+    words = ["train", SPEC, *PACED, f"checkpoint.storage={storage}", "--run", "night", "--json"]
+    commands, run_id = [], None
+    if before != "nothing":
+        first = nodes.start(*words)
+        until = time.monotonic() + 300
+        while run_id is None or not steps_of(storage, run_id):
+            assert time.monotonic() < until and first.poll() is None, finished(first)
+            time.sleep(0.1)
+            run_id = run_of_name(open_storage(storage), "night")
+        if before == "killed":
+            first.kill()
+            finished(first)
+        else:
+            commands.append(first)
+    resume = ["resume", run_id or "", "--uri", "off", f"checkpoint.storage={storage}", "--json"]
+    began = time.monotonic()
+    commands += [nodes.start(*(resume if run_id and number % 2 else words)) for number in range(4)]
+    ended = [finished(command) for command in commands]
+    print(f"{before}: {time.monotonic() - began:.1f} s")
+    (went_on,) = (json.loads(one.stdout) for one in ended if one.returncode == 0)
+    for one in ended:
+        if one.returncode:
+            assert one.returncode == 2 and " is held by process " in one.stderr, one.stderr
+    assert went_on["weights_digest"] == alone(tmp_path, PACED)
+    assert went_on["attempts"] == (2 if before == "killed" else 1)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.errors import ClusterError, SilentError, SpecError
 from lockstep.record.stores import find_run
 from lockstep.spec.loading import load_spec
-from lockstep.sweeps.driver import resume_sweep
+from lockstep.sweeps.resumption import resume_sweep
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from lockstep.errors import SpecError
 from lockstep.record.run_store import SWEEP_FILE
 from lockstep.spec.sweep import load_sweep
 from lockstep.sweeps import driver
-from lockstep.sweeps.driver import held_sweep, resume_sweep
+from lockstep.sweeps.resumption import held_sweep, resume_sweep
 
 
 def test_a_second_resume_of_a_sweep_learns_who_holds_it(

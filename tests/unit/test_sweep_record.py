@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.record import folder_store
 from lockstep.record.points import Point
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_record
-from lockstep.sweeps.sweep_record import SweepRecord, best_of
+from lockstep.sweeps.standing import Standing, best_of, tally
+from lockstep.sweeps.sweep_record import SweepRecord
 
 TRIALS = 1000
 
@@ -72,3 +77,63 @@ def test_a_sweep_of_a_thousand_trials_rewrites_no_table_at_each_end(
     assert [row[0] for row in table["data"]] == list(range(TRIALS))
     with (record.folder / "trials.csv").open() as file:
         assert len(list(csv.reader(file))) == TRIALS + 1
+
+
+def test_the_standing_of_trials_is_that_of_all_of_them_however_each_changes() -> None:
+    """As the driver tells it: the rows themselves change, and are told some time later."""
+    for mode, seed in itertools.product(("min", "max"), range(20)):
+        draw, standing, rows = random.Random(seed), Standing(mode), dict[int, dict[str, Any]]()
+        for _ in range(200):
+            touched = [draw.randrange(12) for _ in range(3)]
+            for number in touched:
+                row = rows.setdefault(number, {"trial": number, "order": None})
+                row |= {
+                    "status": draw.choice(["running", "finished", "failed"]),
+                    "metric": draw.choice([None, math.nan, math.inf, 0.5, draw.random()]),
+                    "step": draw.randrange(9),
+                }
+            for number in touched:
+                standing.take(rows[number])
+            table = list(rows.values())
+            assert standing.best is best_of(table, mode)
+            assert standing.counts == tally(table)
+            assert standing.steps == sum(row["step"] for row in table)
+
+
+def test_what_a_change_costs_does_not_grow_with_the_trials() -> None:
+    """Counted in rows that are looked at, not in time."""
+    looks = [0]
+
+    class Row(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            looks[0] += key == "metric"
+            return super().__getitem__(key)
+
+    standing, costs = Standing("max"), []
+    for number in range(TRIALS):
+        looks[0] = 0
+        standing.take(Row(ended(number)))
+        costs.append(looks[0])
+    assert costs[-50:] == costs[:50] == [1] * 50
+
+
+def test_a_finished_run_is_read_once_however_many_trials_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And again when it has changed."""
+    for number in range(3):
+        run = {"status": "FINISHED", "started": number, "tags": {"lockstep.identity": "a"}}
+        folder_store.write_text(tmp_path / f"run-{number}" / "run.json", json.dumps(run))
+    read: list[str] = []
+    real = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, **how: (read.append(self.parent.name), real(self, **how))[1]
+    )
+    monkeypatch.setattr(folder_store, "recorded_in_folder", lambda storage, run_id: run_id)
+    for _ in range(4):
+        assert list(folder_store.finished_in_folder(tmp_path, "a")) == ["run-2", "run-1", "run-0"]
+    assert sorted(read) == ["run-0", "run-1", "run-2"]
+    changed = {"status": "RUNNING", "started": 1, "tags": {"lockstep.identity": "a"}}
+    folder_store.write_text(tmp_path / "run-1" / "run.json", json.dumps(changed))
+    assert list(folder_store.finished_in_folder(tmp_path, "a")) == ["run-2", "run-0"]
+    assert sorted(read) == ["run-0", "run-1", "run-1", "run-2"]

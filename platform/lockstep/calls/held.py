@@ -1,18 +1,30 @@
-"""A run in the hands of one command: it is held before anything of it is touched, and let go when the command ends."""
+"""A run in the hands of one command: it is held before anything of it is touched, and let go when the command ends.
+
+Of several commands all but one are told here, so nothing is imported that takes long: no torch, Ray or MLflow, and no job.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.holder import Hold, holding
+from lockstep.checkpoint.holder import Hold, holding, refuse_held
+from lockstep.checkpoint.local_storage import LocalStorage
+from lockstep.checkpoint.names import run_of_name
+from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.progress import Progress
+from lockstep.errors import LockstepError, StorageError
 from lockstep.process import under_torchrun
 from lockstep.record.events import EvaluationRow, StepRow
+from lockstep.record.redaction import redacted_fields
+from lockstep.record.run_store import SWEEP_FILE
 from lockstep.spec.fields import Spec
+from lockstep.spec.file import read_document
+from lockstep.spec.loading import load_spec
 
 
 def leads() -> bool:
@@ -28,6 +40,55 @@ def held_run(
         return nullcontext()
     storage = open_storage(spec.checkpoint.storage)
     return holding(storage, run_id, f"run {run_id}", takeover=takeover, say=progress.say)
+
+
+def refuse_held_run(run_id: str, overrides: Sequence[str]) -> None:
+    """SpecError where another command works on the run or the sweep of this id, as far as can be told without its store.
+
+    Asked is where `overrides` say that it lies, and where its own record there says that its checkpoints are.
+    """
+    if not leads():
+        return
+    where = lies_where(overrides)
+    kind = "sweep" if (where.folder / run_id / SWEEP_FILE).exists() else "run"
+    for storage in _storages(where, run_id):
+        refuse_held(storage, run_id, f"{kind} {run_id}")
+
+
+def refuse_held_job(what: str, overrides: Sequence[str], name: str | None) -> None:
+    """SpecError where another command works on what is to be sent to a cluster, as far as can be told from here.
+
+    `what` is a run's id or a spec's file. A run by its name is looked for in an object store alone: a path may be another
+    one there. What this machine cannot read is for the cluster to ask.
+    """
+    with suppress(StorageError):
+        if not Path(what).exists():
+            refuse_held_run(what, overrides)
+        elif name is not None:
+            uri = load_spec(what, overrides).checkpoint.storage
+            if not isinstance(storage := open_storage(uri), LocalStorage):
+                run_id = run_of_name(storage, name)
+                if run_id is not None:
+                    refuse_held(storage, run_id, f"run {run_id}")
+
+
+def lies_where(overrides: Sequence[str]) -> Spec:
+    """A spec that has nothing but what `overrides` say of where a run lies."""
+    return load_spec(
+        {"job": {"use": "any:Job"}}, [o for o in overrides if o.startswith(("record.", "checkpoint."))]
+    )
+
+
+def _storages(where: Spec, run_id: str) -> Iterator[Storage]:
+    """Where the run may be held: a sweep is beside its record, a run beside its checkpoints."""
+    recorded = where.folder / run_id / "spec.yaml"
+    places = {where.checkpoint.storage: None, str(where.folder): None}
+    if recorded.exists():
+        with suppress(LockstepError):  # one that cannot be read is told by what goes on with it
+            document = read_document(recorded)
+            if "checkpoint.storage" not in redacted_fields(document):
+                places[load_spec(document).checkpoint.storage] = None
+    yield from map(open_storage, places)
 
 
 class HeldProgress:

@@ -1,7 +1,8 @@
 """Runs that whoever starts them gives a name: the same command begins the run, and later goes on with it.
 
 What retries a command, Kubernetes or a queue, can't know the run id that the first try was given. So the name is kept
-beside the checkpoints, `<storage>/named-<name>/run_id`, as soon as the run exists.
+beside the checkpoints, `<storage>/named-<name>/run_id`, as soon as the run exists. First the run is held, and only then
+what trains it is imported.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import re
 from contextlib import ExitStack
 
 from lockstep.calls.held import held_run, leads
-from lockstep.calls.resumption import continue_run
-from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.holder import holding
 from lockstep.checkpoint.names import folder_of, give_name, run_of_name
 from lockstep.checkpoint.run_folder import AttemptOrigin
@@ -19,7 +18,9 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
+from lockstep.record.stores import find_run
 from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 
 
 def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: bool = False) -> Result:
@@ -33,6 +34,8 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
             "takeover: a new run is nobody else's; give the name of the run with --run, or use `lockstep resume`"
         )
     if name is None:
+        from lockstep.calls.training import run_attempt
+
         return run_attempt(spec, AttemptOrigin(), options)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise SpecError(f"run: got {name!r}, wanted a name of letters, digits, dots, dashes and underscores")
@@ -46,11 +49,20 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
                 )
             run_id = run_of_name(storage, name)  # again: another command may have begun it meanwhile
             if run_id is None:
+                from lockstep.calls.training import run_attempt
 
                 def begun(found: str) -> None:
                     give_name(storage, name, found)
                     stack.close()  # from here on the run itself is held
 
                 return run_attempt(spec, AttemptOrigin(), options, on_run_id=begun)
+    if takeover:
+        from lockstep.calls.continuation import refuse_changes
+
+        # Before the one that works on it is asked to end.
+        recorded = find_run(spec.record.uri or "", run_id, spec.folder)
+        refuse_changes(run_id, load_spec(recorded.spec), spec)
     with held_run(spec, run_id, options.progress, takeover=takeover) as hold:
+        from lockstep.calls.continuation import continue_run
+
         return continue_run(run_id, spec, hold, options)

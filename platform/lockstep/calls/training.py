@@ -17,10 +17,10 @@ from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
-from lockstep.driver.notebook import CellLine, can_display
+from lockstep.driver.notebook import default_progress
 from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Progress, Silent
+from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import SpecError
@@ -76,11 +76,6 @@ def train(
     if options.local and (source or unfit()):
         return apart(partial(run_attempt, loaded, AttemptOrigin()), options, on_run_id)
     return run_attempt(loaded, AttemptOrigin(), options, on_run_id=on_run_id)
-
-
-def default_progress() -> Progress:
-    """What a call from Python shows: a line below the cell in a notebook, else nothing."""
-    return CellLine() if can_display() else Silent()
 
 
 def run_attempt(

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.calls.continuation import fetch_copy, refuse_changes
 from lockstep.calls.held import leads
-from lockstep.calls.resumption import fetch_copy, recorded_and_asked, refuse_changes
+from lockstep.calls.resumption import recorded_and_asked
 from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import whole_steps

@@ -176,6 +176,16 @@ def holding(
         hold.release()
 
 
+def refuse_held(storage: Storage, folder: str, what: str) -> None:
+    """SpecError where a process holds `folder`, this one included, within WATCH_S. Nothing is written."""
+    _refuse(storage, folder, what, _newest(storage, folder))
+
+
+def _refuse(storage: Storage, folder: str, what: str, newest: tuple[int, bytes] | None) -> None:
+    if newest is not None and (heard := _heard(storage, folder, newest)) is not None:
+        raise _refused(what, *heard)
+
+
 def ensure_held(storage: Storage, folder: str) -> None:
     """StaleAttemptError where this process held `folder`, and another has taken it over."""
     hold = _held.get((storage.shown, folder))
@@ -184,9 +194,9 @@ def ensure_held(storage: Storage, folder: str) -> None:
 
 
 def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Callable[[str], None]) -> Hold:
-    newest = _newest(storage, folder)
-    if newest is not None and not takeover and (heard := _heard(storage, folder, newest)) is not None:
-        raise _refused(what, *heard)
+    newest = _newest(storage, folder)  # once: a later one may have begun while this one was watched
+    if not takeover:
+        _refuse(storage, folder, what, newest)
     own = Holder.here(1 if newest is None else newest[0] + 1)
     _tokens.add(own.token)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,13 +54,16 @@ def steps_of(storage: str, run_id: str) -> list[int]:
         return []
 
 
-def whole_steps(storage: str, run_id: str) -> list[int]:
-    """Those of them whose files are all there, with their sizes; their hashes are compared when one is read."""
+def whole_steps(storage: str, run_id: str) -> Iterator[int]:
+    """Those of them whose files are all there, with their sizes; their hashes are compared when one is read.
+
+    Each is looked at when it is asked for: of thousands, whoever wants the newest looks at one.
+    """
     try:
         folder = RunFolder.open(open_storage(storage), run_id)
     except LostFileError:
-        return []
-    return [step for step in saved_steps(folder) if any(map(_has_its_files, checkpoints_of(folder, step)))]
+        return
+    yield from (s for s in saved_steps(folder) if any(map(_has_its_files, checkpoints_of(folder, s))))
 
 
 def _has_its_files(checkpoint: Checkpoint) -> bool:

@@ -151,10 +151,13 @@ def submit(
 ) -> None:
     """Run on a cluster as a job. Its output is shown here, and its exit code is this command's."""
     with answered(json_, verbose) as answer:
+        from lockstep.calls.held import refuse_held_job
         from lockstep.clusters import submission
 
         if (spec is None) == (attach is None):
             raise SpecError("submit: wanted either a SPEC or --attach JOB")
+        if spec is not None:
+            refuse_held_job(spec, overrides or [], run_name)
         where = submission.find_address(address)
         job = attach or submission.submit(
             spec or "",

@@ -187,7 +187,6 @@ def resume(
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.calls.resumption import resume_with
-        from lockstep.sweeps.driver import resume_sweep
 
         if retries and (fork or without is not None):
             raise SpecError(
@@ -213,6 +212,8 @@ def resume(
                     options, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
                 )
             except NoSuchRunError as error:
+                from lockstep.sweeps.resumption import resume_sweep
+
                 try:
                     result = resume_sweep(options, run_id, overrides or [], uri=uri, takeover=takeover)
                 except RecordError:  # the store has no sweep of this id either

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.driver.progress import Rate, describe
+from lockstep.driver.progress import Progress, Rate, Silent, describe
 from lockstep.record.events import EvaluationRow, StepRow
 
 
@@ -19,6 +19,11 @@ def in_notebook() -> bool:
 def can_display() -> bool:
     """Whether what is shown can be replaced by something newer: in a notebook, not in IPython's terminal."""
     return in_notebook() and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+
+
+def default_progress() -> Progress:
+    """What a call from Python shows: a line below the cell in a notebook, else nothing."""
+    return CellLine() if can_display() else Silent()
 
 
 class CellLine:
@@ -38,8 +43,7 @@ class CellLine:
             self._display(describe(step, evaluation, total_steps, self._rate))
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
-        ended = sum(trial["order"] is not None for trial in trials)
-        self._display(f"{headline} · {ended} of {len(trials)} trials ended")
+        self._display(headline)
 
     def _display(self, text: str) -> None:
         from IPython.display import display

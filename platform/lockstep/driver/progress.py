@@ -19,7 +19,7 @@ class Progress(Protocol):
         """Show the newest rows."""
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
-        """Show how the trials of a sweep stand."""
+        """Show how a sweep stands, and some of its trials: those that ended last and those that go on."""
 
 
 class Silent:
@@ -75,17 +75,13 @@ class Line:
 
 
 def trial_table(headline: str, trials: Sequence[Mapping[str, Any]]) -> Any:
-    """The trials that go on and those that ended last, for a terminal."""
+    """A sweep for a terminal."""
     from rich.table import Table
 
     table = Table(title=headline, title_justify="left", box=None, pad_edge=False)
     for name in ("trial", "status", "step", "metric", "sets"):
         table.add_column(name, justify="right" if name in {"trial", "step", "metric"} else "left")
-    running = [trial for trial in trials if trial["order"] is None]
-    ended = sorted(
-        (trial for trial in trials if trial["order"] is not None), key=lambda trial: trial["order"]
-    )
-    for trial in [*ended[-12:], *running]:
+    for trial in trials:
         metric = "" if trial["metric"] is None else f"{trial['metric']:.6g}"
         sets = " ".join(f"{name}={value}" for name, value in trial["fields"].items())
         table.add_row(str(trial["trial"]), trial["status"], str(trial["step"]), metric, sets)

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,23 @@ def finished_in_folder(storage: Path, identity: str) -> Iterator[Recorded]:
     found = []
     for path in storage.glob("*/run.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            run = json.loads(path.read_text(encoding="utf-8"))
-            if run["status"] == "FINISHED" and run["tags"].get("lockstep.identity") == identity:
-                found.append((float(run["started"]), path.parent.name))
+            now = path.stat()
+            of_run, started = _finished(path, now.st_ino, now.st_mtime_ns, now.st_size)
+            if of_run == identity:
+                found.append((started, path.parent.name))
     for _, run_id in sorted(found, reverse=True):
         with suppress(RecordError):
             yield recorded_in_folder(storage, run_id)
+
+
+@lru_cache(maxsize=10_000)
+def _finished(path: Path, inode: int, mtime_ns: int, size: int) -> tuple[str | None, float]:
+    """The identity of a run that is called finished, else None, and when it began. Read once as long as its file is the same:
+    each trial of a sweep asks for all runs, and a file that changes is replaced by another.
+    """
+    run = json.loads(path.read_text(encoding="utf-8"))
+    finished = run["status"] == "FINISHED"
+    return (run["tags"].get("lockstep.identity") if finished else None), float(run["started"])
 
 
 class FolderStore:

@@ -28,7 +28,7 @@ def last_words(events: Sequence[Recorded]) -> list[Recorded]:
         if isinstance(event, Finished | Failed | TakenOver):
             end = event
         elif isinstance(event, CheckpointRow):
-            if event in left:
+            if event.step not in deleted:
                 gone = tuple(sorted(deleted)) if event is left[-1] else ()
                 said.append(event._replace(deleted=gone))
         else:

@@ -9,15 +9,14 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.checkpoint.holder import Hold, holding
-from lockstep.checkpoint.local_storage import LocalStorage
+from lockstep.checkpoint.holder import Hold
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.options import RunOptions
@@ -25,11 +24,10 @@ from lockstep.driver.progress import Progress, Silent
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.job.source import check_job_source
-from lockstep.record.stores import find_sweep
 from lockstep.spec.fields import KeepBest
-from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import SweepSpec, load_sweep
-from lockstep.sweeps.sweep_record import best_of, tally
+from lockstep.sweeps.resumption import held_sweep
+from lockstep.sweeps.standing import best_of, tally
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
@@ -110,39 +108,6 @@ def run_sweep(
         kept(options.retries, say),
     ):
         return _Driver(spec, sweep_id, options, stop, warnings, hold).run()
-
-
-def resume_sweep(
-    options: RunOptions,
-    sweep_id: str,
-    overrides: Iterable[str] = (),
-    *,
-    uri: str | None = None,
-    takeover: bool = False,
-) -> SweepResult | None:
-    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may say where it lies (`record.folder`).
-
-    SpecError where another command works on the sweep, unless it is taken over.
-    """
-    given = list(overrides)
-    where = load_spec(
-        {"job": {"use": "any:Job"}}, [o for o in given if o.startswith(("record.", "checkpoint."))], uri=uri
-    )
-    store = where.record.uri or ""
-    document = find_sweep(store, sweep_id, where.folder)
-    if document is None:
-        return None
-    if options.local or options.chaos is not None:
-        raise SpecError("resume: a sweep runs on Ray, and kills nothing; leave out --local and --chaos")
-    document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
-    spec = load_sweep(document, [f"spec.{override}" for override in given])
-    with held_sweep(spec, sweep_id, takeover=takeover) as hold:
-        return run_sweep(options, spec, sweep_id, hold)
-
-
-def held_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Hold]:
-    """Hold a sweep where its decisions lie: in the folder of the record."""
-    return holding(LocalStorage(spec.base.folder), sweep_id, f"sweep {sweep_id}", takeover=takeover)
 
 
 class _Driver:

@@ -85,6 +85,7 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         super().__init__()
         self._concurrency = concurrency
         self._trials: list[Any] = []
+        self._going: list[Any] = []
         self._numbers: dict[str, int] = {}
         self._inner, self._sweep, self._decisions, self._on_stop = inner, sweep, decisions, on_stop
         self._heard: dict[int, int] = {}
@@ -103,8 +104,11 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
             return str(TrialScheduler.CONTINUE)
         self._heard[number] = step
         decision = self._seeded(lambda: self._inner.on_trial_result(controller, trial, result))
-        for other in self._trials:  # who takes over another one's values takes over its whole configuration
-            other.config["trial"] = self._numbers[other.trial_id]
+        if isinstance(self._sweep.scheduler, Pbt):
+            for (
+                other
+            ) in self._trials:  # who takes over another one's values takes over its whole configuration
+                other.config["trial"] = self._numbers[other.trial_id]
         before = self._decisions.stopped(number, step)
         if before is None and decision == TrialScheduler.STOP and not result.get("done"):
             before = f"{self._sweep.scheduler.name}: {self._sweep.metric} {result[self._sweep.metric]:.6g} at step {step} is not among the best"
@@ -129,6 +133,7 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
 
     def on_trial_add(self, controller: Any, trial: Any) -> None:
         self._trials.append(trial)
+        self._going.append(trial)
         self._numbers[trial.trial_id] = trial.config["trial"]
         # Population-based training refuses any search, for one would hear of its moves; ours draws by number.
         self._inner.on_trial_add(SimpleNamespace(search_alg=None), trial)
@@ -152,7 +157,8 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         """Whether another trial may begin now. All of a population do: it has to be whole before its first decision."""
         if isinstance(self._sweep.scheduler, Pbt):
             return True
-        running = [trial for trial in self._trials if trial.status in {Trial.PENDING, Trial.RUNNING}]
+        self._going = [trial for trial in self._going if not trial.is_finished()]
+        running = [trial for trial in self._going if trial.status in {Trial.PENDING, Trial.RUNNING}]
         return len(running) < self._concurrency
 
     def debug_string(self) -> str:

@@ -1,7 +1,8 @@
 """The run of a sweep in its store: the space, the table of trials, the best spec, figures. Each of its trials is a run below it.
 
 All of it is a function of the table, which is told by the rows that changed: what an outage has kept back is said by the next
-call, and the last one is repeated until it is heard. The documents have all rows, so they are written now and then, and at the end.
+call, and the last one is repeated until it is heard. What one call costs does not grow with the trials: the documents, which
+have all rows, are written now and then, and at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.errors import RecordError
@@ -24,6 +25,7 @@ from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError
 from lockstep.record.stores import find_run, reader, store_for
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import figures
+from lockstep.sweeps.standing import Standing, Trial, best_of
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""
@@ -34,7 +36,7 @@ DOCUMENTS_S = 10.0
 SEEN = 1000
 """How many of the newest runs are looked through for those that a killed driver has left."""
 
-Trials = Sequence[Mapping[str, Any]]
+Trials = Sequence[Trial]
 
 
 class SweepRecord:
@@ -49,7 +51,9 @@ class SweepRecord:
         self.url = self._store.url()
         self._told = max(self._store.last_steps().values(), default=0)
         self._best = ""
-        self._trials: dict[int, Mapping[str, Any]] = {}
+        self._standing = Standing(sweep.mode)
+        self._counted: tuple[int, Trial | None] = 0, None
+        """How many ends were looked at for points, and the best of those trials."""
         self._written_at = -math.inf
         self._store.set_status("RUNNING")
         if sweep_id is not None:  # runs that a killed driver has left RUNNING are marked where they are read
@@ -74,15 +78,18 @@ class SweepRecord:
 
     def update(self, trials: Trials) -> RecordError | None:
         """Say how the sweep stands, of which these trials have changed. What could not be said, which the next call says again."""
-        self._trials |= {trial["trial"]: trial for trial in trials}
-        return self._try(lambda: self._say([self._trials[number] for number in sorted(self._trials)]))
+        for trial in trials:
+            self._standing.take(trial)
+        return self._try(self._say)
 
     def end(self, trials: Trials, status: Status, verdict: str) -> RecordError | None:
         """Say the last of it, of all trials. What could not be said within a minute."""
+        for trial in trials:
+            self._standing.take(trial)
 
         def say() -> None:
             self._written_at = -math.inf
-            self._say(trials)
+            self._say()
             for path in figures.draw(self._sweep, trials, self.folder):
                 self._store.log_file(path, path.parent.name)
             best = best_of(trials, self._sweep.mode)
@@ -111,38 +118,35 @@ class SweepRecord:
             return error
         return None
 
-    def _say(self, trials: Trials) -> None:
+    def _say(self) -> None:
         self._store.set_tags(process_tags(time.time()))
-        best = best_of(trials, self._sweep.mode)
+        best, counts = self._standing.best, self._standing.counts
         if time.monotonic() - self._written_at >= DOCUMENTS_S:
+            trials = [self._standing.rows[number] for number in sorted(self._standing.rows)]
             columns, rows = table(trials, list(self._sweep.space))
             self._document("trials.json", json.dumps({"columns": columns, "data": rows}, default=str) + "\n")
             self._document("trials.csv", _csv(columns, rows))
             self._written_at = time.monotonic()
-        counts = ", ".join(f"{count} {status}" for status, count in sorted(tally(trials).items()))
         tags = {
-            "lockstep.trials": counts,
+            "lockstep.trials": ", ".join(f"{count} {status}" for status, count in sorted(counts.items())),
             "mlflow.loggedArtifacts": json.dumps([{"path": "trials.json", "type": "table"}]),
         }
         if best is not None:
             self._keep_best(best["run_id"])
             tags |= {"lockstep.best_trial": str(best["trial"]), "lockstep.best_run": best["run_id"]}
         self._store.set_tags(tags)
-        points = self._points(trials)
-        self._store.log_metrics(points)
-        self._told = max([self._told, *(point.step for point in points)])
+        self._say_points()
 
-    def _points(self, trials: Trials) -> list[Point]:
-        """The best value after each trial that ended, in the order of their ends."""
-        ended = sorted((t for t in trials if t["order"] is not None), key=lambda trial: trial["order"])
-        points, best = [], best_of(ended[: self._told], self._sweep.mode)
-        for count in range(self._told + 1, len(ended) + 1):
-            so_far = [] if best is None else [best]
-            best = best_of([*so_far, ended[count - 1]], self._sweep.mode)
-            if best is not None:
-                at = int(1000 * ended[count - 1]["ended"])
+    def _say_points(self) -> None:
+        """The best value after each trial that ended since the last call, in the order of their ends."""
+        points, (count, best) = [], self._counted
+        while (trial := self._standing.ended.get(count)) is not None:
+            count, best = count + 1, best_of([*filter(None, [best]), trial], self._sweep.mode)
+            if best is not None and count > self._told:
+                at = int(1000 * trial["ended"])
                 points.append(Point(f"best/{self._sweep.metric}", best["metric"], at, count))
-        return points
+        self._store.log_metrics(points)
+        self._counted = count, best
 
     def _keep_best(self, run_id: str) -> None:
         """The spec that the best trial has on record: a member of a population has a fork in it."""
@@ -155,21 +159,6 @@ class SweepRecord:
     def _document(self, name: str, text: str) -> None:
         write_text(self.folder / name, text)
         self._store.log_file(self.folder / name, "")
-
-
-def best_of(trials: Trials, mode: str) -> Mapping[str, Any] | None:
-    """The trial with the best value; of equal ones the first. None where no trial has one."""
-    told = [trial for trial in trials if trial["metric"] is not None and trial["status"] != "failed"]
-    choose = min if mode == "min" else max
-    return choose(told, key=lambda trial: trial["metric"]) if told else None
-
-
-def tally(trials: Trials) -> dict[str, int]:
-    """How many trials have each status."""
-    counts: dict[str, int] = {}
-    for trial in trials:
-        counts[trial["status"]] = counts.get(trial["status"], 0) + 1
-    return counts
 
 
 def table(trials: Trials, fields: Sequence[str]) -> tuple[list[str], list[list[Any]]]:

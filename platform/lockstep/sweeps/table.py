@@ -16,11 +16,14 @@ from lockstep.errors import ClusterError
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import Decisions, WithoutState
 from lockstep.sweeps.recorders import NEWS_S
-from lockstep.sweeps.sweep_record import best_of, tally
+from lockstep.sweeps.standing import Standing
 from lockstep.sweeps.watch import Watch
 
 RECORD_S = 10.0
 """How often the table is recorded while no trial ends."""
+
+LAST_SHOWN = 12
+"""How many of the trials that ended are shown."""
 
 
 class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[misc]
@@ -43,6 +46,11 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         self._began = self._placed_at = time.monotonic()
         self._recorded_at = time.monotonic()
         self._update: Any = None
+        self._standing = Standing(sweep.mode)
+        self._going: dict[int, dict[str, Any]] = {}
+        """The trials that have not ended."""
+        self._touched: dict[int, None] = {}
+        """Trials that the standing does not know as they are."""
         self._changed: set[int] = set()
         """Trials that the record does not know as they are."""
         self._ends = 0
@@ -55,8 +63,9 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
     # --- what Tune tells ---------------------------------------------------------------------------------------
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        if not any(trial.status == "PENDING" for trial in trials) or any(
-            trial.status == "RUNNING" for trial in trials
+        # From the newest on: of a thousand trials it is among the last that one waits or runs.
+        if not any(trial.status == "PENDING" for trial in reversed(trials)) or any(
+            trial.status == "RUNNING" for trial in reversed(trials)
         ):
             self._placed_at = time.monotonic()
 
@@ -97,7 +106,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
     def pruned(self, number: int, reason: str) -> None:
         """The scheduler ends a trial."""
         self.rows[number]["reason"] = reason
-        self._changed.add(number)
+        self._touch(number)
         self._recorders.end_trial.remote(str(number), f"pruned by {reason}", "", "KILLED")
 
     # --- what Tune asks ----------------------------------------------------------------------------------------
@@ -110,7 +119,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         self._ensure_room()
         for number, why in self._watch.end_hung().items():
             self.rows[number]["reason"] = why
-            self._changed.add(number)
+            self._touch(number)
             self._progress.say(f"trial {number} was ended and starts again: {why}")
         reason = self._reason_to_end() if self.over is None else None
         if reason is not None:
@@ -118,7 +127,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
             self._progress.say(f"the sweep ends: {reason}; its trials stop after their next step")
             stopping = self._recorders.stop_all.remote(self._stop.number)
             answer_of(stopping, "the process of the sweep's recorders", NEWS_S)
-        return self.over is not None and not any(row["status"] == "running" for row in self.rows.values())
+        return self.over is not None and not self.standing.counts.get("running")
 
     def _ensure_room(self) -> None:
         """ClusterError where trials wait and none runs, for longer than the spec allows."""
@@ -132,7 +141,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
     def _reason_to_end(self) -> str | None:
         if self._stop.asked:
             return "stopped by a signal"
-        budget, steps = self._sweep.budget, sum(row["step"] for row in self.rows.values())
+        budget, steps = self._sweep.budget, self.standing.steps
         if budget.seconds is not None and time.monotonic() - self._began >= budget.seconds:
             return f"budget.seconds = {budget.seconds:g} are over"
         if budget.steps is not None and steps >= budget.steps:
@@ -141,9 +150,22 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
 
     # --- rows --------------------------------------------------------------------------------------------------
 
+    @property
+    def standing(self) -> Standing:
+        """How the trials stand now."""
+        for number in self._touched:
+            self._standing.take(self.rows[number])
+        self._touched = {}
+        return self._standing
+
+    def _touch(self, number: int) -> None:
+        """The row of a trial is new, or about to change."""
+        self._touched[number] = None
+        self._changed.add(number)
+
     def _row(self, trial: Any) -> dict[str, Any]:
         number, fields = trial.config["trial"], trial.config["fields"]
-        self._changed.add(number)
+        self._touch(number)
         row = self.rows.setdefault(
             number,
             {
@@ -163,6 +185,8 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
                 "weights_digest": None,
             },
         )
+        if row["order"] is None:
+            self._going[number] = row
         if row["fields"] != fields:  # a member of a population has taken over another one's state
             row["fields"] = dict(fields)
         return row
@@ -172,6 +196,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
             return
         row |= {"status": status, "reason": reason, "ended": time.time(), "order": self._ends}
         self._ends += 1
+        self._going.pop(row["trial"], None)
         if status != "stopped":  # that one goes on when the sweep does
             self._decisions.end(row["trial"], status, row["step"], row["metric"], reason)
         metric = "" if row["metric"] is None else f" · {self._sweep.metric} {row['metric']:.6g}"
@@ -193,24 +218,26 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
             self._update = self._recorders.update_sweep.remote([self.rows[number] for number in changed])
 
     def _show(self) -> None:
-        best = best_of(self.table, self._sweep.mode)
-        counts = " · ".join(f"{count} {status}" for status, count in tally(self.table).items())
+        standing = self.standing
+        best = standing.best
+        counts = " · ".join(f"{count} {status}" for status, count in standing.counts.items())
         told = (
             ""
             if best is None
             else f" · best {self._sweep.metric} {best['metric']:.6g}, trial {best['trial']}"
         )
+        last = [standing.ended[order] for order in range(max(0, self._ends - LAST_SHOWN), self._ends)]
         self._progress.table(
-            f"{len(self.rows)} of {self._sweep.total} trials · {counts}{told}{self._left()}", self.table
+            f"{len(self.rows)} of {self._sweep.total} trials · {counts}{told}{self._left()}",
+            [*last, *self._going.values()],
         )
 
     def _left(self) -> str:
         """The time that is left, from what the trials so far took."""
-        ended = [row for row in self.rows.values() if row["order"] is not None]
-        if not ended:
+        if not self._ends:
             return ""
         spent = time.monotonic() - self._began
-        left = spent / len(ended) * (self._sweep.total - len(ended))
+        left = spent / self._ends * (self._sweep.total - self._ends)
         return f" · about {left // 60:.0f}:{left % 60:02.0f} left"
 
 

@@ -16,6 +16,7 @@ from lockstep.checkpoint.pruning import Catalogue
 from lockstep.checkpoint.reader import load_newest
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.runs import whole_steps
 from lockstep.checkpoint.saver import AsyncSaver
 from lockstep.checkpoint.storages import open_storage
 from lockstep.checkpoint.writer import write_checkpoint
@@ -122,3 +123,15 @@ def test_an_attempt_knows_what_the_one_before_has_kept(tmp_path) -> None:  # typ
             saver.wait()
         saver.close()
     assert run.steps() == [7, 5]
+
+
+@pytest.mark.parametrize("uri", ["s3"], indirect=True)
+def test_a_run_is_taken_up_without_looking_at_all_that_is_kept(uri: str) -> None:
+    """Whether the newest is whole: what has to be known before a copy is looked for in the record."""
+    found = []
+    for place, kept in ((uri.replace("?", "-few?"), 3), (uri, 60)):
+        filled(place, kept)
+        with requests() as counted:
+            assert next(whole_steps(place, "run-a")) == 10 * kept
+        found.append(counted)
+    assert found[0] == found[1]

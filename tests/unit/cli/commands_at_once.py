@@ -25,6 +25,7 @@ for needed in (
     "torch._dynamo",  # an optimizer imports it
     "torch._inductor.config",  # `use_deterministic_algorithms` does
     "jobs.digits.job",
+    "lockstep.calls.continuation",
     "lockstep.calls.named_runs",
     "lockstep.driver.local",
     "lockstep.record.mlflow_store",

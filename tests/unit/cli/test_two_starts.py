@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
-from lockstep.checkpoint.holder import WATCH_S
-from lockstep.checkpoint.names import run_of_name
+from lockstep.checkpoint.holder import WATCH_S, holding
+from lockstep.checkpoint.local_storage import LocalStorage
+from lockstep.checkpoint.names import give_name, run_of_name
 from lockstep.checkpoint.runs import steps_of
 from lockstep.checkpoint.storages import open_storage
 from lockstep.record.journal_file import NAME
+from lockstep.record.run_store import SWEEP_FILE
+from lockstep.spec.loading import load_spec
 from tests.unit.cli.test_command import ROOT, environment
 
 STEPS = 30
@@ -29,6 +33,22 @@ JOB = [
     "jobs/digits/train.yaml", "job.use=tests.untraced_jobs:PacedDigits", "job.params={width: 8, pause_s: 0.05}",
     "record.uri=off", f"length.steps={STEPS}", "checkpoint.every.steps=5", "evaluate.every.steps=30",
 ]  # fmt: skip
+
+
+SPEC, RUN_ID = JOB[0], "a" * 32
+
+IMPORTS = """
+import json, sys
+from lockstep.cli.main import app
+
+for words in json.loads(sys.argv[1]):
+    try:
+        app(words)
+    except SystemExit as ended:
+        slow = {"torch", "ray", "mlflow", "pandas", "tests.untraced_jobs"} & {*sys.modules}
+        print(ended.code, sorted(slow), flush=True)
+"""
+"""Gives commands in one process, and says how each ended and what was imported by then."""
 
 
 class Ended(NamedTuple):
@@ -181,7 +201,8 @@ def round_of(commands: Commands, place: Place, rng: random.Random, digest: str) 
     ended = [commands.ended(pid) for pid in pids]
     went_on = one_goes_on(ended, digest)
     assert went_on.told["attempts"] == (2 if before == "killed" else 1)
-    return {"wall_s": max(one.wall_s for one in ended if one.code == 2)}
+    refused = [one for one in ended if one.code == 2]
+    return {"wall_s": max(one.wall_s for one in refused), "cpu_s": max(one.cpu_s for one in refused)}
 
 
 EXACT = pytest.mark.exact
@@ -240,6 +261,45 @@ def test_a_holder_that_is_stopped_keeps_its_run(commands: Commands, digest: str,
     assert refused.code == 2 and "which lives, but was not heard for 4 s" in refused.told["error"]
     held = commands.ended(first)
     assert (held.code, held.told["weights_digest"]) == (0, digest), held.err
+
+
+def test_who_is_refused_has_imported_nothing_that_takes_long(
+    place: Callable[[Path], Place], tmp_path: Path
+) -> None:
+    """Torch, Ray and MLflow take longer than the five seconds in which a second command is to be told."""
+    here, sweep_id = place(tmp_path), "b" * 32
+    storage, spec = open_storage(here.storage), load_spec(SPEC, [*JOB[1:], *here.words])
+    give_name(storage, "night", RUN_ID)
+    record = spec.folder / RUN_ID
+    record.mkdir(parents=True)
+    (record / "spec.yaml").write_text(yaml.safe_dump(spec.document()))
+    swept = spec.folder / sweep_id
+    swept.mkdir()
+    (swept / SWEEP_FILE).touch()
+    folder = f"record.folder={spec.folder}"
+    commands = [
+        (RUN_ID, ["train", *JOB, "--run", "night", *here.words]),
+        (RUN_ID, ["resume", RUN_ID, *here.words]),
+        (RUN_ID, ["resume", RUN_ID, folder]),  # whose storage its folder knows
+        (sweep_id, ["resume", sweep_id, folder]),
+        (RUN_ID, ["submit", RUN_ID, folder]),
+    ]
+    if "://" in here.storage:
+        commands.append((RUN_ID, ["submit", SPEC, *JOB[1:], "--run", "night", *here.words]))
+    with holding(storage, RUN_ID, "the run"), holding(LocalStorage(spec.folder), sweep_id, "the sweep"):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTS, json.dumps([words for _, words in commands])],
+            cwd=ROOT,
+            env=environment(PYTHONPATH=f"{ROOT}/platform:{ROOT}", PYTHONHASHSEED="0"),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    told = done.stderr.splitlines()
+    assert len(told) == len(commands), done.stderr
+    for (run_id, _), line in zip(commands, told, strict=True):
+        assert f"{run_id} is held by process {os.getpid()} on host" in line
+    assert done.stdout.splitlines() == ["2 []"] * len(commands)
 
 
 def test_takeover_wants_a_run(commands: Commands, tmp_path: Path) -> None:

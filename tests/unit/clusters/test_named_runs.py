@@ -9,6 +9,7 @@ import pytest
 
 from lockstep import train
 from lockstep.calls.named_runs import train_named
+from lockstep.checkpoint.holder import holding
 from lockstep.checkpoint.names import give_name, run_of_name
 from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.options import RunOptions
@@ -72,6 +73,12 @@ def test_another_name_is_another_run_and_another_spec_is_refused(tmp_path: Path)
     assert first.run_id != other.run_id
     with pytest.raises(SpecError, match="seed is 0 in run"):
         named(tmp_path, seed=3)
+    with (
+        holding(open_storage(str(tmp_path)), first.run_id, "the run") as hold,
+        pytest.raises(SpecError, match="seed is 0 in run"),
+    ):
+        train_named(OPTIONS, spec(tmp_path, seed=3), "night", takeover=True)
+    assert hold.taker is None, "who cannot go on with a run does not end it"
 
 
 def test_a_name_is_given_once(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ MLFLOW = {
     "test_kept_checkpoints.py",
     "test_ui.py",
     "test_liveness.py",
+    "test_troubles_at_once.py",
 }
 
 

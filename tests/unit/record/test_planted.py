@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.calls.resumption import finished
+from lockstep.calls.continuation import finished
 from lockstep.driver.finished_run import doubt, find_proven
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent

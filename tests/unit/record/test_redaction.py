@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.calls.resumption import refuse_changes
+from lockstep.calls.continuation import refuse_changes
 from lockstep.errors import SpecError
 from lockstep.record.events import Failed, Printed, Started
 from lockstep.record.recorder import Recorder

@@ -1,0 +1,129 @@
+"""What is done once a run is held: it goes on, or is left as it is where it is finished.
+
+Imported when another command does not work on the run, and not before: with torch it takes seconds, in which a second
+command has long been told.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+from lockstep.calls.held import leads
+from lockstep.calls.training import recorded_main, run_attempt
+from lockstep.checkpoint.holder import Hold
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of, whole_steps
+from lockstep.driver.finished_run import refuse_doubtful
+from lockstep.driver.options import RunOptions
+from lockstep.driver.progress import Progress
+from lockstep.driver.result import Result, result_of
+from lockstep.errors import SpecError, StorageError
+from lockstep.job.identity import changed_fields
+from lockstep.job.recorded_source import imported_from
+from lockstep.record.redaction import redacted_fields
+from lockstep.record.run_store import Recorded
+from lockstep.record.stores import find_copies, find_run
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
+
+
+def continue_run(
+    run_id: str,
+    spec: Spec,
+    hold: Hold | None,
+    options: RunOptions,
+    *,
+    step: int | None = None,
+) -> Result:
+    """Continue a recorded run, which this process holds, as `spec` places it. SpecError where `spec` is another run."""
+    store = spec.record.uri or ""
+    found = find_run(store, run_id, spec.folder)  # now that no other command changes it
+    refuse_changes(run_id, load_spec(found.spec), spec)
+    if found.status == "FINISHED":
+        return finished(found, spec, step, options)
+    if "://" not in spec.checkpoint.storage and leads():
+        fetch_copy(spec, store, run_id, step, options.progress)
+    origin = claim(spec.checkpoint.storage, run_id, step) if leads() else AttemptOrigin(run_id, step=step)
+    newest = next(iter(steps_of(spec.checkpoint.storage, run_id)), None)
+    start = (
+        f"its checkpoint of step {step or newest}"
+        if step or newest
+        else "the beginning: it has no checkpoint"
+    )
+    options.progress.say(f"run {run_id} goes on from {start}")
+    return run_attempt(spec, origin, options, hold=hold)
+
+
+def finished(found: Recorded, spec: Spec, step: int | None, options: RunOptions) -> Result:
+    """The result of a run that is left as it is. SpecError where it has no checkpoint of `step`, RecordError where it is not what it says."""
+    run_id = found.run_id
+    refuse_doubtful(found, spec.record.uri or "", spec.folder)
+    if step is not None:
+        copies = [copy.step for copy in find_copies(spec.record.uri or "", run_id)]
+        check_step(run_id, step, [*{*steps_of(spec.checkpoint.storage, run_id), *copies}])
+    options.progress.say(
+        f"run {run_id} is finished; nothing is left to do (--fork starts a new run from its state)"
+    )
+    return result_of(
+        {"first_step_at": None, "stopped": False, **found.summary},
+        run_id=run_id,
+        url=found.url,
+        tracking_uri=spec.record.uri or "",
+        folder=str(spec.folder / run_id),
+        began_at=options.began_at,
+        warnings=[],
+        attempts=int(found.summary.get("attempts", 1)),
+        signal_number=None,
+    )
+
+
+def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
+    """SpecError for the first field that a resume may not change, and for one whose secret the record has not and nobody gives."""
+    hidden = set(redacted_fields(before.document()))
+    for name in redacted_fields({**after.document(), "record": {}}):
+        raise SpecError(
+            f"resume: {name} of run {run_id} is or has a secret, which is not recorded; give it again: {name}=…"
+        )
+    source = recorded_main(before, run_id)
+    with imported_from(source) if source else nullcontext():
+        changed = changed_fields(before, after)
+    for name, old, new in changed:
+        if name in hidden:
+            continue  # the workers compare it with the checkpoint
+        raise SpecError(
+            f"resume: {name} is {old!r} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
+            "or start a new run from its state with --fork"
+        )
+
+
+def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: Progress) -> None:
+    """Where the storage has lost the run's newest checkpoint, or that of `step`: download the newest good copy that its record has.
+
+    Lost is what is not there and what lacks a file or a part of one.
+    """
+    from lockstep.checkpoint.reader import checkpoint_at, verify
+
+    storage = spec.checkpoint.storage
+    newest = next(iter(steps_of(storage, run_id)), None)
+    whole = next((one for one in whole_steps(storage, run_id) if step in {None, one}), None)
+    if whole is not None and whole in {step, newest}:
+        return
+    for copy in find_copies(store, run_id):
+        if step is not None and copy.step != step:
+            continue
+        if step is None and whole is not None and copy.step <= whole:
+            return
+        run_folder = Path(storage, run_id)
+        run_folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=run_folder, prefix=".download-") as folder:
+            copy.download(Path(folder))
+            try:
+                verify(checkpoint_at(folder))
+            except StorageError as error:
+                progress.say(f"warning: the copy of step {copy.step} in the record is passed over: {error}")
+                continue
+            adopt(storage, run_id, copy.step, Path(folder))
+        progress.say(f"the checkpoint of step {copy.step} was downloaded from the record")
+        return
