@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from lockstep.attempts.cluster_watch import Advice, rooms_left
+from lockstep.attempts.cluster_watch import rooms_left
 from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.newcomers import NewcomerPlace
 from lockstep.attempts.placement import most_of
@@ -28,6 +28,27 @@ class Members(NamedTuple):
     leaving: tuple[int, ...]
 
 
+def newcomers_for(
+    nodes: frozenset[str], spec: Spec, attempt: WorkerGroup, status: RunStatus, without: frozenset[str]
+) -> Members | None:
+    """Start as many newcomers as there is room for, up to `workers.max`, while the workers on these `nodes` are to leave.
+
+    None, with nothing started, where nobody could stay, too few would be left, or nothing would change. No newcomer is on a node `without`.
+    """
+    everyone, numbers = status.everyone, status.numbers
+    if not set(numbers) <= everyone.keys():
+        return None
+    leaving = tuple(number for number in numbers if everyone[number].node in nodes)
+    stay = len(numbers) - len(leaving)
+    if not stay:
+        return None
+    rooms = rooms_left(most_of(spec) - stay, attempt.each, attempt.vacant(everyone), without)
+    if stay + len(rooms) < spec.workers.min or not (rooms or leaving):
+        return None
+    places = [NewcomerPlace(*room) for room in rooms]
+    return Members(attempt.start_newcomers(places, everyone), leaving)
+
+
 class PlannedChange:
     """One change, from its beginning until the group is formed."""
 
@@ -37,30 +58,6 @@ class PlannedChange:
         self._until = time.monotonic() + READY_S
         self._asked = 0
         """The attempt whose workers were asked to form another group."""
-
-    @classmethod
-    def begun(
-        cls,
-        advice: Advice,
-        spec: Spec,
-        attempt: WorkerGroup,
-        recording: Recording,
-        status: RunStatus,
-        without: frozenset[str],
-    ) -> PlannedChange | None:
-        """Do in memory what is advised; None where that cannot be: all workers leave, there is no room, or they cannot regroup."""
-        if advice.move is None or not attempt.can_regroup or not status.able:
-            return None
-        everyone = status.everyone
-        if not set(status.numbers) <= everyone.keys():
-            return None
-        leaving = tuple(number for number in status.numbers if everyone[number].node in advice.leaving)
-        stay = len(status.numbers) - len(leaving)
-        rooms = rooms_left(most_of(spec) - stay, attempt.each, attempt.vacant(everyone), without)
-        if not stay or stay + len(rooms) < spec.workers.min or not (rooms or leaving):
-            return None
-        joining = attempt.start_newcomers([NewcomerPlace(*room) for room in rooms], everyone)
-        return cls(advice.move, Members(joining, leaving), attempt, recording)
 
     def is_done(self, status: RunStatus) -> bool:
         """Whether the group is formed."""

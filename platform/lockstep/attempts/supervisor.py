@@ -20,7 +20,7 @@ from lockstep.attempts.cluster_watch import ClusterWatch, can_grow, find_place, 
 from lockstep.attempts.mailbox import LOST, RecorderState, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement, each_of
-from lockstep.attempts.planned_change import PlannedChange
+from lockstep.attempts.planned_change import PlannedChange, newcomers_for
 from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.room import RoomRequest
@@ -251,20 +251,24 @@ class Supervisor:
         if advice.save is not None:
             self.progress.say(f"saving, and continuing: {advice.save}")
             self._recording.ask_save()
-        if advice.move is None:
-            return
-        change = PlannedChange.begun(
-            advice, self.spec, attempt, self._recording, status, self._blame.left_out
-        )
-        if change is None:
-            self._moving = advice.move
+        if advice.move is not None:
+            self._change_workers(attempt, advice.move, advice.leaving, status)
+
+    def _change_workers(
+        self, attempt: WorkerGroup, why: str, leaving: frozenset[str], status: RunStatus
+    ) -> None:
+        """Have workers join, and those on nodes that are `leaving` leave: in memory where that can be, else all move."""
+        members = None
+        in_memory = attempt.can_regroup and status.able
+        if in_memory:
+            members = newcomers_for(leaving, self.spec, attempt, status, self._blame.left_out)
+        if members is not None:
+            self._change = PlannedChange(why, members, attempt, self._recording)
+            joining, gone = map(len, members)
+            self.progress.say(f"{why}: {joining} workers are to join, {gone} to leave, while it trains")
+        elif leaving or not in_memory:
+            self._moving = why
             self._recording.ask_stop()
-        else:
-            self._change = change
-            joining, leaving = map(len, change.members)
-            self.progress.say(
-                f"{change.why}: {joining} workers are to join, {leaving} to leave, while it trains"
-            )
 
     def _go_on_with(self, change: PlannedChange, status: RunStatus) -> None:
         """Take the next step of a change of workers; where it cannot be done, the attempt moves."""
