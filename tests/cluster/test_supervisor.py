@@ -183,7 +183,9 @@ def test_lost_workers_are_replaced_while_the_others_train(
     ]
     assert [one["repeated"] for one in found] == [0, 0, 0, 0, 0]
     assert [one["from_step"] for one in found[1:]] == [one["last_step"] for one in found[:-1]]
-    whole = left_alone(tmp_path, 60)
+    whole = train(
+        spec(tmp_path, **changes | {"checkpoint": {"storage": str(tmp_path / "whole")}}), local=True
+    )
     assert result.weights_digest == whole.weights_digest
     assert columns(result) == columns(whole)
 
