@@ -90,11 +90,11 @@ class Newcomers:
     def _await(self, number: int, work: Any) -> None:
         try:
             ray.get(work)
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayTaskError as error:  # its own, which it has told where it was let in
+            self.failed[number] = str(error.cause)
+        except ray.exceptions.RayError as error:
             if self._gone(number):  # not killed here
                 self._lost(number, str(error))
-        except ray.exceptions.RayError as error:  # its own, which it has told where it was let in
-            self.failed[number] = str(error.__cause__ or error)
         self._gone(number)
 
     def _gone(self, number: int) -> bool:
