@@ -440,11 +440,17 @@ def test_a_lost_worker_and_a_lost_node_are_replaced_by_processes_that_stood_by(t
 
 @pytest.mark.exact  # minutes
 def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
-    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
+    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits, all of it in memory."""
     told = in_a_process("tests.cluster.elastic", tmp_path)
     whole = left_alone(tmp_path, 36)
     found = json.loads(Path(told["folder"], "attempts.json").read_text())
     assert [account["workers"] for account in found] == [2, 4, 2, 1]
+    assert [(account["joined"], account["in_memory"]) for account in found] == [
+        (0, False),
+        (2, True),
+        (0, True),
+        (0, True),
+    ]
     assert "room for 4 workers" in found[0]["why"]
     assert "is being drained" in found[1]["why"]
     assert "lost" in found[2]["why"] or "cannot be reached" in found[2]["why"]

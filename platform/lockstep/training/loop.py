@@ -178,7 +178,9 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
             if result.regroup and position.number < run.plan.total_steps:
                 members_change = True
                 break
-        if not members_change:
+        if members_change:
+            checkpoints.leave()
+        else:
             checkpoints.finish()
     if members_change:
         raise RegroupError(f"the workers could not form another group after step {run.state.counters.step}")
