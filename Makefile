@@ -56,6 +56,9 @@ chaos: $(INSTALLED_TEST)  ## eighty seeded faults of fifteen kinds, kills among 
 	$(BIN)/python -m tests.chaos.disturbed
 	$(BIN)/python -m tests.chaos.disturbed_sweep
 
+# How often a worker is killed, with each number of workers.
+ROUNDS ?= 10
+
 bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.first_step
@@ -67,7 +70,8 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.million
 	$(BIN)/python -m tests.benchmarks.tables
 	$(BIN)/python -m tests.benchmarks.orders
-	$(BIN)/python -m tests.benchmarks.restart
+	$(BIN)/python -m tests.benchmarks.restart --kills worker --workers 2,3,4 --rounds $(ROUNDS) --calm 20
+	$(BIN)/python -m tests.benchmarks.restart --kills node
 	$(BIN)/python -m tests.benchmarks.sweeps
 	$(BIN)/python -m tests.benchmarks.trials
 

@@ -1,6 +1,6 @@
 """A bare Ray Train script that saves and goes on, as its documentation would write it: the peer of `restart.py`.
 
-    python bare_restart.py ADDRESS FOLDER STEPS PAUSE_S EVERY
+    python bare_restart.py ADDRESS FOLDER STEPS PAUSE_S EVERY WORKERS
 
 Rank 0 appends `seconds step` to FOLDER/steps after each optimizer step.
 """
@@ -66,7 +66,7 @@ def train_loop(config):
 
 
 if __name__ == "__main__":
-    address, folder, steps, pause_s, every = sys.argv[1:]
+    address, folder, steps, pause_s, every, workers = sys.argv[1:]
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -77,6 +77,6 @@ if __name__ == "__main__":
         train_loop_config={
             "out": str(Path(folder, "steps")), "steps": int(steps), "pause_s": float(pause_s), "every": int(every),
         },
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=int(workers)),
         run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=-1)),
     ).fit()  # fmt: skip

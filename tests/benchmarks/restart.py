@@ -1,16 +1,18 @@
 """Seconds and steps lost per killed worker and per lost node: Lockstep beside a bare Ray Train script, in turn.
 
-    python -m tests.benchmarks.restart --rounds 2
+    python -m tests.benchmarks.restart --rounds 10 --workers 2,3,4 --kills worker
 
-Both train on two of three one-CPU nodes of one local cluster with Ray's default settings, save every tenth step of about
-0.2 s, and lose a worker, then a node (another one has joined before). Lost is the time from the last step before to the first one after.
-Where Lockstep's other worker goes on in memory, it does so alone until the run moves to have two again.
+Both train with so many workers, each on a one-CPU node of one local cluster with Ray's default settings and one node to spare, save every tenth
+step of about 0.2 s, and lose a worker, then a node. Lost is the time from the SIGKILL to the end of the first step after it; repeated are steps
+that were done before and are taken again, beside the one under way. Where Lockstep's other workers go on in memory, they do so without
+the lost one until another one has joined.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -23,13 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.clusters.authentication import LOOPBACK_ONLY
+from lockstep.record.rows_so_far import RowsSoFar
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 
 ROOT = Path(__file__).parents[2]
 EVERY, PAUSE_S = 10, 0.2
-WORKERS = 2
 CALM_S = 60.0
-"""How long a run trains undisturbed before it loses something: its standby workers are ready by then, on a busy machine too."""
+"""By default, how long a run trains undisturbed before it loses something: its standby workers are ready by then, on a busy machine too."""
 
 GAP_S = 2.5
 """No step takes so long."""
@@ -41,6 +43,7 @@ class Lost(NamedTuple):
     """What one kill cost."""
 
     seconds: float
+    """From the kill to the end of the first step after it."""
     steps: int
     stages: str = ""
 
@@ -48,10 +51,10 @@ class Lost(NamedTuple):
 class Bare:
     """The bare script; it logs each step."""
 
-    def __init__(self, nodes: Nodes, folder: Path) -> None:
+    def __init__(self, nodes: Nodes, folder: Path, workers: int) -> None:
         self.out = folder / "steps"
         self.process = launch(
-            folder, ["tests/benchmarks/bare_restart.py", nodes.address, str(folder), "100000", str(PAUSE_S), str(EVERY)],
+            folder, ["tests/benchmarks/bare_restart.py", nodes.address, str(folder), "100000", str(PAUSE_S), str(EVERY), str(workers)],
             kept=("RAY_AUTH_MODE", *LOOPBACK_ONLY),
         )  # fmt: skip
 
@@ -65,13 +68,13 @@ class Bare:
             found[-1].append((float(at), int(step)))
         return found
 
-    def lost(self, number: int) -> Lost | None:
+    def lost(self, number: int, killed_at: float) -> Lost | None:
         """What the loss of attempt `number`, from 1, cost, once it trains again."""
         every = self.attempts()
         if len(every) <= number:
             return None
         before, after = every[number - 1], every[number]
-        return Lost(after[0][0] - before[-1][0], before[-1][1] - after[0][1] + 1)
+        return Lost(after[0][0] - killed_at, before[-1][1] - after[0][1] + 1)
 
     def trains(self, number: int) -> bool:
         return len(self.attempts()) >= number
@@ -80,15 +83,16 @@ class Bare:
 class Ours(Bare):
     """Lockstep, by its own account of each attempt."""
 
-    def __init__(self, nodes: Nodes, folder: Path) -> None:
-        self.folder = folder
-        # On two workers each of two micro-batches takes half of the step's pause.
+    def __init__(self, nodes: Nodes, folder: Path, workers: int) -> None:
+        self.folder, self.workers = folder, workers
+        # A step's pause is that of the bare script, shared out among the micro-batches of a worker, of four in a step.
+        pause_s = PAUSE_S / math.ceil(4 / workers)
         self.process = launch(
             folder,
             [
                 "-m", "lockstep", "train", "jobs/digits/train.yaml", "--address", nodes.address, "--uri", f"sqlite:///{folder}/mlflow.db",
-                "job.use=tests.cluster.broken_jobs:SlowDigits", f"job.params={{width: 32, pause_s: {PAUSE_S / 2}}}", "length.epochs=100000",
-                f"checkpoint.every.steps={EVERY}", "evaluate.every.epochs=100000", "workers.min=1", f"workers.max={WORKERS}", f"checkpoint.storage={folder}/runs",
+                "job.use=tests.cluster.broken_jobs:SlowDigits", f"job.params={{width: 32, pause_s: {pause_s}}}", "length.epochs=100000",
+                f"checkpoint.every.steps={EVERY}", "evaluate.every.epochs=100000", "workers.min=1", f"workers.max={workers}", f"checkpoint.storage={folder}/runs",
             ],
             kept=tuple(ENVIRONMENT),
         )  # fmt: skip
@@ -104,18 +108,22 @@ class Ours(Bare):
         every = self.accounts()
         return [now for before, now in pairwise(every) if "lost" in str(before["why"]) and now["last_step"]]
 
-    def lost(self, number: int) -> Lost | None:
+    def lost(self, number: int, killed_at: float) -> Lost | None:
         found = self.after_losses()
         if len(found) < number:
             return None
         account = found[number - 1]
+        (folder,) = {path.parent for path in self.folder.glob("runs/*/attempts.json")}
+        done = [row.wall_clock for row in RowsSoFar(folder).steps() if row.attempt >= account["attempt"]]
+        if not done:
+            return None
         seconds = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in account["seconds"].items())
         how = "in memory" if account["in_memory"] else f"{account['standbys']} stood by"
-        return Lost(account["lost_s"], account["repeated"], f"{how}: {seconds}")
+        return Lost(min(done) - killed_at, account["repeated"], f"{how}: {seconds}")
 
     def trains(self, number: int) -> bool:
         every = self.accounts()
-        whole = bool(every) and every[-1]["workers"] == WORKERS and every[-1]["last_step"] > 0
+        whole = bool(every) and every[-1]["workers"] == self.workers and every[-1]["last_step"] > 0
         return whole and len(self.after_losses()) >= number - 1
 
 
@@ -142,21 +150,24 @@ def kill_node(nodes: Nodes) -> None:
     nodes.kill(nodes.busy()[-1])
 
 
-def measure(kind: type[Bare], nodes: Nodes, kills: list[Callable[[Nodes], None]]) -> list[Lost]:
+def measure(
+    kind: type[Bare], nodes: Nodes, workers: int, kills: list[Callable[[Nodes], None]], calm_s: float
+) -> list[Lost]:
     """What each of these kills costs, one after another in one run."""
     found = []
     with tempfile.TemporaryDirectory(
         prefix="lockstep-restart-",
         ignore_cleanup_errors=True,  # workers of a driver that was killed write a moment longer
     ) as name:
-        run = kind(nodes, Path(name))
+        run = kind(nodes, Path(name), workers)
         try:
             for number, kill in enumerate(kills, 1):
                 wait(run, lambda n=number: run.trains(n))  # type: ignore[misc]
-                time.sleep(CALM_S)
+                time.sleep(calm_s)
+                killed_at = time.time()
                 kill(nodes)
-                wait(run, lambda n=number: run.lost(n) is not None)  # type: ignore[misc]
-                lost = run.lost(number)
+                wait(run, lambda n=number, at=killed_at: run.lost(n, at) is not None)  # type: ignore[misc]
+                lost = run.lost(number, killed_at)
                 assert lost is not None
                 found.append(lost)
         except BaseException:
@@ -181,30 +192,42 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--workers", default="2")
     parser.add_argument("--kills", default="worker,node")
+    parser.add_argument("--calm", type=float, default=CALM_S, help="seconds before each kill")
     given = parser.parse_args()
+    for workers in map(int, given.workers.split(",")):
+        compare(workers, given.kills.split(","), given.rounds, given.calm)
+
+
+def compare(workers: int, names: list[str], rounds: int, calm_s: float) -> None:
+    """So many rounds with so many workers, a line each, and what they come to."""
     every = {"worker": kill_worker, "node": kill_node}
-    kills = {name: every[name] for name in given.kills.split(",")}
+    kills = {name: every[name] for name in names}
     rows: list[dict[str, list[Lost]]] = []
-    for number in range(given.rounds):
+    for number in range(rounds):
         row = {}
         for kind in (Bare, Ours) if number % 2 == 0 else (Ours, Bare):
-            with started(3) as nodes:
-                row[kind.__name__] = measure(kind, nodes, list(kills.values()))
+            with started(workers + 1) as nodes:
+                row[kind.__name__] = measure(kind, nodes, workers, list(kills.values()), calm_s)
         rows.append(row)
         for i, name in enumerate(kills):
             bare, ours = row["Bare"][i], row["Ours"][i]
             print(
-                f"round {number + 1}, a {name} is killed: bare Ray Train {bare.seconds:.1f} s and {bare.steps} steps, Lockstep "
-                f"{ours.seconds:.1f} s and {ours.steps} steps ({ours.stages}); load {os.getloadavg()[0]:.1f}",
+                f"round {number + 1}, {workers} workers, a {name} is killed: bare Ray Train {bare.seconds:.1f} s and {bare.steps} "
+                f"steps, Lockstep {ours.seconds:.1f} s and {ours.steps} steps ({ours.stages}); load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
     for i, name in enumerate(kills):
         ratios = sorted(row["Ours"][i].seconds / row["Bare"][i].seconds for row in rows)
-        seconds = statistics.median(row["Ours"][i].seconds for row in rows)
+        seconds, bare_s = (
+            statistics.median(row[kind][i].seconds for row in rows) for kind in ("Ours", "Bare")
+        )
+        steps = max(row["Ours"][i].steps for row in rows)
         print(
-            f"{name}: Lockstep / bare Ray Train: median {statistics.median(ratios):.2f} "
-            f"({ratios[0]:.2f} … {ratios[-1]:.2f}, {len(rows)} rounds); Lockstep {seconds:.1f} s"
+            f"{workers} workers, {name}: Lockstep / bare Ray Train: median {statistics.median(ratios):.2f} "
+            f"({ratios[0]:.2f} … {ratios[-1]:.2f}, {len(rows)} rounds); medians {seconds:.1f} and {bare_s:.1f} s; a step takes some "
+            f"{PAUSE_S:.1f} s; Lockstep repeats at most {steps} steps beside the one under way"
         )
 
 

@@ -45,8 +45,8 @@ class Nodes:
         )
 
     def workers(self, node: Any) -> list[psutil.Process]:
-        """The processes of Ray Train's workers on a node."""
-        return self.named(node, "RayTrainWorker")
+        """The processes of workers on a node: Ray Train's, and those that have joined."""
+        return self.named(node, "RayTrainWorker") + self.named(node, "Newcomer")
 
     def busy(self) -> list[Any]:
         """The nodes with workers."""

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from lockstep import train
+from lockstep.attempts import cluster_watch
 from lockstep.attempts.stages import STAGES
 from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
@@ -133,6 +134,59 @@ def test_the_others_outlive_a_killed_worker(tmp_path: Path) -> None:
     assert tuple(second["seconds"]) == ("detection", "first_step")
     assert result.weights_digest == whole.weights_digest
     assert result.metrics == whole.metrics
+    assert columns(result) == columns(whole)
+
+
+@pytest.mark.exact  # a minute
+def test_lost_workers_are_replaced_while_the_others_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G1 and G4: each of the two first workers is killed, and a newcomer joins; no process is restarted, no checkpoint is there to be read."""
+    monkeypatch.setattr(cluster_watch, "REFILL_S", 1.0)
+    slow = tmp_path / "fast-from-now-on"
+    changes = {
+        "job": {"use": "tests.cluster.broken_jobs:Held", "params": {"width": 4, "until": str(slow)}},
+        "length": {"steps": 60},
+        "checkpoint": {"storage": str(tmp_path / "runs")},
+    }
+
+    def trains(attempt: int) -> None:
+        until = time.monotonic() + 300.0
+        while time.monotonic() < until:
+            found = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/attempts.json")]
+            if any(rows[-1]["attempt"] >= attempt and rows[-1]["last_step"] for rows in found):
+                return
+            time.sleep(0.05)
+
+    def kill_both() -> None:
+        try:
+            trains(1)
+            first = workers()
+            first[0].kill()
+            trains(3)
+            first[1].kill()
+            trains(5)
+        finally:
+            slow.touch()
+
+    thread = threading.Thread(target=kill_both, daemon=True)
+    thread.start()
+    result = train(spec(tmp_path, **changes))
+    thread.join()
+    found = accounts(result)
+    assert [(one["workers"], one["joined"], one["in_memory"]) for one in found] == [
+        (2, 0, False),
+        (1, 0, True),
+        (2, 1, True),
+        (1, 0, True),
+        (2, 1, True),
+    ]
+    assert [one["repeated"] for one in found] == [0, 0, 0, 0, 0]
+    assert [one["from_step"] for one in found[1:]] == [one["last_step"] for one in found[:-1]]
+    whole = train(
+        spec(tmp_path, **changes | {"checkpoint": {"storage": str(tmp_path / "whole")}}), local=True
+    )
+    assert result.weights_digest == whole.weights_digest
     assert columns(result) == columns(whole)
 
 
@@ -386,11 +440,17 @@ def test_a_lost_worker_and_a_lost_node_are_replaced_by_processes_that_stood_by(t
 
 @pytest.mark.exact  # minutes
 def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
-    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits."""
+    """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits, all of it in memory."""
     told = in_a_process("tests.cluster.elastic", tmp_path)
     whole = left_alone(tmp_path, 36)
     found = json.loads(Path(told["folder"], "attempts.json").read_text())
     assert [account["workers"] for account in found] == [2, 4, 2, 1]
+    assert [(account["joined"], account["in_memory"]) for account in found] == [
+        (0, False),
+        (2, True),
+        (0, True),
+        (0, True),
+    ]
     assert "room for 4 workers" in found[0]["why"]
     assert "is being drained" in found[1]["why"]
     assert "lost" in found[2]["why"] or "cannot be reached" in found[2]["why"]

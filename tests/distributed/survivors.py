@@ -10,7 +10,8 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -27,14 +28,16 @@ import lockstep.checkpoint.snapshot
 import lockstep.training.loop
 import lockstep.training.recovery
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.skeleton import unpack
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow, Event, Restored, StepRow, tell_nobody
 from lockstep.record.history import History
 from lockstep.record.ledger import DETERMINISTIC
 from lockstep.spec.loading import load_spec
+from lockstep.training.agreement import Agreement
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.group import Group
-from lockstep.training.loop import fit
+from lockstep.training.loop import fit, join
 from lockstep.training.meeting import Meeting
 from lockstep.training.recovery import Seat, next_attempt
 from lockstep.training.requests import NoRequests
@@ -63,6 +66,14 @@ class Fall(NamedTuple):
     silent: bool = False
 
 
+class Change(NamedTuple):
+    """After step `step` so many newcomers are let in, and the workers in `leaving` leave. The step is done once all newcomers are ready."""
+
+    step: int
+    joining: int = 0
+    leaving: tuple[int, ...] = ()
+
+
 class Outlived(NamedTuple):
     """What a run came to whose workers fell."""
 
@@ -76,6 +87,8 @@ class Outlived(NamedTuple):
     """By worker: the steps that it began."""
     places: dict[int, list[tuple[int, str]]]
     """By worker: the places that it passed, each with its step."""
+    pids: dict[int, int]
+    """Of each worker that was left."""
 
 
 class Told:
@@ -102,14 +115,24 @@ class Told:
 
 
 def outlive(
-    document: Document, workers: int, falls: Sequence[Fall] = (), *, run_id: str = "", broken: str = ""
+    document: Document,
+    workers: int,
+    falls: Sequence[Fall] = (),
+    changes: Sequence[Change] = (),
+    *,
+    run_id: str = "",
+    broken: str = "",
 ) -> Outlived:
-    """Train on so many workers, of which some fall. `broken` names a mechanism that is taken away. Raises what ends a worker."""
+    """Train on so many workers, of which some fall or leave while others join; these have the numbers from `workers` on.
+
+    `broken` names a mechanism that is taken away. Raises what ends a worker.
+    """
     context = forking()
     calls, told = RollCalls(1, workers), Told()
+    newcomers = sum(change.joining for change in changes)
     with tempfile.TemporaryDirectory(prefix="lockstep-survivors-") as folder:
         pipes, processes = [], []
-        for worker in range(workers):
+        for worker in range(workers + newcomers):
             here, there = context.Pipe()
             own = [fall for fall in falls if fall.worker == worker]
             arguments = (there, digested(document), worker, workers, folder, own, run_id, broken)
@@ -119,7 +142,7 @@ def outlive(
             pipes.append(here)
             processes.append(process)
         try:
-            answers = _served(calls, told, processes, pipes)
+            answers = _served(_Keeper(calls, told, workers, list(changes)), processes, pipes)
         finally:
             for process in processes:
                 process.kill()
@@ -128,22 +151,69 @@ def outlive(
     if errors:
         raise errors[0]
     return Outlived(
-        {worker: summary for worker, (summary, *_) in answers.items()},
+        {worker: summary for worker, (summary, *_) in answers.items() if summary is not None},
         tuple(told.steps[step] for step in sorted(told.steps)),
         tuple(told.evaluations[step] for step in sorted(told.evaluations)),
         1 if calls.newest is None else calls.newest.attempt,
         {worker: begun for worker, (_, begun, _) in answers.items()},
         {worker: places for worker, (*_, places) in answers.items()},
+        {worker: processes[worker].pid for worker in answers},
     )
 
 
+class _Keeper:
+    """What outlives the workers: the roll calls, the record, and who is to join and to leave."""
+
+    def __init__(self, calls: RollCalls, told: Told, workers: int, changes: list[Change]) -> None:
+        self.calls, self.told, self._changes = calls, told, changes
+        self.let_in = workers
+        """Workers below this number may enter: the others stay away until it is their turn."""
+        self._asked: set[int] = set()
+        """The steps after which a change was asked for."""
+
+    def answer(self, worker: int, what: str, *words: Any) -> Any:
+        match what:
+            case "ready":
+                self.calls.ready(worker)
+            case "enter":
+                self.calls.enter(worker, words[0])
+            case "may enter":
+                return worker < self.let_in
+            case "arrive":
+                self.calls.arrive(words[0], worker, words[1])
+            case "ask":
+                return self.calls.ask(words[0], worker)
+            case "called":
+                return self.calls.called
+            case "regroup":
+                return self._regroup(words[0])
+            case "told":
+                for event in words[0]:
+                    self.told.take(event)
+        return None
+
+    def _regroup(self, step: int) -> bool | None:
+        """Whether the workers regroup after this step; None as long as not all newcomers are ready."""
+        change = next((one for one in self._changes if one.step == step), None)
+        if change is None:
+            return False
+        if step not in self._asked:
+            self._asked.add(step)
+            self.let_in += change.joining
+        if len(self.calls.waiting) < change.joining:
+            return None
+        assert self.calls.plan(change.leaving) is not None
+        return True
+
+
 def _served(
-    calls: RollCalls, told: Told, processes: Sequence[Any], pipes: Sequence[Any]
+    keeper: _Keeper, processes: Sequence[Any], pipes: Sequence[Any]
 ) -> dict[int, tuple[Any, list[int], list[tuple[int, str]]]]:
     """Keep the roll calls and the record until every worker has answered or fallen."""
+    calls = keeper.calls
     answers: dict[int, Any] = {}
     spoken, living = dict(enumerate(pipes)), dict(enumerate(processes))
-    while living:
+    while min(living, default=keeper.let_in) < keeper.let_in:
         ready = wait([*spoken.values(), *(process.sentinel for process in living.values())], timeout=ANSWER_S)
         assert ready, f"workers {sorted(living)} did nothing for {ANSWER_S} s"
         for worker, pipe in list(spoken.items()):
@@ -162,7 +232,7 @@ def _served(
                 del spoken[worker], living[worker]
                 calls.lose(worker)
             try:
-                pipe.send(_answer(calls, told, worker, what, *rest))
+                pipe.send(keeper.answer(worker, what, *rest))
             except BrokenPipeError:
                 spoken.pop(worker)
         for worker, process in list(living.items()):
@@ -173,27 +243,11 @@ def _served(
     return answers
 
 
-def _answer(calls: RollCalls, told: Told, worker: int, what: str, *words: Any) -> Any:
-    match what:
-        case "ready":
-            calls.ready(worker)
-        case "arrive":
-            calls.arrive(words[0], worker, words[1])
-        case "ask":
-            return calls.ask(words[0], worker)
-        case "called":
-            return calls.called
-        case "told":
-            for event in words[0]:
-                told.take(event)
-    return None
-
-
 class _Worker(NoRequests):
     """One worker: what it tells, and what it is asked."""
 
     def __init__(self, pipe: Any, run_id: str) -> None:
-        self._pipe, self._run_id = pipe, run_id
+        self._pipe, self._run_id, self._reached = pipe, run_id, 0
         self._lock, self._keeping = threading.Lock(), threading.Lock()
         self._kept: list[Event] = []
 
@@ -201,6 +255,8 @@ class _Worker(NoRequests):
         with self._keeping:  # the thread that saves tells that it is alive
             if isinstance(event, StepRow | EvaluationRow | Restored):
                 self._kept.append(event)
+            rows = event.steps if isinstance(event, Restored) else (event,)
+            self._reached = max((row.step for row in rows if isinstance(row, StepRow)), default=self._reached)
             if not isinstance(event, StepRow) or len(self._kept) >= TOLD_AT_ONCE:
                 self._asked("told", self._kept)
                 self._kept = []
@@ -216,7 +272,17 @@ class _Worker(NoRequests):
     def ready(self) -> None:
         self._asked("ready")
 
-    def ask(self, attempt: int) -> Any:
+    def regroup(self) -> bool:
+        while (answer := self._asked("regroup", self._reached + 1)) is None:
+            time.sleep(0.02)
+        return bool(answer)
+
+    def enter(self, arrival: Any) -> None:
+        while not self._asked("may enter"):
+            time.sleep(0.02)
+        self._asked("enter", arrival)
+
+    def ask(self, attempt: int | None) -> Any:
         return self._asked("ask", attempt)
 
     def arrive(self, attempt: int, arrival: Any) -> None:
@@ -251,17 +317,19 @@ def _live(
     begun: list[int] = []
     worker = _Worker(pipe, run_id)
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", workers), rank=number, world_size=workers
-        )
         spec = load_spec(document)
-        seat = worker.seated(Group.join(torch.device("cpu")), 1, Seat(None, tell_nobody, worker, None))  # type: ignore[arg-type]
         meeting = Meeting(1, number, "127.0.0.1", worker, worker.seated)
         several = mock.patch.object(lockstep.checkpoint.snapshot, "SMALLEST_SHARE", 64)  # each writes a part
         with several, _watched(falls, places, begun, worker.fall_silent), _without(broken), meeting:
             job = load_job(spec.job.use, spec.job.params)
-            origin = AttemptOrigin() if run_id else None
-            answer: Any = fit(spec, job, seat.group, seat.tell, seat.requests, origin, meeting)
+            origin, cpu = AttemptOrigin() if run_id else None, torch.device("cpu")
+            if number >= workers:
+                answer: Any = join(spec, job, cpu, meeting, origin)
+            else:
+                store = dist.FileStore(f"{folder}/store", workers)
+                dist.init_process_group("gloo", store=store, rank=number, world_size=workers)
+                seat = worker.seated(Group.join(cpu), 1, Seat(None, tell_nobody, worker, origin))  # type: ignore[arg-type]
+                answer = fit(spec, job, *seat, meeting)
     except Exception as error:  # noqa: BLE001 - carried to the test
         answer = error
     pipe.send(("answer", answer, begun, places))
@@ -335,8 +403,9 @@ def _watched(
 def _without(mechanism: str) -> Iterator[None]:
     """Take away one of the mechanisms that keep the bits."""
 
-    def keep_state(group: Group, state: TrainState) -> None:
+    def keep_state(group: Group, state: TrainState, *, holds: bool = True) -> tuple[int, list[int]]:
         group.gather(None)
+        return 0, []
 
     def only_newest(self: History) -> Restored:
         return self.newest()
@@ -345,13 +414,27 @@ def _without(mechanism: str) -> Iterator[None]:
         with mock.patch.object(StepBuffers, "restore", lambda self: None):
             own(self)
 
-    own = Stepper.abandon
+    def changed(skeleton: Any, tensors: dict[str, Any]) -> Any:
+        next(iter(tensors.values())).view(torch.uint8).view(-1)[0] ^= 1
+        return unpack(skeleton, tensors)
+
+    def without_optimizer(self: TrainState, sections: Mapping[str, Any], *, fork: bool = False) -> None:
+        restore(self, {**sections, "optimizer": self.optimizer.state_dict()}, fork=fork)
+
+    own, restore = Stepper.abandon, TrainState.restore
     patches = {
         "": (),
         "agreement": (lockstep.training.recovery, "agree_on_state", keep_state),
         "history": (History, "retold", only_newest),
         "buffers": (Stepper, "abandon", abandon),
         "listening": (Meeting, "_listen", lambda self: None),
+        "byte": (lockstep.training.recovery, "unpack", changed),
+        "section": (TrainState, "restore", without_optimizer),
     }
-    with mock.patch.object(*patches[mechanism]) if mechanism else ExitStack():
+    with ExitStack() as stack:
+        if mechanism:
+            stack.enter_context(mock.patch.object(*patches[mechanism]))
+        if mechanism == "section":  # else the comparison finds it
+            stack.enter_context(mock.patch.object(lockstep.training.recovery, "check_same_state"))
+            stack.enter_context(mock.patch.object(Agreement, "compare"))
         yield

@@ -1,4 +1,4 @@
-"""G1 and G4 where workers are lost: those that are left go on in their processes, and nothing shows but how long it took.
+"""G1 and G4 where workers are lost, join or leave: the others go on in their processes, and nothing shows but how long it took.
 
 Workers are killed by SIGKILL, at the places that `survivors` names. What they had not told is lost with them. Each run is compared
 with one plain process: weights, ledger with its digests, evaluations.
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from lockstep.checkpoint.reader import checkpoints, verify
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import ClusterError, DriftError, JobError, LockstepError
 from lockstep.failure_kinds import kind_of
 from lockstep.training.group import Group
 from tests.distributed.pool import Pool
-from tests.distributed.survivors import Fall, Outlived, outlive
+from tests.distributed.survivors import Change, Fall, Outlived, outlive
 from tests.distributed.training import Document, Trained, train, train_attempt
 
 DIGITS: Document = {
@@ -105,6 +105,73 @@ def test_a_worker_that_falls_silent_is_outlived_when_that_is_known() -> None:
     outlived = outlive(CENTRED, 3, [Fall(1, 3, "send whole", silent=True)])
     check(outlived, train(CENTRED), [0, 2])
     assert repeated(outlived) == [3]
+
+
+def test_a_lost_worker_is_replaced_by_one_that_is_handed_the_state() -> None:
+    """3 → 2 → 3. The newcomer reads no checkpoint: there is none. Of what is planned no step is taken again."""
+    outlived = outlive(CENTRED, 3, [Fall(0, 2, "send whole")], [Change(3, joining=1)])
+    check(outlived, train(CENTRED), [1, 2, 3])
+    assert outlived.attempts == 3
+    assert repeated(outlived) == [2]
+    assert outlived.begun[3] == [4]
+
+
+def test_a_run_grows_from_one_worker_and_shrinks_without_a_step_taken_again() -> None:
+    """1 → 3 → 2 → 2. The first worker leaves, so that newcomers alone go on: rank 0 then tells of rows that it was handed."""
+    changes = [Change(2, joining=2), Change(4, leaving=(0,)), Change(5, joining=1, leaving=(1,))]
+    outlived = outlive(DIGITS, 1, [], changes)
+    check(outlived, undisturbed(), [2, 3])
+    assert outlived.attempts == 4
+    assert repeated(outlived) == []
+    assert (outlived.begun[0], outlived.begun[1]) == ([1, 2, 3, 4], [3, 4, 5])
+
+
+@pytest.mark.parametrize("broken", ["byte", pytest.param("section", marks=pytest.mark.exact)])
+def test_what_is_handed_over_is_compared_and_all_of_it_is_needed(broken: str) -> None:
+    """A byte that changes on the way is found by all. Without the optimizer's state, and the comparison, the newcomer's weights part."""
+    document = CENTRED | {"optimizer": {"name": "adamw", "lr": 0.01}}
+    change = [Change(2, joining=1)]
+    check(outlive(document, 2, [], change), train(document), [0, 1, 2])
+    error, told = {
+        "byte": (ClusterError, "hold different states after step 2"),
+        "section": (DriftError, "ranks .2. hold other weights than rank 0"),
+    }[broken]
+    with pytest.raises(error, match=told):
+        outlive(document, 2, [], change, broken=broken)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("fall", [Fall(2, 0, "agree"), Fall(0, 3, "agree"), Fall(1, 3, "gather", 3)])
+def test_a_worker_that_is_lost_while_another_joins(fall: Fall) -> None:
+    """The newcomer itself, the one that hands over, and one more in the midst of it: the others meet again."""
+    outlived = outlive(CENTRED, 2, [fall], [Change(3, joining=1)])
+    check(outlived, train(CENTRED), [n for n in range(3) if n != fall.worker])
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("extra", ["", "ema", "early_stop", "schedule", "loaders"])
+def test_whatever_the_run_has_is_handed_over(extra: str, precision: str, step: int, tmp_path: Path) -> None:
+    """Average, best weights, a schedule, the loss scale; between evaluations and behind one, with a checkpoint after that."""
+    extras: dict[str, Document] = {
+        "": {},
+        "ema": {"ema": 0.9},
+        "early_stop": {"early_stop": {"metric": "eval/loss", "mode": "min", "patience": 3}},
+        "schedule": {"schedule": {"name": "cosine", "warmup_steps": 2}},
+        "loaders": {"data": {"loader_processes": 1}},
+    }
+    document = DIGITS | {"precision": precision} | extras[extra]
+    saved = document | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 3}, "keep_last": 9}}
+    whole = train(document)
+    outlived = outlive(saved, 2, [], [Change(step, joining=2), Change(step + 1, leaving=(0,))], run_id="run")
+    check(outlived, whole, [1, 2, 3])
+    folder = RunFolder.open(open_storage(str(tmp_path)), "run")
+    for checkpoint in checkpoints(folder):
+        verify(checkpoint)
+    newest = max(one.step for one in checkpoints(folder) if one.step < len(whole.rows))
+    taken_up = train_attempt(saved, "run", AttemptOrigin("run", folder.claim().number, newest))
+    assert (taken_up.weights_digest, taken_up.rows) == (whole.weights_digest, whole.rows)
 
 
 def wait_for_each_other() -> str:

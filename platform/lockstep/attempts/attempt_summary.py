@@ -16,7 +16,9 @@ class AttemptSummary:
     from_step: int = 0
     """The checkpoint that it started from, or the step from which workers of the attempt before went on."""
     in_memory: bool = False
-    """Whether workers of the attempt before went on in their processes: nothing was started and no checkpoint read."""
+    """Whether workers of the attempt before went on in their processes: none was restarted and no checkpoint read."""
+    joined: int = 0
+    """How many of its workers joined those, and were handed the state."""
     last_step: int = 0
     """The last step that it was seen to do."""
     ended: float | None = None

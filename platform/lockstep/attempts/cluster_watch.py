@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from lockstep.attempts.placement import WorkerPlacement, most_of, place, room_for
+from lockstep.attempts.placement import WorkerPlacement, most_of, place, room_for, rooms_for_more
 from lockstep.attempts.room import RoomRequest
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources, largest_cluster
@@ -109,6 +109,22 @@ def draining() -> dict[str, float]:
     }
 
 
+def rooms_left(
+    most: int, each: Mapping[str, float], vacant: Mapping[int, str], without: frozenset[str]
+) -> list[tuple[str, int | None]]:
+    """Where up to `most` more workers could run now: see `placement.rooms_for_more`. None on nodes `without`, or that are about to go."""
+    if unavailable("nodes"):
+        return []
+    drained = draining()
+    gone = {*drained, *without}
+    fit = {
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in gone and answers(node)
+    }
+    return rooms_for_more(most, each, free_resources(), vacant, fit)
+
+
 def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
     """How many workers a run could have that has so many now, where so much more is free."""
     return max(workers, min(most_of(spec), workers + room_for(each, free)))
@@ -119,6 +135,8 @@ class Advice(NamedTuple):
 
     save: str | None = None
     move: str | None = None
+    leaving: frozenset[str] = frozenset()
+    """The nodes from which it moves away."""
 
 
 class ClusterWatch:
@@ -141,6 +159,11 @@ class ClusterWatch:
     def outlived(self, workers: int) -> None:
         """So many workers go on without the others; they move in a while, to have as many again."""
         self._left, self._left_at = workers, time.monotonic()
+
+    def changed(self, workers: int) -> None:
+        """The attempt has so many workers now, as was planned."""
+        self.workers = self._left = workers
+        self._roomy_since = None
 
     def advice(self, members: Sequence[Joined]) -> Advice:
         """What the attempt of these workers should do now."""
@@ -165,7 +188,7 @@ class ClusterWatch:
                 self._noticed = 1 + near
                 return Advice(save=f"{notice}, and nowhere else is room ({error})")
             return Advice()
-        return Advice(move=notice)
+        return Advice(move=notice, leaving=frozenset(leaving))
 
     def _room_to_grow(self, now: float) -> str | None:
         most = most_of(self.spec)

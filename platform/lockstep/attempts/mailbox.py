@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ class Asked(NamedTuple):
     stop: bool = False
     saves: int = 0
     """How many checkpoints it has asked for in this attempt."""
+    regroup: int = 0
+    """The attempt whose workers are to form another group after their next step."""
 
 
 class RecorderState(NamedTuple):
@@ -68,6 +70,8 @@ class WentOn(NamedTuple):
     step: int
     """The step from which they go on."""
     workers: int
+    joined: int = 0
+    """How many of them were handed the state."""
 
 
 class RunStatus(NamedTuple):
@@ -79,6 +83,14 @@ class RunStatus(NamedTuple):
     """The process id of the mailbox, on the driver's node."""
     went_on: WentOn | None = None
     """Of the attempt at hand, where it began so."""
+    numbers: tuple[int, ...] = ()
+    """The workers of the attempt at hand by rank, each by the number that it has at roll calls."""
+    waiting: tuple[int, ...] = ()
+    """The newcomers that are ready, and wait to be let in."""
+    able: bool = False
+    """Whether the workers could form another group in their processes."""
+    everyone: Mapping[int, Joined] = {}
+    """All that worked since the driver last began an attempt, or are to, by their numbers."""
 
 
 class Fetched(NamedTuple):
@@ -105,7 +117,8 @@ class Mailbox:
         self._first = 0
         """The attempt that the driver began last; from it the workers may have gone on to others."""
         self._by_number: dict[int, Joined] = {}
-        """Its workers, by the numbers that they have at roll calls."""
+        """Its workers and newcomers, by the numbers that they have at roll calls."""
+        self._numbers: tuple[int, ...] = ()
         self._went_on: WentOn | None = None
 
     # --- for workers ------------------------------------------------------------------------------------------
@@ -143,13 +156,19 @@ class Mailbox:
         if attempt == self._first:
             self._calls.ready(worker)
 
+    def enter(self, attempt: int, worker: Joined, arrival: Arrival) -> None:
+        """A newcomer is ready; its rank is the number that the driver gave it for the attempt that has this number there."""
+        if attempt == self._first:
+            self._by_number[worker.rank] = worker
+            self._calls.enter(worker.rank, arrival)
+
     def arrive(self, attempt: int, worker: int, arrival: Arrival) -> None:
         """A worker has left its step and waits."""
         self._calls.arrive(attempt, worker, arrival)
         self._follow()
 
-    def ask(self, attempt: int, worker: int) -> Answer:
-        """What a worker that waits is told."""
+    def ask(self, attempt: int | None, worker: int) -> Answer:
+        """What a worker that waits is told; a newcomer knows no attempt."""
         return self._calls.ask(attempt, worker)
 
     def called(self) -> int | None:
@@ -168,8 +187,7 @@ class Mailbox:
 
     def _rank_of(self, worker: int) -> int:
         """The rank in the attempt at hand of a worker that tells of itself by its number."""
-        formation = self._calls.newest
-        return worker if formation is None else formation.workers.index(worker)
+        return self._calls.workers.index(worker) if worker in self._calls.workers else worker
 
     def _follow(self) -> None:
         """See the attempt that the roll call has begun, where it has."""
@@ -177,7 +195,9 @@ class Mailbox:
         if formation is not None and formation.attempt > self._view.attempt:
             self._view.members = self._by_number
             self._view = self._view.gone_on(formation.attempt, formation.workers)
-            self._went_on = WentOn(time.time(), formation.progress.step, len(formation.workers))
+            joined = len(set(formation.workers) - set(self._numbers))
+            self._numbers = formation.workers
+            self._went_on = WentOn(time.time(), formation.progress.step, len(formation.workers), joined)
 
     # --- for the driver ---------------------------------------------------------------------------------------
 
@@ -189,15 +209,36 @@ class Mailbox:
         """Another attempt begins, with so many workers; where not even the `fewest` are left, they do not go on."""
         self._view, self._asked = self._view.next(attempt), Asked()
         self._calls, self._first = RollCalls(attempt, workers, fewest), attempt
+        self._numbers = self._calls.workers
         self._by_number, self._went_on = {}, None
 
     def status(self) -> RunStatus:
         """How the attempt at hand stands. Never waits."""
-        return RunStatus(self._view, self._recorder, os.getpid(), self._went_on)
+        calls = self._calls
+        return RunStatus(
+            self._view,
+            self._recorder,
+            os.getpid(),
+            self._went_on,
+            calls.workers,
+            calls.waiting,
+            calls.able,
+            dict(self._by_number),
+        )
 
     def ask_stop(self) -> None:
         """Ask the workers to end the attempt after their next step."""
         self._asked = self._asked._replace(stop=True)
+
+    def ask_regroup(self, leaving: Collection[int]) -> bool:
+        """Ask the workers to form another group after their next step, with the newcomers that wait and without those in `leaving`.
+
+        Whether they do.
+        """
+        attempt = self._calls.plan(leaving)
+        if attempt is not None:
+            self._asked = self._asked._replace(regroup=attempt)
+        return attempt is not None
 
     def ask_save(self) -> None:
         """Ask the workers for a checkpoint after their next step; the attempt goes on."""
@@ -241,8 +282,9 @@ class Mailbox:
 class MailboxRollCalls:
     """One worker's way to the roll calls of the mailbox (`training.meeting.RollCallClient`)."""
 
-    def __init__(self, mailbox: Any, attempt: int, worker: int) -> None:
+    def __init__(self, mailbox: Any, attempt: int, worker: int, newcomer: Joined | None = None) -> None:
         self._mailbox, self._first, self._worker = mailbox, attempt, worker
+        self._newcomer = newcomer
 
     def ready(self) -> None:
         self._mailbox.ready.remote(self._first, self._worker)
@@ -250,7 +292,10 @@ class MailboxRollCalls:
     def arrive(self, attempt: int, arrival: Arrival) -> None:
         self._answer(self._mailbox.arrive.remote(attempt, self._worker, arrival))
 
-    def ask(self, attempt: int) -> Answer:
+    def enter(self, arrival: Arrival) -> None:
+        self._answer(self._mailbox.enter.remote(self._first, self._newcomer, arrival))
+
+    def ask(self, attempt: int | None) -> Answer:
         answer: Answer = self._answer(self._mailbox.ask.remote(attempt, self._worker))
         return answer
 

@@ -51,6 +51,26 @@ def nodes_for(
     return [{NODE_ID: node} for node in nodes] if len(nodes) == place.workers else None
 
 
+def rooms_for_more(
+    most: int,
+    each: Mapping[str, float],
+    free: Mapping[str, Mapping[str, float]],
+    vacant: Mapping[int, str],
+    fit: Collection[str],
+) -> list[tuple[str, int | None]]:
+    """Where up to `most` more workers could run now, each with the index of the bundle that a lost one has left there, if one has.
+
+    `vacant` are those bundles with their nodes, `free` is what else is free; only nodes that are `fit` count, the fullest last.
+    """
+    found: list[tuple[str, int | None]] = [
+        (node, index) for index, node in sorted(vacant.items()) if node in fit
+    ]
+    room = {node: room_for(each, free[node]) for node in free.keys() & set(fit)}
+    for node in sorted(room, key=lambda node: (-room[node], node)):
+        found += [(node, None)] * room[node]
+    return found[: max(0, most)]
+
+
 def each_of(spec: Spec, resources: Mapping[str, float]) -> dict[str, float]:
     """What a worker is given in a cluster with these resources."""
     wanted = spec.workers

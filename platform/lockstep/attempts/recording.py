@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -110,6 +110,12 @@ class Recording:
     def ask_stop(self) -> None:
         """Ask the workers to end the attempt after their next step."""
         self.mailbox.ask_stop.remote()
+
+    def ask_regroup(self, leaving: Collection[int]) -> bool:
+        """Ask the workers to form another group after their next step, with the newcomers that wait and without these. Whether they do."""
+        asked = self.mailbox.ask_regroup.remote(tuple(leaving))
+        does: bool = answer_of(asked, "it", ANSWER_S)
+        return does
 
     def ask_save(self) -> None:
         """Ask the workers for a checkpoint after their next step."""

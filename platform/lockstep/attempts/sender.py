@@ -61,6 +61,10 @@ class Sender:
         asked, self._saves = self._asked.saves > self._saves, self._asked.saves
         return asked
 
+    def regroup(self) -> int:
+        """The attempt whose workers the driver asks to form another group after their next step."""
+        return self._asked.regroup
+
     def close(self) -> None:
         """Send what waits, and wait until all that was sent has arrived. SilentError where it has not in time."""
         with self._lock:

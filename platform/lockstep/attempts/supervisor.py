@@ -1,7 +1,8 @@
 """The supervisor: it watches an attempt, and decides what follows on its end.
 
-An attempt that lost a worker is followed at once by another from the newest good checkpoint, with as many workers as
-the cluster has then. The steps since that checkpoint are taken again, with the same values, so the record stays as it is.
+Where workers go on in memory, or others join them there, the supervisor only follows. Any other attempt that lost a worker is
+followed at once by another from the newest good checkpoint, with as many workers as the cluster has then. The steps since that
+checkpoint are taken again, with the same values, so the record stays as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lockstep.attempts.cluster_watch import ClusterWatch, can_grow, find_place, 
 from lockstep.attempts.mailbox import LOST, RecorderState, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement, each_of
+from lockstep.attempts.planned_change import PlannedChange, newcomers_for
 from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
 from lockstep.attempts.room import RoomRequest
@@ -73,7 +75,9 @@ class Supervisor:
         """When the attempt before came to the end of its stages."""
         self._cluster: ClusterWatch
         self._outlived: set[int] = set()
-        """Ranks of the worker group at hand whose loss the others have outlived, and which are told."""
+        """Workers of the attempt at hand, by their numbers, whose loss the others have outlived, and which are told."""
+        self._change: PlannedChange | None = None
+        """By which workers join or leave the attempt at hand, while it goes on."""
         self._standbys = Standbys(self._warn)
         self._blame = Blame(spec.checkpoint.storage, self._warn, lambda event: self._recording.tell(event))
         self.chaos: Chaos | None = None
@@ -198,7 +202,7 @@ class Supervisor:
 
     def _watch(self, attempt: WorkerGroup, place: WorkerPlacement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
-        self._moving = None
+        self._moving = self._change = None
         cluster = self._cluster = ClusterWatch(self.spec, place, self._blame.left_out)
         self._outlived = set()
         try:
@@ -232,20 +236,48 @@ class Supervisor:
                 attempt.give_up()  # a worker has not come to the roll call, and nothing tells why
             self._leave(self._blame.judge(status.view, self.summaries[-1]), status.view)
             if self._moving is None and not told and self.summaries[-1].last_step:
-                self._tend(attempt, cluster, status.view)
+                self._tend(attempt, cluster, status)
 
-    def _tend(self, attempt: WorkerGroup, cluster: ClusterWatch, view: RunView) -> None:
-        """While it trains: keep standbys for it, and have it save or move as the cluster around it changes."""
-        members = [view.members[rank] for rank in sorted(view.members)]
+    def _tend(self, attempt: WorkerGroup, cluster: ClusterWatch, status: RunStatus) -> None:
+        """While it trains: keep standbys for it, and have it save or change its workers as the cluster around it changes."""
+        if self._change is not None:
+            self._go_on_with(self._change, status)
+            return
+        members = [status.view.members[rank] for rank in sorted(status.view.members)]
         after_s = self.spec.faults.standby_after_s
         if after_s is not None and time.time() - attempt.moments.at["first_step"] > after_s:
-            self._standbys.fill(attempt.origin.attempt, members, cluster.each)
+            self._standbys.fill(self.summaries[-1].attempt, members, cluster.each)
         advice = cluster.advice(members)
         if advice.save is not None:
             self.progress.say(f"saving, and continuing: {advice.save}")
             self._recording.ask_save()
         if advice.move is not None:
-            self._moving = advice.move
+            self._change_workers(attempt, advice.move, advice.leaving, status)
+
+    def _change_workers(
+        self, attempt: WorkerGroup, why: str, leaving: frozenset[str], status: RunStatus
+    ) -> None:
+        """Have workers join, and those on nodes that are `leaving` leave: in memory where that can be, else all move."""
+        members = None
+        in_memory = attempt.can_regroup and status.able
+        if in_memory:
+            members = newcomers_for(leaving, self.spec, attempt, status, self._blame.left_out)
+        if members is not None:
+            self._change = PlannedChange(why, members, attempt, self._recording)
+            joining, gone = map(len, members)
+            self.progress.say(f"{why}: {joining} workers are to join, {gone} to leave, while it trains")
+        elif leaving or not in_memory:
+            self._moving = why
+            self._recording.ask_stop()
+
+    def _go_on_with(self, change: PlannedChange, status: RunStatus) -> None:
+        """Take the next step of a change of workers; where it cannot be done, the attempt moves."""
+        problem = change.look(status)
+        if problem is not None:
+            self._change = None
+            change.give_up(status)
+            self._warn(f"{problem}; all workers are restarted from a checkpoint instead")
+            self._moving = change.why
             self._recording.ask_stop()
 
     def _name(self) -> None:
@@ -290,7 +322,7 @@ class Supervisor:
         self._hear(status.recorder)
         self.progress.show(view.step, view.evaluation, view.total_steps)
         if attempt is not None and status.went_on is not None and view.attempt > self.summaries[-1].attempt:
-            self._went_on(attempt, view.attempt, status.went_on)
+            self._went_on(attempt, status, status.went_on)
         account, row = self.summaries[-1], view.step
         if attempt is None or row is None or row.attempt != account.attempt:
             return
@@ -313,20 +345,32 @@ class Supervisor:
                 account.attempt, row.step, self._recording.members, lambda: self._recording.recorder
             )
 
-    def _went_on(self, attempt: WorkerGroup, number: int, began: WentOn) -> None:
-        """The workers that are left go on in their processes: another attempt, which nothing was started for."""
-        before = self.summaries[-1]
-        why = [attempt.lost[rank] for rank in sorted(attempt.lost.keys() - self._outlived)]
+    def _went_on(self, attempt: WorkerGroup, status: RunStatus, began: WentOn) -> None:
+        """Workers go on in their processes, without those that were lost or left, and with those that joined: another attempt."""
+        before, number = self.summaries[-1], status.view.attempt
+        why = [attempt.lost[worker] for worker in sorted(attempt.lost.keys() - self._outlived)]
         self._outlived |= attempt.lost.keys()
+        account = AttemptSummary(
+            number, began.workers, began.at, from_step=began.step, in_memory=True, joined=began.joined
+        )
+        attempt.let_in(status.numbers)
+        change = self._change
+        if change is not None and change.is_done(status):
+            self._change = None
+            why.append(change.why)
+            joined = [status.everyone[worker] for worker in change.members.joining]
+            account.standbys = self._standbys.took(joined, change.began_at)
+            self._cluster.changed(began.workers)
+        else:
+            self._cluster.outlived(began.workers)
         before.why = "; ".join(why) or "a connection between workers was lost"
         before.ended, before.last_step = began.at, max(before.last_step, began.step)
-        account = AttemptSummary(number, began.workers, began.at, from_step=began.step, in_memory=True)
         self.summaries.append(account)
         self.origin = replace(self.origin, attempt=number)
         self._before = {"detection": began.at}
-        self._cluster.outlived(began.workers)
+        more = f", and {began.joined} join them" if began.joined else ""
         self.progress.say(
-            f"attempt {before.attempt} ended: {before.why}; the others go on from step {began.step}"
+            f"attempt {before.attempt} ended: {before.why}; the others go on from step {began.step}{more}"
         )
         self._tell_summaries()
 

@@ -7,17 +7,20 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.attempts.mailbox import ANSWER_S, LOST
+from lockstep.attempts.newcomers import NewcomerPlace, Newcomers
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
 from lockstep.attempts.stages import Moments
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.answers import answer_of
 from lockstep.errors import ClusterError, LockstepError, first_line
+from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
 
 END_S = 150.0
@@ -40,7 +43,9 @@ class WorkerGroup:
         self.error: LockstepError | None = None
         self.moments = Moments()
         self.lost: dict[int, str] = {}
-        """Why workers are gone that the others have outlived, by the rank that they began with."""
+        """Why workers are gone that the others have outlived, by the numbers that they have at roll calls: the rank that they began with."""
+        self.can_regroup = True
+        """Whether Ray Train's group lets its workers go on in another one."""
         self.origin = origin
         self._spec, self._mailbox = spec, mailbox
         self._trainer: Any = None
@@ -54,6 +59,8 @@ class WorkerGroup:
         }
         self._place = place
         self._environment = environment
+        self.newcomers = Newcomers(self._config, self._newcomer_lost)
+        self._inside: frozenset[int] = frozenset()
 
     def start(self) -> None:
         self._started = True
@@ -63,6 +70,7 @@ class WorkerGroup:
         """End its workers, and wait until that is known; nothing where it was not started. ClusterError where it stays unknown."""
         if not self._started:
             return
+        self.newcomers.end()
         if self._trainer is not None:
             self._trainer.end_workers()
         if not self.over.wait(END_S):
@@ -75,9 +83,60 @@ class WorkerGroup:
         """Let the attempt end with the workers that are lost, though others were to go on."""
         self._given_up = True
 
+    @property
+    def each(self) -> dict[str, float]:
+        """What a worker is given."""
+        return self._place.each
+
+    def let_in(self, numbers: Collection[int]) -> None:
+        """These are the workers of the group that now trains, by their numbers."""
+        self._inside = frozenset(numbers)
+
+    def vacant(self, everyone: Mapping[int, Joined]) -> dict[int, str]:
+        """The places of lost workers of Ray Train's, which it keeps: the node of each by the index of its bundle."""
+        _, bundles = self._bundles()
+        taken = {self.newcomers.places[number].bundle for number in self.newcomers.living()}
+        return {
+            bundles[rank]: everyone[rank].node
+            for rank in sorted(bundles.keys() & self.lost.keys() & everyone.keys())
+            if bundles[rank] not in taken
+        }
+
+    def start_newcomers(
+        self, places: Sequence[NewcomerPlace], everyone: Mapping[int, Joined]
+    ) -> tuple[int, ...]:
+        """Start a newcomer at each of these places; their numbers. `everyone` are all workers so far, of whom one lives."""
+        first = 1 + max([*everyone, *self.newcomers.places, self._place.workers - 1])
+        nodes = list(dict.fromkeys(one.node for one in everyone.values()))
+        new = [node for node in dict.fromkeys(place.node for place in places) if node not in nodes]
+        names = {node: f"node-{len(nodes) + i}" for i, node in enumerate(new)}
+        numbered = dict(enumerate(places, first))
+        runtime_env = next(iter(everyone.values())).runtime_env
+        self.newcomers.start(numbered, self._place.each, runtime_env, self._bundles()[0], names)
+        return tuple(numbered)
+
+    def _bundles(self) -> tuple[Any, dict[int, int]]:
+        return self._trainer.bundles() if self._trainer is not None else (None, {})
+
+    def _newcomer_lost(self, number: int, text: str) -> None:
+        """Called in a thread of its own."""
+        inside = number in self._inside
+        if inside:
+            self.lost[number] = f"worker {number}, which had joined, was lost: {why_lost(text)}"
+        else:
+            self.newcomers.failed[number] = why_lost(text)
+        with suppress(*LOST):  # without the mailbox nobody goes on
+            answer_of(self._mailbox.lose.remote(number), "the run's mailbox", ANSWER_S)
+
+    def _others(self) -> bool:
+        """Whether newcomers train. Asked in the thread of Ray's controller, at each look."""
+        return bool(self._inside & self.newcomers.living()) and not self._given_up
+
     def _outlived(self, lost: Mapping[int, str]) -> bool:
         """Whether the other workers go on without these. Asked in the thread of Ray's controller, at each look."""
         for rank in sorted(lost.keys() - self.lost.keys()):
+            if self._inside and rank not in self._inside:  # it had left the run before
+                continue
             self.lost[rank] = f"rank {rank} of {self._place.workers} was lost: {why_lost(lost[rank])}"
             try:
                 goes_on: bool = answer_of(self._mailbox.lose.remote(rank), "the run's mailbox", ANSWER_S)
@@ -99,6 +158,9 @@ class WorkerGroup:
         except Exception as error:  # noqa: BLE001 - whatever ended the attempt is told by the driver
             self.error = ClusterError(ended_by(error, self._place.workers))
         finally:
+            if self.error is None and self.lost:
+                self.error = ClusterError("; ".join(self.lost[number] for number in sorted(self.lost)))
+            self.newcomers.end()
             self.moments.note("teardown")
             self.over.set()
 
@@ -131,6 +193,7 @@ class WorkerGroup:
         if unavailable("driver trainer"):
             from lockstep.attempts.public_trainer import PublicTrainer
 
+            self.can_regroup = False
             return PublicTrainer(
                 self._config,
                 scaling_config=ScalingConfig(**scaling),
@@ -148,7 +211,10 @@ class WorkerGroup:
             train_loop_config=self._config,
             scaling_config=ChosenNodes(**scaling, choose=partial(nodes_for, place)),
             torch_config=torch_config,
-            run_config=RunConfig(**run, callbacks=[StageTimes(self.moments.note), Losses(self._outlived)]),
+            run_config=RunConfig(
+                **run,
+                callbacks=[StageTimes(self.moments.note), Losses(self._outlived, self._others)],
+            ),
         )
 
 

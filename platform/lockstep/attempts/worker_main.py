@@ -1,15 +1,17 @@
-"""What each Ray Train worker runs: it joins the group, loads the job and hands over to `fit`."""
+"""What each worker runs: it joins the group, loads the job and hands over to `fit`; a newcomer to `join`."""
 
 from __future__ import annotations
 
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import ray.train
 import ray.train.torch
+import torch
 
 from lockstep.attempts.mailbox import MailboxRollCalls, wait_for_run_id, wait_until_named
 from lockstep.attempts.sender import Sender
@@ -17,14 +19,16 @@ from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
 from lockstep.attempts.worker_output import output_told
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import Broke, Printed, Sampled, StageEnded, Tell, tell_nobody
 from lockstep.record.system import sampled
+from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
-from lockstep.training.loop import fit
+from lockstep.training.loop import fit, join
 from lockstep.training.meeting import Meeting
 from lockstep.training.recovery import Seat, next_attempt
 from lockstep.training.requests import NoRequests
@@ -33,8 +37,8 @@ from lockstep.training.requests import NoRequests
 class RankZeroRequests:
     """What the driver asks of rank 0: it comes with the answers to what is told."""
 
-    def __init__(self, sender: Sender, mailbox: Any) -> None:
-        self._sender, self._mailbox = sender, mailbox
+    def __init__(self, sender: Sender, mailbox: Any, attempt: int) -> None:
+        self._sender, self._mailbox, self._attempt = sender, mailbox, attempt
         self._named = False
 
     def stop(self) -> bool:
@@ -42,6 +46,9 @@ class RankZeroRequests:
 
     def save(self) -> bool:
         return self._sender.save()
+
+    def regroup(self) -> bool:
+        return self._sender.regroup() == self._attempt
 
     def run_id(self) -> str:
         return wait_for_run_id(self._mailbox)
@@ -55,20 +62,24 @@ class RankZeroRequests:
 
 
 class Place:
-    """A worker's place in the run: the attempt that it is part of, and its number, the rank that it began with."""
+    """A worker's place in the run: the attempt that it is part of, and its number, the rank that it began with.
 
-    def __init__(self, mailbox: Any, attempt: int, number: int) -> None:
-        self.attempt, self._first, self._number = attempt, attempt, number
-        self._mailbox = mailbox
+    A newcomer's is given by the driver; it is part of no attempt before it is let in.
+    """
+
+    def __init__(self, mailbox: Any, attempt: int, number: int, *, newcomer: bool = False) -> None:
+        self.attempt, self._first, self._number = 0 if newcomer else attempt, attempt, number
+        self._mailbox, self._newcomer = mailbox, newcomer
         self.sender = Sender(lambda events: mailbox.tell.remote(self.attempt, events))
 
     def meeting(self) -> Meeting:
-        """How this worker meets the others that are left after a loss."""
+        """How this worker meets the others where they form another group."""
 
         def seated(group: Group, attempt: int, before: Seat) -> Seat:
             return self.seated(group, attempt, next_attempt(before.origin, attempt))
 
-        client = MailboxRollCalls(self._mailbox, self._first, self._number)
+        joined = listening(self._number, imported_at()) if self._newcomer else None
+        client = MailboxRollCalls(self._mailbox, self._first, self._number, joined)
         return Meeting(self._first, self._number, ray.util.get_node_ip_address(), client, seated)
 
     def seated(self, group: Group, attempt: int, origin: AttemptOrigin | None) -> Seat:
@@ -76,15 +87,19 @@ class Place:
         self.attempt = attempt
         if group.rank > 0:
             return Seat(group, tell_nobody, NoRequests(), origin)
-        return Seat(group, self.sender.tell, RankZeroRequests(self.sender, self._mailbox), origin)
+        return Seat(group, self.sender.tell, RankZeroRequests(self.sender, self._mailbox, attempt), origin)
 
 
-def system_recorded(tell: Tell) -> AbstractContextManager[None]:
-    """Sample the node that this worker is on, where it is the first one there."""
+def own_node() -> str | None:
+    """The name of the node that this worker is on, where it is the first one of Ray Train's there."""
     place = ray.train.get_context()
-    if place.get_local_rank() > 0:
+    return None if place.get_local_rank() > 0 else f"node-{place.get_node_rank()}"
+
+
+def system_recorded(tell: Tell, node: str | None) -> AbstractContextManager[None]:
+    """Sample the node that this worker is on, under this name."""
+    if node is None:
         return nullcontext()
-    node = f"node-{place.get_node_rank()}"
     return sampled(lambda values: tell(Sampled(node, time.time(), values)))
 
 
@@ -94,28 +109,53 @@ def worker_main(config: dict[str, Any]) -> None:
     `config`: the spec's document, the mailbox, the folder that it was started in, which attempt of which run this is, and the
     job's files where they lie in no folder.
     """
-    arrived, folder = time.time(), config["folder"]
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    arrived = time.time()
     group = Group.join(ray.train.torch.get_device())
     place = Place(config["mailbox"], config["origin"].attempt, group.rank)
-    sender = place.sender
-    sender.tell(listening(group.rank, imported_at()))
+    place.sender.tell(listening(group.rank, imported_at()))
     if group.rank == 0:
-        sender.tell(StageEnded("arrival", arrived))
+        place.sender.tell(StageEnded("arrival", arrived))
+    with _told(place.sender, f"rank {group.rank}", group.rank):
+        seat = place.seated(group, place.attempt, config["origin"])
+        with _surroundings(config, place, group.rank, own_node()) as (spec, job, meeting):
+            fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, meeting)
+
+
+def newcomer_main(config: dict[str, Any], number: int, node: str | None) -> None:
+    """Train as a worker that joins a run which goes on: its number is `number`, and `node` the name of a node that nobody samples yet.
+
+    `config` is that of the others.
+    """
+    place = Place(config["mailbox"], config["origin"].attempt, number, newcomer=True)
+    with (
+        _told(place.sender, f"worker {number}", number),
+        _surroundings(config, place, number, node) as (spec, job, meeting),
+    ):
+        join(spec, job, torch.device("cpu"), meeting, config["origin"])
+
+
+@contextmanager
+def _told(sender: Sender, who: str, number: int) -> Iterator[None]:
+    """Have what ends a worker be told, and all that it told before arrive."""
     try:
-        _train(config, place, place.seated(group, place.attempt, config["origin"]))
+        yield
     except Exception as error:
-        known = as_lockstep_error(error, f"rank {group.rank}")
-        sender.tell(Broke(type(known)(str(known)), traceback.format_exc(), group.rank, known.place))
+        known = as_lockstep_error(error, who)
+        sender.tell(Broke(type(known)(str(known)), traceback.format_exc(), number, known.place))
         raise
     finally:
         sender.close()
 
 
-def _train(config: dict[str, Any], place: Place, seat: Seat) -> None:
-    name = f"attempt-{config['origin'].attempt}-rank-{seat.group.rank}"
-    tell = place.sender.tell
+@contextmanager
+def _surroundings(
+    config: dict[str, Any], place: Place, number: int, node: str | None
+) -> Iterator[tuple[Spec, Job, Meeting]]:
+    """What a worker has around it while it trains: what it prints is told, its node is sampled. The spec, the job, and where it meets the others."""
+    folder, tell = config["folder"], place.sender.tell
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = f"attempt-{config['origin'].attempt}-rank-{number}"
 
     def print_on(stream: str, text: str) -> None:
         tell(Printed(f"{name}-{stream}", text))
@@ -123,6 +163,5 @@ def _train(config: dict[str, Any], place: Place, seat: Seat) -> None:
     spec, replay = validate(config["spec"]), config["origin"].replay
     source = replay.source if replay is not None else config["source"]
     recorded = imported_from(source) if source else nullcontext()
-    with system_recorded(tell), output_told(print_on), recorded, place.meeting() as meeting:
-        job = load_job(spec.job.use, spec.job.params)
-        fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, meeting)
+    with system_recorded(tell, node), output_told(print_on), recorded, place.meeting() as meeting:
+        yield spec, load_job(spec.job.use, spec.job.params), meeting

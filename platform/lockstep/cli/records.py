@@ -266,7 +266,7 @@ def _attempts(attempts: list[dict[str, Any]]) -> str:
             spent = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in attempt["seconds"].items())
             how = f"{attempt['standbys']} standby workers"
             if attempt.get("in_memory"):  # earlier versions knew none
-                how = "in memory"
+                how = f"in memory, {attempt['joined']} joined" if attempt.get("joined") else "in memory"
             lines.append(
                 f"  began {attempt['lost_s']:.1f} s after the last step, {attempt['repeated']} steps repeated, {how}: {spent}"
             )

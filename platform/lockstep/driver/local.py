@@ -93,6 +93,9 @@ class LocalRun:
     def save(self) -> bool:
         return False
 
+    def regroup(self) -> bool:
+        return False
+
     def run_id(self) -> str:
         return self.recorder.run_id()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.record import ledger
 from lockstep.record.events import EvaluationRow, Restored, Segment, StepRow
@@ -17,6 +17,17 @@ from lockstep.record.segments import end_of, evaluations_in, seal, steps_in
 
 Put = Callable[[Segment, bytes], object]
 """Writes the file of a segment, whole and flushed. It may be called again for a segment that is there."""
+
+
+class HandedRows(NamedTuple):
+    """The rows of a run, as one worker hands them to another."""
+
+    segments: tuple[Segment, ...]
+    full: tuple[Rows | tuple[Segment, bytes], ...]
+    steps: tuple[StepRow, ...]
+    evaluations: tuple[EvaluationRow, ...]
+    reached: int
+    evaluated: int
 
 
 class History:
@@ -72,6 +83,21 @@ class History:
         steps = [row for rows in full for row in rows.steps]
         evaluations = [row for rows in full for row in rows.evaluations]
         return Restored((*steps, *self.steps), (*evaluations, *self.evaluations), tuple(self.segments))
+
+    def handed(self) -> HandedRows:
+        """All that is held, for a worker that holds nothing. Nothing may be saving."""
+        with self._sealing:
+            full = tuple(self._full)
+        rows = tuple(self.steps), tuple(self.evaluations)
+        return HandedRows(tuple(self.segments), full, *rows, self.reached, self._evaluated)
+
+    @classmethod
+    def of(cls, handed: HandedRows) -> History:
+        """The same rows in another process."""
+        history = cls(handed.segments, handed.reached)
+        history.steps, history.evaluations = list(handed.steps), list(handed.evaluations)
+        history._full, history._evaluated = list(handed.full), handed.evaluated
+        return history
 
     def _close(self) -> None:
         """The open segment is full."""

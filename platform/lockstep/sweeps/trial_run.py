@@ -94,6 +94,9 @@ class TrialRun:
     def save(self) -> bool:
         return self._sender.save()
 
+    def regroup(self) -> bool:
+        return False
+
     def run_id(self) -> str:
         run_id: str = answer_of(self._recorders.run_id.remote(self._key), RECORDER, ANSWER_S)
         return run_id

@@ -36,7 +36,7 @@ from lockstep.training.requests import Requests
 from lockstep.training.state import TrainState
 
 GRACE_S = 30.0
-"""How long an attempt that broke waits for the save in flight."""
+"""How long an attempt that broke, or whose workers change, waits for the save in flight."""
 
 
 # --- taking up ----------------------------------------------------------------------------------------------
@@ -286,6 +286,12 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.settle()
             self._end_if_stale(self._saver)
+
+    def leave(self) -> None:
+        """Finish the save in flight before the ranks form another group, but for one to which a rank that is lost meanwhile has a part."""
+        if self._saver is not None:
+            self._saver.wait(GRACE_S)
+            self._saver.close(abandon=True)
 
     def __enter__(self) -> Checkpoints:
         return self

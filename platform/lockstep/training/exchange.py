@@ -33,12 +33,13 @@ class Totals(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks know of each other: the step's totals, the buffers that were written to, whether any asks to stop or to save, and how long each takes for a micro-batch."""
+    """What the ranks know of each other: the step's totals, the buffers that were written to, whether any asks to stop, to save or to form another group, and how long each takes for a micro-batch."""
 
     totals: Totals
     flagged: list[int]
     stop: bool
     save: bool
+    regroup: bool
     pace: list[float]
 
 
@@ -46,7 +47,7 @@ class Exchange:
     """Collects one row a micro-batch and one flag a buffer, and gives every rank all of them.
 
     What a rank sends, in float64: a row for each micro-batch of its range, as many as in the longest range (total
-    and weight of the loss, then of each part); the flags; its wishes to stop and to save; its own pace.
+    and weight of the loss, then of each part); the flags; its wishes to stop, to save and to regroup; its own pace.
     """
 
     def __init__(self, group: Group, micro_batches: int, parts: Sequence[str], flags: int) -> None:
@@ -58,7 +59,7 @@ class Exchange:
         self.flags = flags
         self._values: list[Tensor | float] = []
         self._flagged: Sequence[int] = ()
-        self._votes = (0.0, 0.0)
+        self._votes = (0.0, 0.0, 0.0)
         self._messages: Tensor | None = None
         self._work: Any = None
 
@@ -78,9 +79,9 @@ class Exchange:
         """Note which buffers the update of this step changed; only the rank of micro-batch 0 does."""
         self._flagged = buffers
 
-    def vote(self, *, stop: bool, save: bool = False) -> None:
-        """Note whether this rank asks to end the run after this step, or to save its state then."""
-        self._votes = float(stop), float(save)
+    def vote(self, *, stop: bool, save: bool = False, regroup: bool = False) -> None:
+        """Note whether this rank asks to end the run after this step, to save its state then, or to form another group."""
+        self._votes = float(stop), float(save), float(regroup)
 
     def close(self, pace: float = 0.0) -> None:
         """All is noted: what this rank has to say is ready to be sent. `pace` is its time for a micro-batch, in seconds."""
@@ -89,7 +90,7 @@ class Exchange:
         sent = self._values + [0.0] * (length - len(self._values))
         for b in self._flagged:
             sent[self.rows * self.width + b] = 1.0
-        sent[-3:] = *self._votes, pace
+        sent[-4:] = *self._votes, pace
         self._values, self._flagged = [], ()
         self._messages = (
             torch.tensor(sent, dtype=torch.float64) if device.type == "cpu" else _on_device(sent, device)
@@ -129,10 +130,10 @@ class Exchange:
             for assigned, message in zip(self.ranges, messages, strict=True)
             for i in range(len(clip(assigned, micro_batches)))
         ]
-        flags = messages[0][self.rows * self.width : -3]  # rank 0 is the one that runs micro-batch 0
+        flags = messages[0][self.rows * self.width : -4]  # rank 0 is the one that runs micro-batch 0
         flagged = [b for b, value in enumerate(flags) if value]
-        stop, save = (any(message[i] for message in messages) for i in (-3, -2))
-        return Agreed(self._totals(rows), flagged, stop, save, [message[-1] for message in messages])
+        stop, save, regroup = (any(message[i] for message in messages) for i in (-4, -3, -2))
+        return Agreed(self._totals(rows), flagged, stop, save, regroup, [message[-1] for message in messages])
 
     def _totals(self, rows: list[list[float]]) -> Totals:
         columns = [_sum_in_order(column) for column in zip(*rows, strict=True)]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 from lockstep.errors import ClusterError
 from lockstep.spec.fields import Spec
@@ -21,6 +22,9 @@ from lockstep.training.connections import Sockets, close, connected, opened_sinc
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others in one collective before it gives up."""
+
+FIRST_FORMED = 1_000_000
+"""More groups than a process makes in any other way."""
 
 SPARE_DESCRIPTORS = 128
 """Files that a worker opens beside its connections: data, loader processes, checkpoints, the record."""
@@ -55,23 +59,25 @@ class Group:
         return cls(dist.get_rank(), dist.get_world_size(), device, channel)._with_sockets(before)
 
     @classmethod
-    def formed(cls, rank: int, size: int, device: torch.device, store: Any) -> Group:
+    def formed(cls, rank: int, size: int, device: torch.device, store: Any, number: int) -> Group:
         """A group of processes that have met at `store`, over gloo, apart from any default process group.
 
-        Raises torch's RuntimeError where a member is lost meanwhile.
+        `number` is the same for all of them, and another one for each group that one of them forms. Raises torch's RuntimeError where a member is lost meanwhile.
         """
         if size == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(size, groups=1)
         before = connected()
         hidden, dist.group.WORLD = dist.group.WORLD, None
+        # torch names a group by how many its process has made, and looks for the others under that name: a newcomer has made fewer.
+        made, _world.group_count = _world.group_count, FIRST_FORMED + number
         try:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
             )
             channel = dist.group.WORLD
         finally:
-            dist.group.WORLD = hidden
+            dist.group.WORLD, _world.group_count = hidden, made
         return cls(rank, size, device, channel, store)._with_sockets(before)
 
     def _with_sockets(self, before: Sockets) -> Group:
@@ -86,11 +92,11 @@ class Group:
 
     @property
     def can_abort(self) -> bool:
-        """Whether this group can be broken off: with gloo, where the system lists its connections.
+        """Whether this group can be broken off: with gloo, where the system lists its connections. One of a single rank has none.
 
         A kernel of NCCL waits for a lost rank until it is aborted from outside.
         """
-        return bool(self.sockets)
+        return bool(self.sockets) or (self.size == 1 and self.device.type == "cpu")
 
     def break_off(self) -> None:
         """Break off what is under way, from any thread: whoever waits in a collective of the group gets an error."""
@@ -121,6 +127,14 @@ class Group:
         gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, gathered, dst=0, group=self.channel)
         return gathered
+
+    def given(self, value: Any, source: int) -> Any:
+        """`value` of rank `source`, on every rank. For objects outside the step."""
+        if self.size == 1:
+            return value
+        given = [value if self.rank == source else None]
+        dist.broadcast_object_list(given, group_src=source, group=self.channel)
+        return given[0]
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on every rank with that of rank 0."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lockstep.record.events import (
     StepRow,
     Straggling,
     Tell,
+    tell_nobody,
 )
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -41,8 +42,17 @@ from lockstep.training.final_model import keep_final_model
 from lockstep.training.group import Group
 from lockstep.training.not_finite import looked_into
 from lockstep.training.pace import Pace
-from lockstep.training.recovery import Recovery, Seat, can_recover, is_lost_peer, outlived
-from lockstep.training.requests import Requests
+from lockstep.training.recovery import (
+    LeftError,
+    Recovery,
+    RegroupError,
+    Seat,
+    can_recover,
+    is_lost_peer,
+    let_in,
+    regrouped,
+)
+from lockstep.training.requests import NoRequests, Requests
 from lockstep.training.setup import Run, prepare
 from lockstep.training.state import tensors
 from lockstep.training.step import StepResult
@@ -65,14 +75,11 @@ def fit(
     """Train one run to its end as one worker of `group`. Returns its summary, the same on every rank.
 
     `tell` takes the run's events, and `requests` is what others ask of it. None where `requests.go_on` says that nobody wants
-    more of the run: nothing is told of such an end. `origin` tells which attempt of which run this is; without one nothing is
-    saved and nothing taken up. `recovery` is where the workers meet that outlive another one; without it the loss of one ends them all. Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
+    more of the run, or where this worker leaves it: nothing is told of such an end. `origin` tells which attempt of which run this is;
+    without one nothing is saved and nothing taken up. `recovery` is where the workers meet to go on in another group; without it the loss
+    of one ends them all. Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
     """
-    with (
-        determinism(spec.determinism, spec.threads),
-        others_out_of_sight(),
-        private(spec.record.private),
-    ):
+    with surroundings(spec):
         run = prepare(spec, job, group, tell, origin)
         tell(Started(run.facts))
         tell(run.history.past())
@@ -81,15 +88,48 @@ def fit(
         outlives = recovery is not None and can_recover(spec, group, run.state, origin)
         if recovery is not None and outlives:
             recovery.ready(seat)
-        while True:
-            try:
-                return train(run, seat, hasty=outlives)
-            except Exception as error:
-                if recovery is None or not outlives or not is_lost_peer(error):
-                    raise
-                lost = error
-            run, seat = outlived(run, seat, recovery, lost)
-            del lost  # its frames hold what the step that was left had computed
+        return train_on(run, seat, recovery if outlives else None)
+
+
+def join(
+    spec: Spec, job: Job, device: torch.device, recovery: Recovery, origin: AttemptOrigin | None
+) -> dict[str, Any] | None:
+    """Train a run that goes on elsewhere to its end, as a worker that is handed its state. Returns its summary, as `fit` does.
+
+    `origin` is that of the attempt which the others began with. None where they let this worker in no more, or it leaves again.
+    """
+    with surroundings(spec):
+        alone = Seat(Group(0, 1, device), tell_nobody, NoRequests(), origin)
+        run = prepare(spec, job, alone.group, tell_nobody, newcomer=True)
+        entered = let_in(run, alone, recovery)
+        return None if entered is None else train_on(*entered, recovery)
+
+
+@contextmanager
+def surroundings(spec: Spec) -> Iterator[None]:
+    """What a run needs of its process for as long as it is in it."""
+    with (
+        determinism(spec.determinism, spec.threads),
+        others_out_of_sight(),
+        private(spec.record.private),
+    ):
+        yield
+
+
+def train_on(run: Run, seat: Seat, recovery: Recovery | None) -> dict[str, Any] | None:
+    """Train to the end, in one group after another where there is a `recovery`."""
+    while True:
+        try:
+            return train(run, seat, hasty=recovery is not None)
+        except Exception as error:
+            if recovery is None or not (isinstance(error, RegroupError) or is_lost_peer(error)):
+                raise
+            cause = error
+        try:
+            run, seat = regrouped(run, seat, recovery, cause)
+        except LeftError:
+            return None
+        del cause  # its frames hold what the step that was left had computed
 
 
 def tell_compiled(run: Run, tell: Tell) -> None:
@@ -100,10 +140,13 @@ def tell_compiled(run: Run, tell: Tell) -> None:
 
 
 def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None:
-    """Take the steps that are left, from the state as it is. `hasty`: others go on where a rank of this group is lost."""
+    """Take the steps that are left, from the state as it is. `hasty`: others go on where a rank of this group is lost.
+
+    Raises RegroupError after the step that is asked to be the last one of this group.
+    """
     tell, requests, origin = seat.tell, seat.requests, seat.origin
     clock, pace, watch = Clock(origin), Pace(run.group), Watch(run, origin)
-    stopped = False
+    stopped = members_change = False
     with (
         looked_into(run, tell, origin),
         run.checkpoints(tell, requests, origin) as checkpoints,
@@ -116,7 +159,10 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
         checkpoints.make_up()
         for position in run.ahead(over):
             watch.begin(position)
-            result = run.step(position, batches, stop=requests.stop(), save=checkpoints.wanted())
+            regroup = hasty and requests.regroup()
+            result = run.step(
+                position, batches, stop=requests.stop(), save=checkpoints.wanted(), regroup=regroup
+            )
             row = clock.row(run, position, result, batches)
             note_step(run, row)
             run.step.digests.compare()
@@ -138,7 +184,15 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
                 break
             if evaluated and position.number < run.plan.total_steps and not goes_on(run, requests):
                 return None
-        checkpoints.finish()
+            if result.regroup and position.number < run.plan.total_steps:
+                members_change = True
+                break
+        if members_change:
+            checkpoints.leave()
+        else:
+            checkpoints.finish()
+    if members_change:
+        raise RegroupError(f"the workers could not form another group after step {run.state.counters.step}")
 
     summary = summarise(run, clock, stopped=stopped, checkpoint=checkpoints.newest)
     peaks = run.group.gather(peak_memory(run.group.device))

@@ -1,4 +1,4 @@
-"""How the workers that are left after a loss form a new group: they report at a roll call, and connect as it says.
+"""How workers form the next group of a run, after a loss or with newcomers: they report at a roll call, and connect as it says.
 
 The roll call is kept by a process that is none of the workers. Each worker that comes serves a store; the group is
 formed at that of its new rank 0.
@@ -18,11 +18,14 @@ from typing import Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.training.group import Group
-from lockstep.training.recovery import Seat
-from lockstep.training.roll_call import Answer, Arrival, Progress, Refused
+from lockstep.training.recovery import LeftError, Seat
+from lockstep.training.roll_call import Answer, Arrival, Dismissed, Formation, Progress
 
 ASK_S = 0.02
 """How often a worker that waits asks whether all have come."""
+
+WAIT_S = 0.2
+"""How often a newcomer asks whether it is let in."""
 
 LISTEN_S = 1.0
 """How often a worker that trains asks whether there is a roll call."""
@@ -38,7 +41,9 @@ class RollCallClient(Protocol):
 
     def arrive(self, attempt: int, arrival: Arrival) -> None: ...
 
-    def ask(self, attempt: int) -> Answer: ...
+    def enter(self, arrival: Arrival) -> None: ...
+
+    def ask(self, attempt: int | None) -> Answer: ...
 
     def called(self) -> int | None: ...
 
@@ -67,11 +72,20 @@ class Meeting:
         """Come to roll calls from now on."""
         self._group = seat.group
         self._client.ready()
-        self._thread = threading.Thread(target=self._listen, name="lockstep-roll-call", daemon=True)
-        self._thread.start()
+        self._begin_to_listen()
 
-    def regroup(self, seat: Seat, progress: Progress) -> Seat | None:
-        """The place in the group of those that are left, once all have come; None where the attempt must end."""
+    def enter(self, seat: Seat) -> Seat | None:
+        """Wait, as a newcomer, to be let in by the workers of a run; the place in their new group, None where they let nobody in."""
+        self._client.enter(Arrival(None, self._host, 0))
+        while (answer := self._client.ask(None)) is None:
+            time.sleep(WAIT_S)
+        if not isinstance(answer, Formation):
+            return None
+        self._begin_to_listen()
+        return self._connected(seat, answer, None)
+
+    def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
+        """The place in the next group, once all have come; None where the attempt must end. LeftError where this worker leaves."""
         with self._lock:
             self._group = None
         timeout = timedelta(seconds=CONNECT_S)
@@ -79,16 +93,22 @@ class Meeting:
         self._client.arrive(self._attempt, Arrival(progress, self._host, own.port))
         while (answer := self._client.ask(self._attempt)) is None:
             time.sleep(ASK_S)
-        if isinstance(answer, Refused):
+        if isinstance(answer, Dismissed):
+            raise LeftError("this worker leaves the run, which the others go on with")
+        if not isinstance(answer, Formation):
             return None
-        self._attempt = answer.attempt
+        return self._connected(seat, answer, own)
+
+    def _connected(self, seat: Seat, answer: Formation, own: TCPStore | None) -> Seat:
+        """The place in the group that a roll call says, once its members have connected at the store of its rank 0, which may be this one's `own`."""
+        self._attempt, timeout = answer.attempt, timedelta(seconds=CONNECT_S)
         rank, size = answer.workers.index(self._worker), len(answer.workers)
         store = own
-        if rank > 0:
+        if rank > 0 or store is None:
             store = TCPStore(answer.host, answer.port, is_master=False, timeout=timeout)
         store.set(f"here-{rank}", "")
         store.wait([f"here-{each}" for each in range(size)], timeout)
-        group = Group.formed(rank, size, seat.group.device, store)
+        group = Group.formed(rank, size, seat.group.device, store, answer.attempt)
         with self._lock:
             self._group = group
         return self._seated(group, self._attempt, seat)
@@ -104,6 +124,10 @@ class Meeting:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _begin_to_listen(self) -> None:
+        self._thread = threading.Thread(target=self._listen, name="lockstep-roll-call", daemon=True)
+        self._thread.start()
 
     def _listen(self) -> None:
         """Break the group off where a roll call is on, and this worker still waits for one that is lost."""

@@ -1,19 +1,23 @@
-"""The loss of a worker, outlived by the others in their processes.
+"""A run that goes on in memory in another group: a worker was lost, or some join and others leave.
 
 After each update all ranks hold the same state, and the plan runs on any number of them. So when one is lost, each of
 the others leaves its step, breaks the group off, and meets the rest of them (`Recovery.regroup`). They go on from the least of
 what they have done: a rank that had done more, which is one step or one evaluation, takes the state of one that had not. Then all
 compare what they hold, and take new ranges from the plan. Nothing is restarted or read from a disk.
 
+Where workers join or leave, all of the group meet after a step that they have agreed on (`RegroupError`), and break nothing off.
+A newcomer has built the run as at its start (`let_in`), holds nothing of it, and takes the state like a rank that had done more.
+
 Invariants:
 - Nothing of the step under way is kept: an update waits for no other rank, so it is done whole or not begun.
-- What went on is compared, bit for bit, before the next step.
+- What went on or was handed over is compared, bit for bit, before the next step.
 - Whoever meets is a new attempt: the one before can publish no checkpoint once this one has saved.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,6 +30,7 @@ from lockstep.checkpoint.tree import pack
 from lockstep.errors import ClusterError, DriftError
 from lockstep.failure_kinds import kind_of
 from lockstep.record.events import Started, Tell
+from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import check_same_state
 from lockstep.training.group import Group
@@ -46,16 +51,31 @@ class Seat(NamedTuple):
     origin: AttemptOrigin | None
 
 
+class RegroupError(ClusterError):
+    """The step is done after which the workers of this group are to form another one: some join or leave. Told where they cannot."""
+
+
+class LeftError(ClusterError):
+    """A worker has left the run, as was planned: the others go on with it."""
+
+
 class Recovery(Protocol):
-    """Where the workers of a run meet when one of them is lost. It does not live in any of them."""
+    """Where the workers of a run meet to form another group. It does not live in any of them."""
 
     def ready(self, seat: Seat) -> None:
-        """Say that this worker trains, and comes to `regroup` where another is lost."""
+        """Say that this worker trains, and comes to `regroup` where another is lost or it is asked to."""
 
-    def regroup(self, seat: Seat, progress: Progress) -> Seat | None:
-        """Wait for the others of the group; the place in the new one. None where the attempt must end.
+    def enter(self, seat: Seat) -> Seat | None:
+        """Say that this newcomer is ready, and wait until it is let in; the place in the new group. None where nobody lets it in.
 
-        The group of `seat` is broken off already. Raises torch's RuntimeError where another worker is lost meanwhile.
+        Raises torch's RuntimeError where another worker is lost meanwhile.
+        """
+
+    def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
+        """Wait for the others of the group; the place in the new one. None where the attempt must end, LeftError where this worker leaves.
+
+        Where a worker is lost, the group of `seat` is broken off already. A newcomer that has no state yet comes without `progress`.
+        Raises torch's RuntimeError where another worker is lost meanwhile.
         """
 
 
@@ -65,7 +85,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def can_recover(spec: Spec, group: Group, state: TrainState, origin: AttemptOrigin | None) -> bool:
-    """Whether this group outlives the loss of a member.
+    """Whether this group outlives the loss of a member, and lets others in.
 
     It does not where the others lack a part of the state (a sharded optimizer), where fewer workers would be another run
     (`reduction: native`), where a step changes the state before it is done (phases), where the backend cannot abort, and where
@@ -77,16 +97,19 @@ def can_recover(spec: Spec, group: Group, state: TrainState, origin: AttemptOrig
     return group.can_abort and spec.reduction == "exact" and not sharded and not phased and not replays
 
 
-def outlived(run: Run, seat: Seat, recovery: Recovery, lost: Exception) -> tuple[Run, Seat]:
-    """The run without the worker whose loss `lost` tells, and the place in its new group.
+def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tuple[Run, Seat]:
+    """The run in its next group, and the place there: without the worker whose loss `cause` tells, or after a `RegroupError`.
 
-    Raises `lost` where the attempt must end. A further loss meanwhile is outlived as well.
+    Raises `cause` where the attempt must end, LeftError where this worker leaves. A loss meanwhile is outlived as well.
     """
     before = seat
-    for _ in range(seat.group.size):  # each further time another worker is lost
+    planned = isinstance(cause, RegroupError)
+    # The roll call ends it: where nobody more is lost, the same step may not fail twice.
+    while True:
         run.step.abandon()
-        seat.group.abort()
-        seat = seat._replace(group=replace(seat.group, channel=None))
+        if not planned:
+            seat.group.abort()
+            seat = seat._replace(group=replace(seat.group, channel=None))
         counters = run.state.counters
         if (
             run.history.reached != counters.step
@@ -96,18 +119,46 @@ def outlived(run: Run, seat: Seat, recovery: Recovery, lost: Exception) -> tuple
             met = recovery.regroup(seat, Progress(counters.step, counters.evaluated))
             if met is None:
                 break
-            seat = met
+            if planned:  # all have come, so nobody waits in the old group any more
+                seat.group.abort()
+            seat, planned = met, False
             return taken_on(run, seat, before), seat
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-    raise lost
+            planned = False
+    raise cause
 
 
-def taken_on(run: Run, seat: Seat, before: Seat) -> Run:
-    """The run in its new group, which goes on from the least that a member has done."""
+def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
+    """A newcomer's run, which holds nothing yet, with the state that a worker hands over; None where nobody lets it in.
+
+    A loss meanwhile is outlived: the newcomer then comes to the roll call with nothing, as before.
+    """
+    alone, come = seat, recovery.enter
+    while True:
+        try:
+            met = come(seat)
+            if met is None:
+                return None
+            seat = met
+            return taken_on(run, seat, alone, holds=False), seat
+        except LeftError:
+            return None
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+        seat.group.abort()
+        seat = seat._replace(group=replace(seat.group, channel=None))
+        come = partial(recovery.regroup, progress=None)
+
+
+def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
+    """The run in its new group, which goes on from the least that a member has done. A newcomer `holds` nothing of it."""
     group = seat.group
-    agree_on_state(group, run.state)
+    source, newcomers = agree_on_state(group, run.state, holds=holds)
+    if newcomers:
+        run = with_past(run, group, source, holds=holds)
     counters = run.state.counters
     run.history.take_back(counters.step, counters.evaluated)
     run = run.in_group(group, seat.tell, seat.origin)
@@ -117,11 +168,16 @@ def taken_on(run: Run, seat: Seat, before: Seat) -> Run:
     return run
 
 
-def agree_on_state(group: Group, state: TrainState) -> None:
-    """Have every rank hold the state of one that has done the least. ClusterError where they then differ."""
+def agree_on_state(group: Group, state: TrainState, *, holds: bool = True) -> tuple[int, list[int]]:
+    """Have every rank hold the state of one that has done the least: that rank, and those that held nothing.
+
+    ClusterError where they then differ.
+    """
     counters, own_memory = state.counters, bool(state.job.state_dict())
-    every = group.gather((Progress(counters.step, counters.evaluated), own_memory))
-    source = min(range(group.size), key=lambda rank: (every[rank][0], rank))
+    own = Progress(counters.step, counters.evaluated) if holds else None
+    every: list[tuple[Progress | None, bool]] = group.gather((own, own_memory))
+    holding = {rank: progress for rank, (progress, _) in enumerate(every) if progress is not None}
+    source = min(holding, key=lambda rank: (holding[rank], rank))
     # A job's own state may have changed in the step that was left.
     if any(one != (every[source][0], False) for one in every):
         hand_over(group, state, source)
@@ -129,8 +185,29 @@ def agree_on_state(group: Group, state: TrainState) -> None:
         check_same_state(group, state)
     except DriftError as error:
         raise ClusterError(  # a checkpoint may still be right: another attempt
-            f"the workers that are left after a loss hold different states after step {state.counters.step}, and cannot go on"
+            f"the workers of a new group hold different states after step {state.counters.step}, and cannot go on"
         ) from error
+    return source, [rank for rank in range(group.size) if rank not in holding]
+
+
+def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
+    """The run of a newcomer with what rank `source` knows of it: its facts, and the rows so far. The others keep their own.
+
+    ClusterError on all ranks where a newcomer would compute other bits: on another machine or from other data.
+    """
+    own = group.rank == source
+    facts, rows = group.given((run.facts, run.history.handed()) if own else None, source)
+    # What a fork began from is known from its checkpoint, which a newcomer does not read.
+    mine = {**run.facts["fields"], "fork": facts["fields"].get("fork")}
+    others = [
+        name for name in sorted({*mine, *facts["fields"]}) if mine.get(name) != facts["fields"].get(name)
+    ]
+    for rank, names in enumerate(group.gather(others)):
+        if names:
+            raise ClusterError(
+                f"rank {rank}, which has just joined, has another {names[0]} than the others, and cannot go on with them"
+            )
+    return run if holds else replace(run, facts=facts, history=History.of(rows))
 
 
 def hand_over(group: Group, state: TrainState, source: int) -> None:
@@ -141,7 +218,7 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
     held = {name: tensor for name, tensor in packed.tensors.items() if isinstance(tensor, Tensor)}
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
     own = group.rank == source
-    skeleton, wanted = group.gather((packed.skeleton, shapes) if own else None)[source]
+    skeleton, wanted = group.given((packed.skeleton, shapes), source)
     taken: dict[str, Tensor] = {}
     for name, (dtype, shape) in wanted.items():
         tensor = held[name].detach() if own else torch.empty(shape, dtype=dtype)

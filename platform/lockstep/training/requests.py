@@ -6,13 +6,16 @@ from typing import Protocol
 
 
 class Requests(Protocol):
-    """Asked on every rank. `stop` and `save` never wait; `run_id` and `go_on` are asked of rank 0 alone and may."""
+    """Asked on every rank. `stop`, `save` and `regroup` never wait; `run_id` and `go_on` are asked of rank 0 alone and may."""
 
     def stop(self) -> bool:
         """Whether someone asks the run to end after the next step."""
 
     def save(self) -> bool:
         """Whether someone asks for a checkpoint after the next step: once for each time that it is asked."""
+
+    def regroup(self) -> bool:
+        """Whether someone asks this group to form another one after the next step, because workers join or leave it."""
 
     def run_id(self) -> str:
         """Wait until the run exists in its record; its id. RecordError where it never will."""
@@ -28,6 +31,9 @@ class NoRequests:
         return False
 
     def save(self) -> bool:
+        return False
+
+    def regroup(self) -> bool:
         return False
 
     def run_id(self) -> str:

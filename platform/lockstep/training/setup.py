@@ -141,13 +141,18 @@ def prepare(
     group: Group,
     tell: Tell,
     origin: AttemptOrigin | None = None,
+    *,
+    newcomer: bool = False,
 ) -> Run:
-    """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state."""
+    """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state.
+
+    A `newcomer` is given all that by another worker: it reads no checkpoint, and holds the state that a run begins with.
+    """
 
     def warn(text: str) -> None:
         tell(Warned(text))
 
-    start = find_start(spec, group, origin, warn)
+    start = None if newcomer else find_start(spec, group, origin, warn)
     tell(StageEnded("checkpoint", time.time()))
     train_data, eval_data = open_data(job, spec.seed)
     check_rules(spec, eval_data)
@@ -180,7 +185,8 @@ def prepare(
     facts = _facts(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if state.compiled is not None:
         facts = with_compiler(facts, state.compiled)
-    if group.rank == 0 and (start is None or start.fork):  # a run that goes on has looked before
+    begins = start is None or start.fork
+    if group.rank == 0 and begins and not newcomer:  # a run that goes on has looked before
         facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
     losses = " ".join(one.loss.hex() for one in rehearsal.values())
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": losses}, spec)

@@ -67,6 +67,8 @@ class StepResult:
     """Whether a rank asked to end the run after this step."""
     save: bool
     """Whether a rank asked to save the state after this step."""
+    regroup: bool
+    """Whether a rank asked to form another group after this step."""
     pace: list[float]
     """What each rank takes for a micro-batch of its own, in seconds."""
     digests: Digests | None = None
@@ -139,11 +141,17 @@ class Stepper:
         return [phase for phase in self.each_phase if phase.learn(frozen)]
 
     def __call__(
-        self, position: Position, batches: Iterator[Any], *, stop: bool = False, save: bool = False
+        self,
+        position: Position,
+        batches: Iterator[Any],
+        *,
+        stop: bool = False,
+        save: bool = False,
+        regroup: bool = False,
     ) -> StepResult:
         """Train on the global batch at `position`; `batches` gives this worker's micro-batches of it, in order.
 
-        `stop` is this rank's vote to end the run after the step, `save` that to save its state then.
+        `stop` is this rank's vote to end the run after the step, `save` that to save its state then, `regroup` that to form another group.
         """
         self.times.begin()
         phases = self._learning(position.number) if self.frozen.there else self.each_phase
@@ -156,7 +164,7 @@ class Stepper:
         count = len(clip(self.assigned, position.micro_batches))
         taken: dict[str, PhaseResult] = {}
         for phase, own in zip(phases, each_in_turn(batches, count, len(phases)), strict=True):
-            phase.exchange.vote(stop=stop, save=save)
+            phase.exchange.vote(stop=stop, save=save, regroup=regroup)
             last = phase is phases[-1]
             taken[phase.name] = self._take(phase, position, own, scale_down, last=last)
         return self._finished(position, phases, taken)
@@ -209,6 +217,7 @@ class Stepper:
             skipped=first.skipped,
             stop=first.agreed.stop,
             save=first.agreed.save,
+            regroup=first.agreed.regroup,
             pace=[sum(own) for own in zip(*(one.agreed.pace for one in taken.values()), strict=True)],
             digests=self.digests.taken(position),
         )

@@ -74,9 +74,9 @@ def test_workers_are_answered_with_what_is_asked_of_this_attempt() -> None:
     mailbox.ask_save()
     mailbox.ask_save()
     mailbox.ask_stop()
-    assert mailbox.tell(1, []) == (True, 2)
+    assert mailbox.tell(1, []) == (True, 2, 0)
     mailbox.begin(2)
-    assert mailbox.tell(2, []) == (False, 0)
+    assert mailbox.tell(2, []) == (False, 0, 0)
 
 
 def test_a_worker_that_asks_for_the_run_learns_its_id_or_why_there_is_none() -> None:
@@ -116,6 +116,28 @@ def test_workers_that_outlive_another_are_seen_as_the_next_attempt() -> None:
     mailbox.begin(3, workers=2)
     assert mailbox.status().went_on is None
     assert not mailbox.lose(0)  # nobody trains yet
+
+
+def test_a_newcomer_is_seen_once_it_is_let_in() -> None:
+    """What it tells before is recorded and ends nothing; the workers are asked in the answer to what they tell."""
+    mailbox = Mailbox()
+    mailbox.begin(1, workers=1)
+    mailbox.tell(1, [joined(0)])
+    mailbox.ready(1, 0)
+    mailbox.enter(1, joined(1), Arrival(None, "host", 0))
+    mailbox.tell(0, [Warned("its own")])
+    status = mailbox.status()
+    assert (status.numbers, status.waiting, list(status.view.members)) == ((0,), (1,), [0])
+    assert mailbox.ask_regroup(())
+    assert mailbox.tell(1, [step_row(7)]).regroup == 1
+    mailbox.arrive(1, 0, Arrival(Progress(7, 0), "host", 5))
+    status = mailbox.status()
+    assert isinstance(mailbox.ask(None, 1), Formation)
+    assert status.went_on is not None
+    assert (status.went_on.workers, status.went_on.joined, status.numbers) == (2, 1, (0, 1))
+    assert {rank: member.pid for rank, member in status.view.members.items()} == {0: 100, 1: 101}
+    mailbox.tell(2, [Broke(DeviceError("ECC"), "", rank=1)])
+    assert mailbox.status().view.device_ranks == {1}
 
 
 def test_workers_do_not_outlive_another_once_the_run_has_ended() -> None:

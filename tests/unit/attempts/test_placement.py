@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
+from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for, rooms_for_more
 from lockstep.attempts.standby import Standbys
 from lockstep.record.events import Joined
 
@@ -34,6 +34,19 @@ def test_workers_go_first_where_processes_stand_by() -> None:
     assert standing_by(a=1, b=2).first(placed(2, "a", "b", "c")).first == ("b", "b")
     assert standing_by(a=1, b=2).first(placed(4, "a", "c")).first == ("a",)  # b is gone
     assert standing_by().first(placed(4, "a")).first == ()
+
+
+def test_newcomers_go_first_where_a_lost_worker_has_left_its_place() -> None:
+    """Then where most is free; to no node that goes, and to no place there."""
+    free = {"a": {"CPU": 1.0}, "b": {"CPU": 2.0}, "gone": {"CPU": 8.0}}
+    vacant = {3: "a", 1: "gone", 0: "b"}
+
+    def rooms(most: int) -> list[tuple[str, int | None]]:
+        return rooms_for_more(most, {"CPU": 1.0}, free, vacant, {"a", "b"})
+
+    assert rooms(9) == [("b", 0), ("a", 3), ("b", None), ("b", None), ("a", None)]
+    assert rooms(1) == [("b", 0)]
+    assert rooms(0) == rooms(-1) == []
 
 
 def test_each_worker_has_a_node_by_what_is_free() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from lockstep.record import segments
@@ -65,3 +67,25 @@ def test_the_newest_step_is_known_whatever_holds_its_row(monkeypatch: pytest.Mon
     blocks = {name: block() for name, block in saving.blocks().items()}
     assert History.restored(blocks, written).reached == whole.reached == 4
     assert History(reached=7).reached == 7  # a fork, which did not take those steps
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_rows_that_are_handed_to_another_process_go_on_there(
+    writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held, full or in written segments: told and saved alike from then on, and what one adds the other has not."""
+    monkeypatch.setattr(segments, "SEGMENT_STEPS", 2)
+    found = history(7)
+    found.add_evaluation(EvaluationRow(7, 0, {}, 0.0, 0.0))
+    if writes:
+        found.saving().segments(lambda segment, content: None)
+    handed = pickle.dumps(found.handed())
+    found.add(step_row(8))
+    taken = History.of(pickle.loads(handed))
+    assert taken.reached == 7
+    taken.add(step_row(8))
+    taken.add_evaluation(EvaluationRow(7, 0, {}, 0.0, 0.0))
+    assert taken.retold() == found.retold()
+    assert taken.saving().segments(lambda segment, content: None) == found.saving().segments(
+        lambda segment, content: None
+    )

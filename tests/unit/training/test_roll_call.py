@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from lockstep.training.roll_call import Arrival, Formation, Progress, Refused, RollCalls
+from lockstep.training.roll_call import (
+    Arrival,
+    Dismissed,
+    Formation,
+    Progress,
+    Refused,
+    RollCalls,
+)
 
 
 def arrival(step: int, port: int = 1) -> Arrival:
@@ -108,3 +115,72 @@ def test_a_run_that_has_ended_is_not_gone_on_with() -> None:
     calls.arrive(1, 1, arrival(4))
     assert calls.ask(1, 1) == Refused("the run has ended")
     assert not calls.lose(0)
+
+
+def newcomer() -> Arrival:
+    return Arrival(None, "elsewhere", 0)
+
+
+def test_a_newcomer_is_let_in_where_the_workers_are_asked_to_come() -> None:
+    """All come, nobody is lost; who holds the state serves the store. The newcomer counts from then on."""
+    calls = training(2)
+    calls.enter(2, newcomer())
+    assert calls.ask(None, 2) is None
+    assert calls.called is None
+    assert calls.plan() == 1
+    calls.arrive(1, 1, arrival(7))
+    calls.arrive(1, 0, arrival(7, port=5))
+    expected = Formation(2, (0, 1, 2), "host", 5, Progress(7, 0))
+    assert calls.ask(None, 2) == calls.ask(1, 0) == expected
+    assert calls.lose(0)
+    calls.arrive(2, 1, arrival(8))
+    calls.arrive(2, 2, arrival(8, port=22))
+    assert calls.ask(2, 2) == Formation(3, (1, 2), "host", 1, Progress(8, 0))
+
+
+def test_workers_leave_as_planned_and_are_told_so() -> None:
+    calls = training(3)
+    assert calls.plan(leaving=(0, 1, 2)) is None  # nobody would stay
+    assert calls.plan(leaving=(0,)) == 1
+    for worker in range(3):
+        calls.arrive(1, worker, arrival(7, port=worker))
+    assert calls.ask(1, 0) == Dismissed()
+    assert calls.ask(1, 1) == Formation(2, (1, 2), "host", 1, Progress(7, 0))
+    calls.end(0)
+    assert calls.lose(0)  # its node goes later
+    assert calls.able
+
+
+def test_a_newcomer_takes_the_place_of_a_lost_worker_in_the_same_roll_call() -> None:
+    """With fewer than the spec wants the others could not go on without it."""
+    calls = training(2, fewest=2)
+    calls.enter(2, newcomer())
+    assert calls.lose(0)
+    calls.arrive(1, 1, arrival(7, port=11))
+    assert calls.ask(1, 1) == Formation(2, (1, 2), "host", 11, Progress(7, 0))
+
+
+def test_a_newcomer_that_is_lost_while_it_waits_costs_nothing() -> None:
+    calls = training(2)
+    calls.enter(2, newcomer())
+    assert calls.lose(2)
+    assert (calls.waiting, calls.called, calls.able) == ((), None, True)
+
+
+def test_newcomers_alone_do_not_go_on() -> None:
+    """They hold nothing of the run: one that was let in, and whose group lost everyone else before it was handed the state."""
+    calls = training(1)
+    calls.enter(1, newcomer())
+    assert calls.plan() == 1
+    calls.arrive(1, 0, arrival(7))
+    assert calls.lose(0)
+    calls.arrive(2, 1, newcomer())
+    assert isinstance(calls.ask(2, 1), Refused)
+
+
+def test_nobody_is_let_in_any_more_once_the_run_has_ended() -> None:
+    calls = training(1)
+    calls.enter(1, newcomer())
+    calls.refuse("the run has ended")
+    assert calls.plan() is None
+    assert calls.ask(None, 1) == Refused("the run has ended")

@@ -186,6 +186,18 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
         asyncio.run(self._controller.run())
         return self._controller.get_result()
 
+    def bundles(self) -> tuple[Any, dict[int, int]]:
+        """The placement group of the workers, and the index of each one's bundle by its rank; none where Ray does not say."""
+        controller = getattr(self, "_controller", None)
+        group = controller.get_worker_group() if controller is not None else None
+        placed = [one.placement for one in self.run_config.callbacks or () if isinstance(one, StageTimes)]
+        if group is None or not group.has_started() or not placed:
+            return None, {}
+        indices = [getattr(worker, "placement_group_bundle_index", None) for worker in group.get_workers()]
+        return placed[0].placement_group, {
+            rank: index for rank, index in enumerate(indices) if index is not None
+        }
+
     def end_workers(self) -> None:
         """Kill the workers that there are; the controller takes it for their loss. A group that still starts loses its place."""
         self._ending.set()

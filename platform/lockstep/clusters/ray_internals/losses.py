@@ -11,14 +11,17 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 
 class Losses(WorkerGroupCallback):  # type: ignore[misc]  # untyped base
-    """`outlived` is given the texts of Ray's errors by rank, and says whether the other workers go on without these."""
+    """`outlived` is given the texts of Ray's errors by rank, and says whether the other workers go on without these.
 
-    def __init__(self, outlived: Callable[[Mapping[int, str]], bool]) -> None:
-        self._outlived = outlived
+    `others` says whether workers that are not of Ray Train's group train as well: the group then lasts as long as they do.
+    """
+
+    def __init__(self, outlived: Callable[[Mapping[int, str]], bool], others: Callable[[], bool]) -> None:
+        self._outlived, self._others = outlived, others
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Ray gives each worker a copy, which is asked nothing."""
-        return Losses, (_not_outlived,)
+        return Losses, (_not_outlived, _no_others)
 
     def leave_out(self, status: Any) -> None:
         """Have the workers whose processes are gone count as ended, if they are all that is wrong and the others go on."""
@@ -28,9 +31,18 @@ class Losses(WorkerGroupCallback):  # type: ignore[misc]  # untyped base
             if not isinstance(cause, RayActorError):
                 return
             lost[rank] = str(error)
-        if len(lost) < len(status.worker_statuses) and lost and self._outlived(lost):
-            for rank in lost:
-                status.worker_statuses[rank] = WorkerStatus(running=False)
+        others = self._others()
+        left = len(lost) < len(status.worker_statuses) or others
+        if lost and not (left and self._outlived(lost)):
+            return
+        for rank in lost:
+            status.worker_statuses[rank] = WorkerStatus(running=False)
+        if others and not any(one.running for one in status.worker_statuses.values()):
+            status.worker_statuses[min(status.worker_statuses)] = WorkerStatus(running=True)
+
+
+def _no_others() -> bool:
+    return False
 
 
 def _not_outlived(lost: Mapping[int, str]) -> bool:

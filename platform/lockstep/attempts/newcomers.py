@@ -1,0 +1,102 @@
+"""Workers that join an attempt while it trains: actors beside Ray Train's group, which knows nothing of them.
+
+Each has a process of its own, a standby where one is idle. It builds the run, waits to be let in, is handed the state by a worker,
+and trains on as any other. It ends with the attempt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.runtime_env import RuntimeEnv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+
+class NewcomerPlace(NamedTuple):
+    """Where a newcomer runs: on a node, in the place that a lost worker of Ray Train's had there (`bundle`), or in what is free."""
+
+    node: str
+    bundle: int | None = None
+
+
+class Newcomer:
+    """The actor."""
+
+    def train(self, config: dict[str, Any], number: int, node: str | None) -> None:
+        """As `worker_main.newcomer_main`."""
+        from lockstep.attempts.worker_main import newcomer_main
+
+        newcomer_main(config, number, node)
+
+
+class Newcomers:
+    """Those of one attempt. `lost` is told the number of one whose process is gone, and why; from a thread of its own."""
+
+    def __init__(self, config: dict[str, Any], lost: Callable[[int, str], None]) -> None:
+        self._config, self._lost = config, lost
+        self._actors: dict[int, Any] = {}
+        """Those that are not known to have ended, by their numbers."""
+        self.places: dict[int, NewcomerPlace] = {}
+        self.failed: dict[int, str] = {}
+        """Why they ended by themselves, with an error."""
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        places: Mapping[int, NewcomerPlace],
+        each: Mapping[str, float],
+        runtime_env: str,
+        group: Any,
+        names: Mapping[str, str],
+    ) -> None:
+        """Start one with each of these numbers, of `each` so much, with the environment of the others (as Ray writes it).
+
+        `group` is Ray Train's placement group. `names` are those of nodes that nobody samples yet.
+        """
+        left = dict(names)
+        for number, place in places.items():
+            where: Any = NodeAffinitySchedulingStrategy(place.node, soft=False)
+            if place.bundle is not None:
+                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle)
+            remote = ray.remote(num_cpus=each["CPU"], max_restarts=0)(Newcomer)
+            environment = RuntimeEnv.deserialize(runtime_env)
+            actor = remote.options(scheduling_strategy=where, runtime_env=environment).remote()
+            with self._lock:
+                self._actors[number], self.places[number] = actor, place
+            work = actor.train.remote(self._config, number, left.pop(place.node, None))
+            threading.Thread(
+                target=self._await, args=(number, work), name="lockstep-newcomer", daemon=True
+            ).start()
+
+    def living(self) -> frozenset[int]:
+        """The numbers of those that are not known to have ended."""
+        with self._lock:
+            return frozenset(self._actors)
+
+    def end(self, numbers: Sequence[int] | None = None) -> None:
+        """Kill these, or all."""
+        with self._lock:
+            ended = [
+                self._actors.pop(number)
+                for number in (list(self._actors) if numbers is None else numbers)
+                if number in self._actors
+            ]
+        for actor in ended:
+            ray.kill(actor)
+
+    def _await(self, number: int, work: Any) -> None:
+        try:
+            ray.get(work)
+        except ray.exceptions.RayTaskError as error:  # its own, which it has told where it was let in
+            self.failed[number] = str(error.cause)
+        except ray.exceptions.RayError as error:
+            if self._gone(number):  # not killed here
+                self._lost(number, str(error))
+        self._gone(number)
+
+    def _gone(self, number: int) -> bool:
+        with self._lock:
+            return self._actors.pop(number, None) is not None

@@ -1,0 +1,84 @@
+"""A change of an attempt's workers that is planned: newcomers join it and others leave while it trains, and no process is restarted.
+
+The newcomers are started first, and the attempt trains on. When all of them are ready, the workers are asked to form another
+group after their next step. Whatever goes wrong before is for the caller: the attempt still trains as it did.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from lockstep.attempts.cluster_watch import rooms_left
+from lockstep.attempts.mailbox import RunStatus
+from lockstep.attempts.newcomers import NewcomerPlace
+from lockstep.attempts.placement import most_of
+from lockstep.attempts.recording import Recording
+from lockstep.attempts.worker_group import WorkerGroup
+from lockstep.spec.fields import Spec
+
+READY_S = 300.0
+"""How long newcomers may take until they are ready: their processes start, and build data and model."""
+
+
+class Members(NamedTuple):
+    """Who joins and who leaves, by the numbers that they have at roll calls."""
+
+    joining: tuple[int, ...]
+    leaving: tuple[int, ...]
+
+
+def newcomers_for(
+    nodes: frozenset[str], spec: Spec, attempt: WorkerGroup, status: RunStatus, without: frozenset[str]
+) -> Members | None:
+    """Start as many newcomers as there is room for, up to `workers.max`, while the workers on these `nodes` are to leave.
+
+    None, with nothing started, where nobody could stay, too few would be left, or nothing would change. No newcomer is on a node `without`.
+    """
+    everyone, numbers = status.everyone, status.numbers
+    if not set(numbers) <= everyone.keys():
+        return None
+    leaving = tuple(number for number in numbers if everyone[number].node in nodes)
+    stay = len(numbers) - len(leaving)
+    if not stay:
+        return None
+    rooms = rooms_left(most_of(spec) - stay, attempt.each, attempt.vacant(everyone), without)
+    if stay + len(rooms) < spec.workers.min or not (rooms or leaving):
+        return None
+    places = [NewcomerPlace(*room) for room in rooms]
+    return Members(attempt.start_newcomers(places, everyone), leaving)
+
+
+class PlannedChange:
+    """One change, from its beginning until the group is formed."""
+
+    def __init__(self, why: str, members: Members, attempt: WorkerGroup, recording: Recording) -> None:
+        self.why, self.members, self.began_at = why, members, time.time()
+        self._attempt, self._recording = attempt, recording
+        self._until = time.monotonic() + READY_S
+        self._asked = 0
+        """The attempt whose workers were asked to form another group."""
+
+    def is_done(self, status: RunStatus) -> bool:
+        """Whether the group is formed."""
+        now = set(status.numbers)
+        return set(self.members.joining) <= now and not now & set(self.members.leaving)
+
+    def look(self, status: RunStatus) -> str | None:
+        """Take the next step of it, where it is due. Why it cannot be done, in a few words."""
+        failed = self._attempt.newcomers.failed
+        for number in self.members.joining:
+            if number in failed and number not in status.numbers:
+                return f"worker {number} could not join: {failed[number]}"
+        if time.monotonic() > self._until:
+            return f"the workers that were to join were not ready within {READY_S:.0f} s"
+        ready = {*status.waiting, *status.numbers} >= set(self.members.joining)
+        if ready and self._asked < status.view.attempt:  # a loss meanwhile may have made it another attempt
+            if not self._recording.ask_regroup(self.members.leaving):
+                return "the workers cannot form another group"
+            self._asked = status.view.attempt
+        return None
+
+    def give_up(self, status: RunStatus) -> None:
+        """End the newcomers that were not let in."""
+        self._attempt.newcomers.end([n for n in self.members.joining if n not in status.numbers])

@@ -1,0 +1,76 @@
+"""A change of workers waits until all newcomers are ready, is asked for once an attempt, and is given up where it cannot be done."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.attempts import planned_change
+from lockstep.attempts.mailbox import RecorderState, RunStatus
+from lockstep.attempts.planned_change import Members, PlannedChange
+from lockstep.driver.run_view import RunView
+
+
+def status(attempt: int, numbers: tuple[int, ...], waiting: tuple[int, ...] = ()) -> RunStatus:
+    return RunStatus(RunView(attempt), RecorderState(), 1, numbers=numbers, waiting=waiting)
+
+
+class Around:
+    """What a change has around it: the newcomers' failures, and what was asked of the workers."""
+
+    def __init__(self, *, able: bool = True) -> None:
+        self.failed: dict[int, str] = {}
+        self.asked: list[tuple[int, ...]] = []
+        self.able = able
+
+    def ask_regroup(self, leaving: tuple[int, ...]) -> bool:
+        self.asked.append(leaving)
+        return self.able
+
+    def change(self, joining: tuple[int, ...], leaving: tuple[int, ...] = ()) -> PlannedChange:
+        attempt: Any = SimpleNamespace(newcomers=SimpleNamespace(failed=self.failed))
+        recording: Any = self
+        return PlannedChange("why", Members(joining, leaving), attempt, recording)
+
+
+def test_the_workers_are_asked_once_all_newcomers_are_ready() -> None:
+    around = Around()
+    change = around.change((2, 3), leaving=(0,))
+    assert change.look(status(1, (0, 1), waiting=(2,))) is None
+    assert around.asked == []
+    for _ in range(3):
+        assert change.look(status(1, (0, 1), waiting=(2, 3))) is None
+    assert around.asked == [(0,)]
+    assert not change.is_done(status(1, (0, 1), waiting=(2, 3)))
+    assert change.is_done(status(2, (1, 2, 3)))
+
+
+def test_a_loss_meanwhile_has_them_asked_again() -> None:
+    """It was another attempt's: the newcomers were let in by the loss's roll call, and who is to leave has not left."""
+    around = Around()
+    change = around.change((2,), leaving=(0,))
+    change.look(status(1, (0, 1), waiting=(2,)))
+    assert change.look(status(2, (0, 2))) is None
+    assert around.asked == [(0,), (0,)]
+    assert not change.is_done(status(2, (0, 2)))
+
+
+def test_a_newcomer_that_fails_ends_the_change() -> None:
+    around = Around()
+    change = around.change((2,))
+    around.failed[2] = "no such file"
+    assert change.look(status(1, (0, 1))) == "worker 2 could not join: no such file"
+
+
+def test_a_newcomer_that_is_not_ready_in_time_ends_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned_change, "READY_S", -1.0)
+    told = Around().change((2,)).look(status(1, (0, 1)))
+    assert told is not None
+    assert "were not ready within" in told
+
+
+def test_workers_that_cannot_regroup_end_the_change() -> None:
+    change = Around(able=False).change((), leaving=(0,))
+    assert change.look(status(1, (0, 1))) == "the workers cannot form another group"
