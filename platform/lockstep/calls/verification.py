@@ -81,7 +81,10 @@ def job_source(run: RecordedRun, options: RunOptions) -> Mapping[str, bytes] | N
         here = job_source_digest(run.spec.job.use)
     except (JobImportError, ImportError, SyntaxError, OSError):
         here = ""
-    if here == run.fields.get("job.source") or not run.source:
+    if here == run.fields.get("job.source"):
+        return None
+    if not run.source:
+        options.progress.say("the run has no source/: the job's source here is used, which is another one")
         return None
     options.progress.say("the job's source here is another one: the recorded one is used")
     return run.source
