@@ -47,9 +47,25 @@ class RecordedRun:
     """The step with which it says that it finished; 0 while it has not."""
 
     @property
+    def forked_at(self) -> int:
+        """The step of another run from which it goes on; 0 for a run with a beginning of its own."""
+        fork = self.spec.fork
+        return 0 if fork is None else fork.step or min(self.steps) - 1
+
+    @property
     def last_step(self) -> int:
         """Its last step, whether or not the ledger still has it."""
         return max(*self.steps, self.ended)
+
+    def check_step(self, step: int, given: str) -> None:
+        """SpecError where the run has no such step; `given` says what asked for it."""
+        if not self.forked_at < step <= self.last_step:
+            has = (
+                f"{self.forked_at + 1} to {self.last_step}: it is a fork"
+                if self.forked_at
+                else f"{self.last_step}"
+            )
+            raise SpecError(f"{given}: got {step}, wanted a step of the run, which has {has}")
 
     @property
     def checkpoints(self) -> list[int]:

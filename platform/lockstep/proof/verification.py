@@ -112,7 +112,7 @@ def verify(
     """
     answer = Verified(run.run_id)
     for stretch in stretches:
-        answer.stretches.append(stretch)
+        answer.stretches.append(stretch._replace(start=max(stretch.start, run.forked_at)))
         storage = run.spec.checkpoint.storage
         if stretch.start:
             storage, found = _checkpoint(run, stretch.start, aside)
@@ -144,7 +144,7 @@ def _compare(
     if run.spec.determinism == "fast":
         answer.elsewhere.append("determinism: fast promises no bits")
     until = max(replayed.steps, default=0) if ended_early else stretch.until
-    wanted = range(stretch.start + 1, until + 1)
+    wanted = range(max(stretch.start, run.forked_at) + 1, until + 1)
     found = list(_differences(run, replayed, wanted))
     found += _of_saved(run, replayed, wanted, aside)
     found.sort(key=lambda one: one.step)

@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from lockstep import train
+from lockstep.calls.difference import diff
+from lockstep.calls.inspection import replay
 from lockstep.calls.verification import verify
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.data.sampler import MicroBatchSampler
@@ -449,3 +451,27 @@ def test_a_run_that_mlflow_recorded_is_told_apart_from_one_that_is_not_there(run
         match=rf"^run {run.name}: its folder is in '.*', but its record is in MLflow; give that store with --uri$",
     ):
         verified(run)
+
+
+def test_a_fork_is_verified_from_where_it_was_forked(recorded: Path) -> None:
+    """Its ledger has no step before: none is counted, and none can be asked for."""
+    fork = {"run": recorded.name, "step": 4}
+    run = Path(train(document(recorded.parent, fork=fork, rehearsal="off", seed=9), local=True).folder)
+    found = verified(run, all_steps=True)
+    assert found.same and found.steps == 8 and found.fields == []
+    assert [(one.start + 1, one.until) for one in found.stretches] == [(5, 12)]
+    assert verified(run, share=1.0).steps == 8
+    assert verified(run, from_step=6, steps=1).steps == 2
+    with pytest.raises(
+        SpecError, match=r"^from: got 4, wanted a step of the run, which has 5 to 12: it is a fork$"
+    ):
+        verified(run, from_step=4)
+    where: Any = {"uri": "off", "storage": run.parent}
+    with pytest.raises(
+        SpecError, match=r"^step: got 4, wanted a step of the run, which has 5 to 12: it is a fork$"
+    ):
+        replay(run.name, 4, **where)
+    assert replay(run.name, 6, **where).difference == ""
+    found_diff = diff(run.name, recorded.name, **where)
+    assert (found_diff.same, found_diff.first_difference and found_diff.first_difference.step) == (False, 5)
+    assert diff(run.name, run.name, **where).steps == 8
