@@ -58,9 +58,8 @@ def answered(
 ) -> Iterator[Callable[[dict[str, Any], Callable[[], str]], None]]:
     """Run a command: its answer goes to standard output, its errors become one line and an exit code.
 
-    `unanswered` is the code of a failure: another one than 1 where that is an answer of the command's.
-
-    Meanwhile standard output leads to standard error, for libraries and child processes as well.
+    `unanswered` is the code of a failure: another one than 1 where that is an answer of the command's. Meanwhile
+    standard output leads to standard error, for libraries and child processes as well.
     """
     sys.stdout.flush()
     out = os.dup(1)

@@ -123,9 +123,10 @@ def contradictions(
         yield Disagreement("identity", summary["identity"], identity)
     if source_digest(run.source) != run.fields.get("job.source"):
         yield Disagreement("source", run.fields.get("job.source"), source_digest(run.source))
-    lacking = {*range(min(run.steps), run.last_step + 1)} - run.steps.keys()
-    if lacking:
-        yield Disagreement("ledger", f"{run.last_step} steps", f"one without step {min(lacking)}")
+    every = range(min(run.steps), run.last_step + 1)
+    lacking = next((step for step in every if step not in run.steps), None)
+    if lacking is not None:
+        yield Disagreement("ledger", f"{run.last_step} steps", f"one without step {lacking}")
     for name, digest in found["predicate"]["weights"].items():
         if digest != summary[DIGEST_OF[name]]:
             yield Disagreement(f"weights/{name}", summary[DIGEST_OF[name]], digest)
