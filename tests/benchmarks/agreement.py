@@ -1,7 +1,8 @@
-"""What it costs that ranks compare what they hold, and that micro-batches are computed twice. Run by hand.
+"""What it costs that ranks compare what they hold, and that micro-batches are computed twice.
 
 Processor time of rank 0 of two workers on one core each, for the byte-level GPT of `jobs/stdlib_gpt`: of a step without digests, of one
 comparison, of a step with digests, and of a step whose every micro-batch is computed again. What a run pays follows from how often each is done.
+How much of the second computing lies in time in which its worker would wait for the others is counted, from the plan.
 
     python -m tests.benchmarks.agreement [--steps N]
 """
@@ -20,10 +21,12 @@ import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.job.loading import load_job
+from lockstep.plan import worker_ranges
 from lockstep.record.events import tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
 from lockstep.training.group import Group
+from lockstep.training.recheck import assigned_again
 from lockstep.training.setup import prepare
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.distributed.pool import Pool
@@ -72,6 +75,17 @@ def measured(changes: dict[str, Any], steps: int) -> tuple[float, float]:
     return median(taken[2:]), median(compared[2:])
 
 
+def hidden(micro_batches: int, workers: int) -> float:
+    """The share of micro-batches whose second computing makes no step longer: no worker has more to compute than without."""
+    ranges = worker_ranges(micro_batches, workers)
+    counts, found = [len(own) for own in ranges], 0
+    for owner, own in enumerate(ranges):
+        for m in own:
+            again = assigned_again(counts, {m: owner})[m]
+            found += counts[again] < max(counts)
+    return found / micro_batches
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=12)
@@ -92,6 +106,10 @@ def main() -> None:
     print(
         f"all computed again: {100 * (twice / plain - 1):.0f} % more; {SHARE:g} of it: {100 * SHARE * (twice / plain - 1):.2f} %"
     )
+    for micro_batches, workers in ((8, 2), (8, 3), (16, 6), (64, 24)):
+        print(
+            f"in waiting time, {micro_batches} micro-batches on {workers} workers: {100 * hidden(micro_batches, workers):.0f} %"
+        )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from lockstep.clusters.ray_internals import PUBLIC_ONLY
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
 from lockstep.record.ledger import DETERMINISTIC, read_observations, read_parquet, write_parquet
+from tests.cluster import shipped
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -146,6 +147,41 @@ def verified_on_ray(run: Result) -> None:
     found = verify(run.run_id, uri="off", storage=storage, steps=6)
     assert found.first_difference is not None
     assert found.first_difference[:3] == (9, None, "loss")
+
+
+VERIFIED = [
+    ("phases", "bf16", 2, 4),
+    ("tar shards", "fp32", 4, 2),
+    ("digits", "fp16", 4, 1),
+    ("stdlib_gpt", "bf16", 2, 3),
+    ("images", "fp16", 1, 4),
+    ("tabular", "fp32", 3, 2),
+    ("hf/gpt", "bf16", 2, 1),
+    ("practice/gelu", "fp32", 1, 2),
+    ("practice/glu", "bf16", 3, 1),
+    ("practice/straight_through", "fp16", 2, 4),
+    ("practice/initialisation", "fp32", 4, 2),
+    ("practice/precision", "bf16", 1, 3),
+    ("hf/lora", "fp32", 3, 4),
+    ("hf/bert", "fp16", 4, 3),
+]
+
+
+@pytest.mark.exact  # minutes
+@pytest.mark.parametrize(("job", "precision", "by", "again"), VERIFIED)
+def test_each_job_here_is_verified_on_ray_and_without(
+    tmp_path: Path, job: str, precision: str, by: int, again: int
+) -> None:
+    """G6: recorded by 1 … 4 workers, taken again by 1 … 4 others and by one process, in three precisions, from the beginning and on."""
+    workers = {"min": by, "max": by}
+    run = train(shipped.document(job, tmp_path, precision=precision, workers=workers))
+    assert run.workers == by
+    where: dict[str, Any] = {"uri": "off", "storage": tmp_path / "runs"}
+    for options in ({"workers": again}, {"local": True}, {"local": True, "all_steps": True}):
+        part = {} if options.get("all_steps") else {"from_step": 4}
+        found = verify(run.run_id, **options, **part, **where)
+        assert found.same and found.same_bits and found.fields == [], found
+        assert found.steps == (6 if options.get("all_steps") else 4)
 
 
 def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path) -> None:

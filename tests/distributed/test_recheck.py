@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.plan import Position
 from lockstep.randomness import digest64
-from lockstep.training.recheck import is_chosen, odd_ones
+from lockstep.training.recheck import assigned_again, is_chosen, odd_ones
 from lockstep.training.step import Stepper
 from tests.distributed import test_same_bits
 from tests.distributed.flipped_jobs import flip
@@ -29,9 +30,9 @@ def rechecked(share: float, given: Document) -> Document:
 # --- nothing stays ------------------------------------------------------------------------------------------------
 
 
-def drawing(job: str) -> Document:
+def drawing(job: str, micro_batches: int = 6) -> Document:
     """Jobs that draw numbers in data and model, and one whose bits depend on the buffers that a micro-batch starts from."""
-    return test_same_bits.centred() if job == "centred" else test_same_bits.document(job, 6)
+    return test_same_bits.centred() if job == "centred" else test_same_bits.document(job, micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,53 @@ def drawing(job: str) -> Document:
 def test_no_bit_of_a_run_is_another_where_all_is_computed_twice(pool: Pool, job: str, workers: int) -> None:
     """G1: every row, every digest, the identity; on W workers with it and on one without."""
     assert pool.run(workers, train, rechecked(1.0, drawing(job)))[0] == train(drawing(job))
+
+
+# --- when ---------------------------------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """A micro-batch that a worker computes: of its own, or again."""
+
+    step: int
+    micro_batch: int
+    again: bool
+
+
+def worked(document: Document) -> list[Work]:
+    """What this worker computes in a run, in order."""
+    done: list[Work] = []
+    own, again = Stepper._compute, Stepper.recomputed
+
+    def computed(self: Stepper, phase: Any, position: Position, m: int, *where: Any, **how: Any) -> None:
+        done.append(Work(position.step, m, again=False))
+        own(self, phase, position, m, *where, **how)
+
+    def recomputed(self: Stepper, position: Position, m: int, batch: Any) -> Any:
+        done.append(Work(position.step, m, again=True))
+        return again(self, position, m, batch)
+
+    with mock.patch.multiple(Stepper, _compute=computed, recomputed=recomputed):
+        train(document)
+    return done
+
+
+def test_the_worker_that_would_wait_computes_it_before_its_own(pool: Pool) -> None:
+    """Of eight micro-batches on three workers the first has two, so no step is longer for one of the others' that it computes again."""
+    done = pool.run(3, worked, rechecked(0.1, drawing("gpt", 8)))
+    hidden = 0
+    for step in {one.step for one in done[0]}:
+        taken = [[one for one in own if one.step == step] for own in done]
+        assert all(own == sorted(own, key=lambda one: not one.again) for own in taken)
+        counts = [sum(not one.again for one in own) for own in taken]
+        owners = {one.micro_batch: rank for rank, own in enumerate(taken) for one in own if not one.again}
+        chosen = {m: rank for m, rank in owners.items() if is_chosen(3, 0.1, step, m)}
+        again = {one.micro_batch: rank for rank, own in enumerate(taken) for one in own if one.again}
+        assert again == assigned_again(counts, chosen)
+        if counts == [2, 3, 3] and list(chosen.values()) in ([1], [2]):
+            hidden += 1
+            assert [len(own) for own in taken] == [3, 3, 3]
+    assert hidden
 
 
 # --- who is named -------------------------------------------------------------------------------------------------
@@ -132,6 +180,27 @@ def test_the_share_that_is_chosen_is_the_one_asked_for() -> None:
     assert chosen == [is_chosen(7, 0.01, step, m) for step in range(1000) for m in range(32)]
     assert not any(is_chosen(7, 0.0, step, 0) for step in range(100))
     assert all(is_chosen(7, 1.0, step, 0) for step in range(100))
+
+
+@pytest.mark.parametrize(
+    ("counts", "owners", "again"),
+    [
+        ((8,), {3: 0}, {3: 0}),
+        ((4, 4), {0: 0, 5: 1}, {0: 1, 5: 0}),
+        ((4, 4, 4), {0: 0, 5: 1, 9: 2}, {0: 1, 5: 2, 9: 0}),
+        # One has fewer, and computes what others own until it has as many as they.
+        ((2, 3, 3), {4: 1}, {4: 0}),
+        ((2, 3, 3), {7: 2}, {7: 0}),
+        ((2, 3, 3), {1: 0}, {1: 1}),
+        ((2, 4, 4), {3: 1, 4: 1, 8: 2}, {3: 0, 4: 0, 8: 0}),
+        # A ragged step leaves one with none.
+        ((2, 2, 1, 0), {0: 0, 1: 0, 4: 2}, {0: 3, 1: 2, 4: 3}),
+    ],
+)
+def test_who_has_fewest_to_compute_does_it(
+    counts: Sequence[int], owners: dict[int, int], again: dict[int, int]
+) -> None:
+    assert assigned_again(counts, owners) == again
 
 
 @pytest.mark.parametrize(

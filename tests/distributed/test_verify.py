@@ -13,6 +13,7 @@ import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
 from lockstep.job.loading import load_job
+from lockstep.proof.difference import Side, difference
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Watching, replay_spec
 from lockstep.proof.stretches import Stretch
@@ -175,6 +176,26 @@ def test_the_average_of_the_weights_is_verified_whatever_the_workers_keep(pool: 
     found = checked(pool, spec, **again, planted_again={"gradient": (1, 1)})
     assert found.first_difference is not None
     assert found.first_difference[:3] == (2, 1, "gradient_digest")
+
+
+@pytest.mark.parametrize(("use", "by"), [("Small", 1), ("Reordered", 2)])
+def test_what_parts_two_runs_is_found_whoever_recorded_them(pool: Pool, use: str, by: int) -> None:
+    """One run by three workers of unequal shares, each side taken again by this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = []
+        for name, workers in (("Small", 3), (use, by)):
+            saving = {"checkpoint": {"storage": f"{folder}/{name}-{workers}", "every": {"steps": 2}}}
+            whole = {**small(), **saving, "job": {"use": f"tests.unit.proof.verified_jobs:{name}"}}
+            run = recorded(pool, {**whole, "record": {"uri": "off", "digest_every": 2}}, workers, {})
+            sides.append(Side(name, run.spec, run.fields, run.steps, {}, None, run))
+        found = difference(*sides, Path(folder, "aside"))
+    if use == "Small":
+        assert found.same
+        return
+    first = found.first_difference
+    assert first is not None
+    assert (first.step, first.module, first.quantity) == (1, "the model", "output of out")
+    assert first.operator == "aten.sum.dim_IntList → aten.flip"
 
 
 def honest(i: int) -> Document:

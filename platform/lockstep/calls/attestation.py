@@ -164,6 +164,8 @@ def _opened(path: Path, key: Path | None) -> tuple[bytes, str | None, str]:
     except (OSError, ValueError) as error:
         raise SpecError(f"statement: {str(path)!r} cannot be read: {error}") from error
     if not signatures.is_envelope(document):
+        if key is not None:
+            signatures.public_key(key)
         return content, None, "none" if key is None else "bad"
     payload, signed_by, good = signatures.opened(document, key)
     return payload, signed_by, "not checked" if key is None else "good" if good else "bad"

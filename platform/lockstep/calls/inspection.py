@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.calls.verification import job_source
+from lockstep.calls.verification import job_source, taken_again
 from lockstep.checkpoint.run_folder import Replay
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
@@ -70,12 +70,11 @@ def replay(
     """
     options = options or RunOptions(local=True)
     run = recorded_run(run_id, tracking_uri(uri), Path(storage).absolute())
-    if step > run.last_step:
-        raise SpecError(f"step: got {step}, wanted a step of the run, which has {run.last_step}")
+    run.check_step(step, "step")
     source = job_source(run, options)
     wanted = Wanted(step - 1, micro_batch, inspect, profile, debug)
     inspection = Inspection(wanted, Path(folder or f"replay-{run_id[:8]}-step-{step}").absolute())
-    begin = stretch(run.checkpoints, run.last_step, step, 1).start
+    begin = stretch(run.checkpoints, run.last_step, step, 1, forked_at=run.forked_at).start
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as aside:
         place = run.spec.checkpoint.storage if not begin else run.checkpoint(begin, Path(aside))[0]
         with imported_from(source) if source else nullcontext():
@@ -84,9 +83,7 @@ def replay(
                 raise SpecError(
                     f"micro-batch: got {micro_batch}, wanted one of the {len(ids)} of step {step}, counted from 0"
                 )
-            options.progress.say(
-                f"steps {begin + 1} to {step} are taken again, from {f'the checkpoint of step {begin}' if begin else 'the beginning'}"
-            )
+            options.progress.say(taken_again(run, begin, step))
             replay_here(run.spec, Replay(run_id, place, begin, step, source, inspection), inspection)
     found = inspection.row_found
     assert found is not None  # the step was taken, or an error raised

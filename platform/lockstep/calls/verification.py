@@ -70,7 +70,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as aside:
         take: Take = replay_here if options.local else _on_ray(options, workers, Path(aside))
         with imported_from(source) if source else nullcontext():
-            return verify_stretches(run, stretches, _told(take, options), Path(aside), source)
+            return verify_stretches(run, stretches, _told(take, run, options), Path(aside), source)
 
 
 def job_source(run: RecordedRun, options: RunOptions) -> Mapping[str, bytes] | None:
@@ -81,10 +81,21 @@ def job_source(run: RecordedRun, options: RunOptions) -> Mapping[str, bytes] | N
         here = job_source_digest(run.spec.job.use)
     except (JobImportError, ImportError, SyntaxError, OSError):
         here = ""
-    if here == run.fields.get("job.source") or not run.source:
+    if here == run.fields.get("job.source"):
+        return None
+    if not run.source:
+        options.progress.say("the run has no source/: the job's source here is used, which is another one")
         return None
     options.progress.say("the job's source here is another one: the recorded one is used")
     return run.source
+
+
+def taken_again(run: RecordedRun, start: int, until: int) -> str:
+    """What is said of steps before they are taken again; `start` as in a Stretch."""
+    fork = run.spec.fork
+    beginning = "the beginning" if fork is None else f"where run {fork.run} was forked"
+    where = f"the checkpoint of step {start}" if start else beginning
+    return f"steps {max(start, run.forked_at) + 1} to {until} are taken again, from {where}"
 
 
 def _stretches(
@@ -99,16 +110,17 @@ def _stretches(
     if all_steps:
         return [whole(run.last_step)]
     if share is not None:
-        return sample(run.checkpoints, run.last_step, share, random.Random(seed))
-    return [stretch(run.checkpoints, run.last_step, first, steps)]
+        return sample(run.checkpoints, run.last_step, share, random.Random(seed), forked_at=run.forked_at)
+    if first is not None:
+        run.check_step(first, "from")
+    return [stretch(run.checkpoints, run.last_step, first, steps, forked_at=run.forked_at)]
 
 
-def _told(take: Take, options: RunOptions) -> Take:
+def _told(take: Take, run: RecordedRun, options: RunOptions) -> Take:
     """`take`, which says what it begins."""
 
     def told(spec: Spec, replay: Replay, watch: Watching) -> Replayed:
-        start = f"the checkpoint of step {replay.step}" if replay.step else "the beginning"
-        options.progress.say(f"steps {replay.step + 1} to {replay.until} are taken again, from {start}")
+        options.progress.say(taken_again(run, replay.step, replay.until))
         return take(spec, replay, watch)
 
     return told

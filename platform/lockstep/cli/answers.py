@@ -53,10 +53,13 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks,
 
 
 @contextmanager
-def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any], Callable[[], str]], None]]:
+def answered(
+    as_json: bool, verbose: bool, unanswered: int = 1
+) -> Iterator[Callable[[dict[str, Any], Callable[[], str]], None]]:
     """Run a command: its answer goes to standard output, its errors become one line and an exit code.
 
-    Meanwhile standard output leads to standard error, for libraries and child processes as well.
+    `unanswered` is the code of a failure: another one than 1 where that is an answer of the command's. Meanwhile
+    standard output leads to standard error, for libraries and child processes as well.
     """
     sys.stdout.flush()
     out = os.dup(1)
@@ -79,7 +82,7 @@ def answered(as_json: bool, verbose: bool) -> Iterator[Callable[[dict[str, Any],
     except LockstepError as error:
         if verbose:
             traceback.print_exc()
-        raise failed(error.exit_code, "FAILED", str(error)) from None
+        raise failed(max(error.exit_code, unanswered), "FAILED", str(error)) from None
     except KeyboardInterrupt:
         failed(130, "KILLED", "ended at once by a signal")
         os._exit(130)  # whatever still runs here is not waited for

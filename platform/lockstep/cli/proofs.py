@@ -78,7 +78,7 @@ def verify(
 ) -> None:
     """Take steps of a recorded run again, and compare every bit with its record."""
     began_at = began()
-    with answered(json_, verbose) as answer:
+    with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.verification import verify as verify_run
         from lockstep.errors import SpecError
 
@@ -139,7 +139,7 @@ def diff(
 ) -> None:
     """Compare two runs: what differs by intention, then the first step, micro-batch, module and operator in which they part."""
     began_at = began()
-    with answered(json_, verbose) as answer:
+    with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.difference import diff as diff_runs
 
         with running(json_, began_at, True, None, verbose, None) as options:
@@ -167,7 +167,7 @@ def guard(
 ) -> None:
     """Whether the working tree trains the same bits as a commit."""
     began_at = began()
-    with answered(json_, verbose) as answer:
+    with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.guarding import guard as guard_bits
         from lockstep.errors import SpecError
 
@@ -216,7 +216,7 @@ def replay(
 ) -> None:
     """Take one step of a recorded run again, to look into it."""
     began_at = began()
-    with answered(json_, verbose) as answer:
+    with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.inspection import replay as replay_step
 
         with running(json_ or pdb, began_at, True, None, verbose, None) as options:
@@ -251,7 +251,7 @@ def attest(
     verbose: Verbose = False,
 ) -> None:
     """State what a finished run is, in in-toto's form, signed if a key is given."""
-    with answered(json_, verbose) as answer:
+    with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.attestation import attest as attest_run
 
         found = attest_run(run, key=key, out=out, uri=uri, storage=storage)
@@ -364,4 +364,10 @@ def as_text(found: Verified) -> str:
             lines.append(f"compared          {within.strip()}, relative to the recorded number")
     if found.elsewhere:
         lines.append(f"bits may differ   {'; '.join(found.elsewhere)}")
+    if found.fields is None:
+        lines.append(
+            "not known         whether versions, device, source and data are those of the run: it has no fields.json"
+        )
+    elif found.same and (others := [str(one) for one in found.fields if not one.elsewhere]):
+        lines.append(f"not as recorded   {'; '.join(others)}")
     return "\n".join(lines)

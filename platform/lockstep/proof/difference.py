@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.run_folder import Replay
+from lockstep.errors import SpecError
 from lockstep.job.recorded_source import imported_from
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.microscope import Look, Microscope, Seen, parting
@@ -102,7 +103,13 @@ class Difference:
 def difference(a: Side, b: Side, aside: Path) -> Difference:
     """Compare two sides, and take the step in which they part again on both, in this process, to look into it."""
     last = min(max(a.steps), max(b.steps))
-    answer = Difference(causes(a.fields, b.fields), source_diff(a, b), last)
+    shared = sum(step in b.steps for step in a.steps)
+    if not shared:
+        have = " and ".join(f"{min(one.steps)} to {max(one.steps)}" for one in (a, b))
+        raise SpecError(
+            f"diff: the two have no step in common, but {have}; give more --steps, or the run that was forked"
+        )
+    answer = Difference(causes(a.fields, b.fields), source_diff(a, b), shared)
     first, agreed = first_parting(a.steps, b.steps, last)
     if first is None:
         if max(a.steps) != max(b.steps) and a.run is not None and b.run is not None:

@@ -43,10 +43,29 @@ class RecordedRun:
     """The steps whose checkpoints are in its storage, in order."""
     copies: Sequence[CheckpointCopy]
     """Copies in its store."""
+    ended: int = 0
+    """The step with which it says that it finished; 0 while it has not."""
+
+    @property
+    def forked_at(self) -> int:
+        """The step of another run from which it goes on; 0 for a run with a beginning of its own."""
+        fork = self.spec.fork
+        return 0 if fork is None else fork.step or min(self.steps) - 1
 
     @property
     def last_step(self) -> int:
-        return max(self.steps)
+        """Its last step, whether or not the ledger still has it."""
+        return max(*self.steps, self.ended)
+
+    def check_step(self, step: int, given: str) -> None:
+        """SpecError where the run has no such step; `given` says what asked for it."""
+        if not self.forked_at < step <= self.last_step:
+            has = (
+                f"{self.forked_at + 1} to {self.last_step}: it is a fork"
+                if self.forked_at
+                else f"{self.last_step}"
+            )
+            raise SpecError(f"{given}: got {step}, wanted a step of the run, which has {has}")
 
     @property
     def checkpoints(self) -> list[int]:
@@ -79,7 +98,15 @@ def named_run(run_id: str, uri: str, folder: Path) -> Recorded:
     try:
         return find_run(uri, run_id, folder)
     except NoSuchRunError as error:
-        raise SpecError(str(error)) from error
+        if uri != RECORD_OFF or (folder / run_id / "run.json").exists():
+            raise SpecError(str(error)) from error
+        if run_id and (folder / run_id / "spec.yaml").exists():
+            raise SpecError(
+                f"run {run_id}: its folder is in {str(folder)!r}, but its record is in MLflow; give that store with --uri"
+            ) from error
+        raise SpecError(
+            f"run {run_id}: no record of it in {str(folder)!r}; give the folder of the runs with --storage, or its store with --uri"
+        ) from error
 
 
 def folder_of(run_id: str, spec: Spec, storage: Path) -> Path:
@@ -102,16 +129,16 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
     steps, evaluations = _rows(uri, run_id, here)
     if not steps:
         raise SpecError(f"run {run_id}: no step of it is recorded; there is nothing to compare")
-    fields: dict[str, Any] = json.loads(_Texts(uri, run_id, here).read("fields.json") or b"{}")
     return RecordedRun(
         run_id,
         spec,
         {row.step: row for row in steps},
         {row.step: row for row in evaluations},
-        fields,
+        _fields(uri, run_id, here),
         recorded_source(run_id, uri, here),
         sorted(steps_of(spec.checkpoint.storage, run_id)),
         find_copies(uri, run_id),
+        _ended(found),
     )
 
 
@@ -119,6 +146,22 @@ def recorded_source(run_id: str, uri: str, here: Path) -> dict[str, bytes]:
     """The files of a run's job by their paths below a source root, from the run's folder `here` or else from its store."""
     texts = _Texts(uri, run_id, here)
     return {name.removeprefix(SOURCE): texts.read(name) for name in texts.below(SOURCE)}
+
+
+def _fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
+    """The fields of a run's identity; none where nothing tells them."""
+    try:
+        fields = json.loads(_Texts(uri, run_id, here).read("fields.json") or b"{}")
+    except ValueError as error:
+        raise SpecError(f"run {run_id}: its fields.json cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise SpecError(f"run {run_id}: its fields.json has no fields; it was changed after it was written")
+    return fields
+
+
+def _ended(found: Recorded) -> int:
+    step = found.summary.get("step") if found.status == "FINISHED" else None
+    return step if isinstance(step, int) else 0
 
 
 def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[EvaluationRow]]:

@@ -53,13 +53,17 @@ def opened(document: dict[str, Any], key: Path | None) -> tuple[bytes, str | Non
         raise SpecError(f"statement: the envelope holds {envelope.payload_type!r}, wanted {PAYLOAD_TYPE!r}")
     if key is None:
         return payload, claimed, False
-    public = _loaded(key, "public", lambda pem, load: load.load_pem_public_key(pem))
-    known = SSlibKey.from_crypto(public)
+    known = SSlibKey.from_crypto(public_key(key))
     try:
         envelope.verify([known], 1)
     except VerificationError:
         return payload, known.keyid, False
     return payload, known.keyid, True
+
+
+def public_key(key: Path) -> Any:
+    """The public key of this file. SpecError where it is none."""
+    return _loaded(key, "public", lambda pem, load: load.load_pem_public_key(pem))
 
 
 def _loaded(key: Path, kind: str, load: Callable[[bytes, Any], Any]) -> Any:

@@ -53,7 +53,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
             raise SpecError(
                 f"attest: run {run.run_id} has no file {str(path)!r}; the weights that it ended with are stated"
             )
-    last = run.steps[run.last_step].digests
+    last = run.steps[max(run.steps)].digests
     return {
         "_type": STATEMENT,
         "subject": [
@@ -69,7 +69,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
             "data": {name: value for name, value in run.fields.items() if name.startswith("data.")},
             "ledger": {
                 "steps": len(run.steps),
-                "last": run.last_step,
+                "last": max(run.steps),
                 "segments": list(_chain(run.steps)),
                 "evaluations": _sha256("".join(map(_evaluation, sorted(run.evaluations.values()))).encode()),
             },
@@ -117,12 +117,16 @@ def disagreements(stated: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
 def contradictions(
     run: RecordedRun, summary: Mapping[str, Any], found: Mapping[str, Any]
 ) -> Iterator[Disagreement]:
-    """In what a record contradicts itself: its identity and source against its fields, its weights against its summary and its ledger."""
+    """In what a record contradicts itself: its identity and source against its fields, its steps and weights against its summary and its ledger."""
     identity = identity_digest(run.fields)
     if identity != summary["identity"]:
         yield Disagreement("identity", summary["identity"], identity)
     if source_digest(run.source) != run.fields.get("job.source"):
         yield Disagreement("source", run.fields.get("job.source"), source_digest(run.source))
+    every = range(min(run.steps), run.last_step + 1)
+    lacking = next((step for step in every if step not in run.steps), None)
+    if lacking is not None:
+        yield Disagreement("ledger", f"{run.last_step} steps", f"one without step {lacking}")
     for name, digest in found["predicate"]["weights"].items():
         if digest != summary[DIGEST_OF[name]]:
             yield Disagreement(f"weights/{name}", summary[DIGEST_OF[name]], digest)
@@ -130,7 +134,7 @@ def contradictions(
 
 def final_weights(run: RecordedRun, folder: Path) -> Disagreement | None:
     """Whether the file of the final weights has what the ledger's last row says; None where it does, or the row has no digests."""
-    row = run.steps[run.last_step]
+    row = run.steps[max(run.steps)]
     if row.digests is None:
         return None
     held = model_digest(Digester(torch.device("cpu")), load_file(folder / "weights" / "final.safetensors"))

@@ -58,6 +58,8 @@ class Verified:
     steps: int = 0
     first_difference: FirstDifference | None = None
     cause: str | None = None
+    fields: list[Cause] | None = field(default_factory=list)
+    """Those of the identity that are not as recorded, whether or not any bit is another for it; None where none are recorded."""
     elsewhere: list[str] = field(default_factory=list)
     tolerance: float | None = None
     same_bits: bool = True
@@ -74,6 +76,7 @@ class Verified:
             "steps": self.steps,
             "first_difference": None if self.first_difference is None else self.first_difference.as_dict(),
             "cause": self.cause,
+            "fields": None if self.fields is None else [one._asdict() for one in self.fields],
             "same_bits": self.same_bits,
             "tolerance": self.tolerance,
             "elsewhere": self.elsewhere,
@@ -109,7 +112,7 @@ def verify(
     """
     answer = Verified(run.run_id)
     for stretch in stretches:
-        answer.stretches.append(stretch)
+        answer.stretches.append(stretch._replace(start=max(stretch.start, run.forked_at)))
         storage = run.spec.checkpoint.storage
         if stretch.start:
             storage, found = _checkpoint(run, stretch.start, aside)
@@ -136,11 +139,12 @@ def _compare(
     ended_early: bool,
 ) -> None:
     differ = causes(run.fields, replayed.fields)
+    answer.fields = differ if run.fields else None
     answer.elsewhere = [str(cause) for cause in differ if cause.elsewhere]
     if run.spec.determinism == "fast":
         answer.elsewhere.append("determinism: fast promises no bits")
     until = max(replayed.steps, default=0) if ended_early else stretch.until
-    wanted = range(stretch.start + 1, until + 1)
+    wanted = range(max(stretch.start, run.forked_at) + 1, until + 1)
     found = list(_differences(run, replayed, wanted))
     found += _of_saved(run, replayed, wanted, aside)
     found.sort(key=lambda one: one.step)

@@ -1,8 +1,9 @@
 """Micro-batches that are computed a second time, elsewhere: a worker that computes other bits is found in the run in which it does.
 
-Which ones follows from (seed, step, micro-batch) alone. The worker after the one whose micro-batch it is computes its gradient again, and
-their digests are compared before the update. Where they differ, a third worker computes it, and the odd one out is wrong. Of two workers both
-compute it once more, and the one that contradicts itself is wrong; one alone is held against itself.
+Which ones follows from (seed, step, micro-batch) alone. Another worker computes its gradient again, before its own micro-batches: the one
+that has the fewest in this step, so that it would wait for the others meanwhile if there are fewer. The digests are compared before the
+update. Where they differ, a third worker computes it, and the odd one out is wrong. Of two workers both compute it once more, and the one
+that contradicts itself is wrong; one alone is held against itself.
 
 Nothing of it stays: the generators are seeded anew before whatever draws next, gradients and buffers are put back.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import CorruptionError
-from lockstep.plan import Plan, Position
+from lockstep.plan import Plan, Position, clip
 from lockstep.randomness import digest64
 from lockstep.record.events import Corrupted
 from lockstep.spec.fields import Spec
@@ -32,6 +33,20 @@ Found = Mapping[int, Sequence[int]]
 def is_chosen(seed: int, share: float, step: int, micro_batch: int) -> bool:
     """Whether a micro-batch is computed a second time; `step` is counted from 0."""
     return digest64((seed, "recheck", step, micro_batch)) < share * 2.0**64
+
+
+def assigned_again(counts: Sequence[int], owners: Mapping[int, int]) -> dict[int, int]:
+    """The rank that computes each micro-batch again: not its owner, and of the others the one with the fewest to compute.
+
+    `counts` has how many micro-batches each rank has in this step, `owners` the rank of each that is computed again. Of equals it is the
+    next one after the owner. One rank alone does it itself.
+    """
+    load, size, found = list(counts), len(counts), {}
+    for m, owner in sorted(owners.items()):
+        others = [(owner + i) % size for i in range(1, size)] or [owner]
+        found[m] = min(others, key=load.__getitem__)
+        load[found[m]] += 1
+    return found
 
 
 def odd_ones(found: Found) -> tuple[int, ...]:
@@ -65,6 +80,12 @@ class Recheck:
         self._plan, self._group, self._batches = plan, group, batches
         self._agreement, self._compute = agreement, compute
         self._sampler = sampler
+        self._owners: dict[int, int] = {}
+        """The ranks of the step's micro-batches that are computed again."""
+        self._others: dict[int, int] = {}
+        """The ranks that compute them again."""
+        self._again: dict[int, int] = {}
+        """The digests of those that this rank has computed again."""
 
     def chosen(self, position: Position) -> frozenset[int]:
         """The micro-batches of a step that are computed again: the same on every rank."""
@@ -72,19 +93,26 @@ class Recheck:
             m for m in range(position.micro_batches) if is_chosen(self._seed, self._share, position.step, m)
         )
 
-    def __call__(self, position: Position, own: Mapping[int, int]) -> None:
-        """Compare the step's chosen micro-batches, of which `own` has the digests of this rank's. All ranks call it.
+    def compute(self, position: Position) -> None:
+        """Compute again what this rank is to compute of the step. Before its own micro-batches: others that have more take longer with theirs."""
+        chosen = self.chosen(position)
+        ranges = [clip(own, position.micro_batches) for own in self._plan.ranges(self._group.size)]
+        self._owners = {m: rank for rank, own in enumerate(ranges) for m in own if m in chosen}
+        self._others = assigned_again([len(own) for own in ranges], self._owners)
+        self._again = {
+            m: self._digest(position, m) for m, other in self._others.items() if other == self._group.rank
+        }
+
+    def compare(self, position: Position, own: Mapping[int, int]) -> None:
+        """Compare what was computed again with what its workers computed; `own` has the digests of this rank's. All ranks call it.
 
         CorruptionError where a worker computed other bits than another.
         """
-        chosen, size = self.chosen(position), self._group.size
-        if not chosen:
+        if not self._owners:
             return
-        owners = {m: rank for rank, assigned in enumerate(self._plan.ranges(size)) for m in assigned}
-        again = {m: self._digest(position, m) for m in chosen if (owners[m] + 1) % size == self._group.rank}
-        every = self._group.gather(({m: own[m] for m in chosen if m in own}, again))
-        for m in sorted(chosen):
-            owner, other = owners[m], (owners[m] + 1) % size
+        every = self._group.gather(({m: own[m] for m in self._owners if m in own}, self._again))
+        for m, owner in sorted(self._owners.items()):
+            other = self._others[m]
             digests = every[owner][0][m], every[other][1][m]
             if digests[0] != digests[1]:
                 raise self._disagreed(position, m, ((owner, digests[0]), (other, digests[1])))
@@ -97,7 +125,7 @@ class Recheck:
         for rank, digest in told:
             found.setdefault(rank, []).append(digest)
         size, rank = self._group.size, self._group.rank
-        asked = [(told[0][0] + 2) % size] if size > 2 else list(found)
+        asked = [one for one in range(size) if one not in found][:1] or list(found)
         every = self._group.gather(self._digest(position, m) if rank in asked else None)
         for one in asked:
             found.setdefault(one, []).append(every[one])

@@ -176,7 +176,7 @@ class Stepper:
         self._accumulate(phase, position, batches, scale_down)
         agreed = phase.exchange.read(position.micro_batches)
         if self.recheck is not None:
-            self.recheck(position, self.digests.gradients())
+            self.recheck.compare(position, self.digests.gradients())
         try:
             self._check(phase, position, agreed.totals)
             if last:
@@ -249,6 +249,8 @@ class Stepper:
         tree, names = TreeSum(position.micro_batches), phase.digested_as
         phase.forget_gradients()
         self.watched.note()
+        if self.recheck is not None:
+            self.recheck.compute(position)
         for m in assigned[:-1]:
             with self._no_sync(phase):
                 self._compute(phase, position, m, batches, scale_down, last=False)
@@ -352,7 +354,7 @@ class Stepper:
         held = [parameter.grad for parameter in phase.parameters]
         phase.forget_gradients()
         try:
-            # Past DDP, which has its gradients by now and expects none.
+            # Past DDP, which expects gradients in a backward of its own alone.
             loss = self._forward(phase, phase.module, position, m, batch, precision)
             with self._of_job(phase, position, m):
                 phase.module.backward(precision.scaled(loss.total * self.scale_down(position)))

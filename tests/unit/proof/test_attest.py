@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -249,3 +251,21 @@ def test_mistakes_are_told_in_one_line(recorded: Path, run: Path, tmp_path: Path
     (run / "weights" / "ema.safetensors").unlink()
     with pytest.raises(SpecError, match=r"^attest: run .* has no file '.*ema.safetensors'"):
         attested(run, out)
+
+
+def test_a_key_that_is_none_is_a_mistake_and_no_answer(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.intoto.json"
+    attested(recorded, out)
+    with pytest.raises(SpecError, match=r"^key: '.*nowhere\.pem' holds no public key in PEM"):
+        checked(recorded, out, tmp_path / "nowhere.pem")
+
+
+@pytest.mark.parametrize("lost", [6, 12])
+def test_a_run_whose_ledger_lacks_a_row_is_not_stated(run: Path, tmp_path: Path, lost: int) -> None:
+    ledger = pq.read_table(run / "ledger.parquet")
+    pq.write_table(ledger.filter(pc.not_equal(ledger["step"], lost)), run / "ledger.parquet")
+    with pytest.raises(
+        SpecError, match=rf"contradicts itself: ledger is 12 steps and was found as one without step {lost};"
+    ):
+        attested(run, tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,8 @@ import pytest
 import yaml
 
 from lockstep import train
+from lockstep.calls.difference import diff
+from lockstep.calls.inspection import replay
 from lockstep.calls.verification import verify
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.data.sampler import MicroBatchSampler
@@ -370,3 +373,105 @@ def test_a_run_that_is_not_there_is_told_in_one_line(recorded: Path) -> None:
     with pytest.raises(SpecError, match=r"^run nowhere: no record of it in ") as told:
         verified(recorded.parent / "nowhere")
     assert "\n" not in str(told.value)
+
+
+# --- what a stranger meets --------------------------------------------------------------------------------------
+
+
+def edited_fields(run: Path, **fields: Any) -> None:
+    recorded = json.loads((run / "fields.json").read_text())
+    (run / "fields.json").write_text(json.dumps({**recorded, **fields}))
+
+
+def test_fields_that_are_not_as_recorded_are_told_though_every_bit_is_equal(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Other data beside those that these steps use, or a record that was edited: neither shows in any bit."""
+    edited_fields(run, **{"data.fingerprint": "another", "version.python": "3.9.1"})
+    found = verified(run, steps=1)
+    assert found.same and found.same_bits
+    assert [(one.field, one.recorded) for one in found.fields or ()] == [
+        ("version.python", "3.9.1"),
+        ("data.fingerprint", "another"),
+    ]
+    words = ("verify", run.name, "--uri", "off", "--storage", str(run.parent), "--local", "--steps", "1")
+    code, out, _ = here(monkeypatch, capfd, tmp_path, *words)
+    told, other = (
+        next(line for line in out.splitlines() if line.startswith(words)) for words in ("not as", "bits may")
+    )
+    assert code == 0
+    assert told.startswith("not as recorded   data.fingerprint was 'another' and is ")
+    assert other.startswith("bits may differ   version.python was '3.9.1' and is ")
+    (run / "fields.json").unlink()
+    code, out, _ = here(monkeypatch, capfd, tmp_path, *words)
+    assert code == 0
+    assert "not known         whether versions, device, source and data are those of the run" in out
+
+
+def test_rows_that_a_finished_run_has_lost_at_its_end_are_found(run: Path) -> None:
+    ledger = pq.read_table(run / "ledger.parquet")
+    pq.write_table(ledger.filter(pa.compute.less(ledger["step"], 11)), run / "ledger.parquet")
+    assert first(verified(run)) == (11, None, "row")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("fields.json", "{", "its fields.json cannot be read: "),
+        ("fields.json", "[]", "its fields.json has no fields; it was changed after it was written"),
+        ("ledger.parquet", "", "ledger: cannot read "),
+        ("spec.yaml", "a: [b", "its record in .* cannot be understood: "),
+        ("run.json", "{", "no record of it in "),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "diff", "replay", "attest"])
+def test_a_damaged_record_is_told_in_one_line_and_is_no_difference(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+    name: str,
+    content: str,
+    message: str,
+) -> None:
+    (run / name).write_text(content)
+    more = {"verify": ["--local"], "diff": [run.name], "replay": ["--step", "3"], "attest": []}[command]
+    code, out, said = here(
+        monkeypatch, capfd, tmp_path, command, run.name, *more, "--uri", "off", "--storage", str(run.parent)
+    )
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"lockstep: .*{message}.*\n", said)
+
+
+def test_a_run_that_mlflow_recorded_is_told_apart_from_one_that_is_not_there(run: Path) -> None:
+    (run / "run.json").unlink()
+    with pytest.raises(
+        SpecError,
+        match=rf"^run {run.name}: its folder is in '.*', but its record is in MLflow; give that store with --uri$",
+    ):
+        verified(run)
+
+
+def test_a_fork_is_verified_from_where_it_was_forked(recorded: Path) -> None:
+    """Its ledger has no step before: none is counted, and none can be asked for."""
+    fork = {"run": recorded.name, "step": 4}
+    run = Path(train(document(recorded.parent, fork=fork, rehearsal="off", seed=9), local=True).folder)
+    found = verified(run, all_steps=True)
+    assert found.same and found.steps == 8 and found.fields == []
+    assert [(one.start + 1, one.until) for one in found.stretches] == [(5, 12)]
+    assert verified(run, share=1.0).steps == 8
+    assert verified(run, from_step=6, steps=1).steps == 2
+    with pytest.raises(
+        SpecError, match=r"^from: got 4, wanted a step of the run, which has 5 to 12: it is a fork$"
+    ):
+        verified(run, from_step=4)
+    where: Any = {"uri": "off", "storage": run.parent}
+    with pytest.raises(
+        SpecError, match=r"^step: got 4, wanted a step of the run, which has 5 to 12: it is a fork$"
+    ):
+        replay(run.name, 4, **where)
+    assert replay(run.name, 6, **where).difference == ""
+    found_diff = diff(run.name, recorded.name, **where)
+    assert (found_diff.same, found_diff.first_difference and found_diff.first_difference.step) == (False, 5)
+    assert diff(run.name, run.name, **where).steps == 8

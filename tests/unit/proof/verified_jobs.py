@@ -53,8 +53,11 @@ class Flip(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    """`flipped` takes a sum the other way round."""
+
+    def __init__(self, flipped: bool = False) -> None:
         super().__init__()
+        self.flipped = flipped
         self.hidden = nn.Linear(8, 16)
         self.norm = nn.BatchNorm1d(16)
         self.drop = nn.Dropout(0.1)
@@ -62,7 +65,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.norm(self.hidden(x)).tanh())
-        total = (h.flip(1) if PLANTED.get("order") else h).sum(1, keepdim=True)
+        total = (h.flip(1) if self.flipped or PLANTED.get("order") else h).sum(1, keepdim=True)
         return Flip.apply(self.out(h * total.cos()))
 
 
@@ -85,3 +88,8 @@ class Small(lockstep.Job):
         x, y, _ = batch
         total = F.cross_entropy(model(x).float(), y, reduction="sum")
         return lockstep.Loss(total, len(y), {"one": lockstep.Mean(total.detach(), len(y))})
+
+
+class Reordered(Small):
+    def model(self) -> nn.Module:
+        return Model(flipped=True)
