@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,10 @@ from typing import Any, NamedTuple
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import make_folder, private, replaced
 from lockstep.views.curves import Curves, Moment
+
+_REFUSED_IN_PROJECTS = re.compile(r"[/\\#?%:]")
+LONGEST_PROJECT = 128
+"""Characters of a project's name."""
 
 
 class Written(NamedTuple):
@@ -87,14 +92,12 @@ def _records(curves: Curves) -> Iterator[Any]:
 
     began = next(curves.moments()).wall_clock
     yield wire.Record(header=wire.HeaderRecord(version_info=wire.VersionInfo(producer=wandb.__version__)))
-    run = wire.RunRecord(
-        run_id=curves.run_id,
-        project=str(curves.document.get("record", {}).get("experiment") or curves.name),
-        display_name=curves.name,
-    )
+    experiment = str(curves.document.get("record", {}).get("experiment") or curves.name)
+    project = _REFUSED_IN_PROJECTS.sub("-", experiment)[:LONGEST_PROJECT]
+    run = wire.RunRecord(run_id=curves.run_id, project=project, display_name=curves.name)
     run.start_time.FromMilliseconds(round(began * 1000))
     for name, value in curves.fields.items():
-        run.config.update.add(key=name, value_json=json.dumps(value))
+        run.config.update.add(key=name, value_json=json.dumps(value, default=str))  # YAML knows dates
     yield wire.Record(run=run)
     last: dict[str, float] = {}
     for step, values in _rows(curves, began):

@@ -73,7 +73,7 @@ def in_ledger(steps: Sequence[StepRow], evaluations: Sequence[EvaluationRow]) ->
 
 def test_an_offline_run_has_the_points_of_the_ledger(tmp_path: Path) -> None:
     odd = [step_row(41, loss=math.nan), step_row(42, loss=-math.inf, grad_norm=1e300), step_row(43, lr=-0.0)]
-    record(tmp_path, [*rows(40), *odd, Finished({})], seed=3)
+    record(tmp_path, [*rows(40), *odd, Finished({})], seed=3, record={"experiment": "a/b: c"})
     written = write_offline_run(curves(tmp_path), tmp_path / "wandb")
     assert (written.run_id, written.steps, written.changed) == (RUN, 43, True)
     found = history(written.folder)
@@ -82,7 +82,7 @@ def test_an_offline_run_has_the_points_of_the_ledger(tmp_path: Path) -> None:
     assert "eval/loss" in found[9]
     assert kinds(written.folder) == ["header", "run", "summary", "exit"]
     _, run, *_, summary, end = in_file(written.folder)
-    assert (run.run.run_id, run.run.project, run.run.display_name) == (RUN, "digits", "digits")
+    assert (run.run.run_id, run.run.project, run.run.display_name) == (RUN, "a-b- c", "digits")
     config = {one.key: json.loads(one.value_json) for one in run.run.config.update}
     assert (config["seed"], config["job"]["use"]) == (3, "jobs.digits.job:Digits")
     assert "workers" not in config, "placement changes no bit"
