@@ -54,6 +54,7 @@ class Nodes:
             "XDG_STATE_HOME": str(state),
             "PYTHONPATH": str(ROOT / "platform"),
             "RAY_worker_niceness": "0",
+            "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # for every job: Ray's own way to show one
         }
         self.state = state / "lockstep"
 
@@ -150,6 +151,25 @@ def test_the_token_is_for_its_owner_alone_and_in_no_process_list(nodes: Nodes) -
         assert token not in path.read_text(errors="replace"), path
 
 
+def train_runs(nodes: Nodes) -> list[dict[str, Any]]:
+    """What Ray's dashboard shows on its page of Train runs."""
+    token = Path(nodes.cluster.token or "").read_text()
+    request = urllib.request.Request(
+        f"{nodes.cluster.dashboard}/api/train/v2/runs/v1", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: list[dict[str, Any]] = json.loads(answer.read())["train_runs"]
+    return found
+
+
+def gauges(nodes: Nodes) -> dict[str, float]:
+    """The metrics of runs that Prometheus would collect from the nodes now, each with its labels."""
+    (found,) = json.loads(Path(nodes.cluster.folder, "prom_metrics_service_discovery.json").read_text())
+    pages = [urllib.request.urlopen(f"http://{place}/metrics").read().decode() for place in found["targets"]]
+    lines = re.findall(r"^(ray_lockstep_\w+\{.*\}) (\S+)$", "\n".join(pages), re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
 def asked(url: str, token: str | None) -> int:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
@@ -211,7 +231,7 @@ def test_a_job_right_after_another_has_workers_of_its_own(nodes: Nodes) -> None:
 
 
 def test_a_submitted_job_has_the_bits_of_the_run_alone(nodes: Nodes, tmp_path: Path) -> None:
-    """G1 on the cluster, and the run is listed there."""
+    """G1 on the cluster, and the run is listed there and on the dashboard's page of Train runs."""
     submitted = nodes.call("submit", SPEC, *SHORT, f"checkpoint.storage={tmp_path}/ours")
     assert submitted.returncode == 0, submitted.stderr
     assert digest(submitted.stderr) == alone(tmp_path, SHORT)
@@ -220,6 +240,11 @@ def test_a_submitted_job_has_the_bits_of_the_run_alone(nodes: Nodes, tmp_path: P
         run["run_id"]: run for run in json.loads(nodes.call("cluster", "status", "--json").stdout)["runs"]
     }
     assert [listed[run_id][field] for field in ("status", "step", "workers")] == ["FINISHED", 6, 2]
+    (shown,) = train_runs(nodes)
+    assert (shown["name"], shown["status"]) == (f"digits {run_id}", "FINISHED")
+    (attempt,) = shown["attempts"]
+    assert [worker["world_rank"] for worker in attempt["workers"]] == [0, 1]
+    assert "dropout" not in json.dumps(shown), "what a spec holds may be a secret"
 
 
 @pytest.mark.exact  # two minutes
@@ -326,6 +351,11 @@ def test_a_stopped_job_leaves_a_checkpoint_and_goes_on_when_it_is_submitted_agai
         time.sleep(0.3)
     going_on = json.loads(nodes.call("cluster", "status", "--json").stdout)["runs"][0]
     assert (going_on["status"], going_on["workers"]) == ("RUNNING", 2)
+    wait_for(lambda: gauges(nodes), "Ray collected no metrics of the run")
+    told_by_ray = {name.partition("{")[0]: value for name, value in gauges(nodes).items()}
+    assert (told_by_ray["ray_lockstep_workers"], told_by_ray["ray_lockstep_attempt"]) == (2, 1)
+    assert told_by_ray["ray_lockstep_step"] >= 1
+    assert all(f'run="{going_on["run_id"]}"' in name for name in gauges(nodes))
     stop = finished(nodes.ray("job", "stop", sent["job"]))
     assert stop.returncode == 0, stop.stderr
     followed = finished(following)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -248,6 +249,132 @@ def test_unfreezing_is_its_own_loop_after_every_step() -> None:
     assert min(row.clipped_norm for row in trained.steps) < 0.51 < max(row.grad_norm for row in trained.steps)
 
 
+class GanInHalves(lockstep.Job):
+    """Two networks in fp16. `bomb` is a sample that overflows in the judge: in its own phase, or in `both`."""
+
+    class Params(lockstep.Params):
+        bomb: int | None = None
+        both: bool = False
+
+    def model(self) -> nn.Module:
+        maker = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        judge = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+        return nn.ModuleDict({"maker": maker, "judge": judge})
+
+    def train_data(self) -> Dataset[Any]:
+        x = numbers(40, 3)
+        if self.params.bomb is not None:
+            x[self.params.bomb] = 1e6
+        return TensorDataset(x)
+
+    def phases(self) -> Sequence[Phase]:
+        adam = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
+        return [
+            Phase("judge", self.judged, ["judge"], adam),
+            Phase("maker", self.made, ["maker"], adam, draws_as="judge"),
+        ]
+
+    def judged(self, model: nn.Module, batch: Any) -> Loss:
+        (real,) = batch
+        fake = model["maker"](torch.randn(len(real), 2)).detach()
+        return Loss(self.fooled(-model["judge"](real), model["judge"](fake)).sum(), len(real))
+
+    def made(self, model: nn.Module, batch: Any) -> Loss:
+        (real,) = batch
+        fake = model["maker"](torch.randn(len(real), 2))
+        if self.params.both:
+            fake = fake + real
+        return Loss(self.fooled(-model["judge"](fake)).sum(), len(real))
+
+    @staticmethod
+    def fooled(*scores: Tensor) -> Tensor:
+        return torch.stack([F.softplus(one.float()) for one in scores])
+
+
+def halves_by_hand(bomb: int | None = None, *, together: bool = False) -> tuple[list[str], list[float]]:
+    """As torch's page on AMP has several optimizers: one scaler, each optimizer skips for itself, the scale is set once a step.
+
+    `together`: where the judge overflows, the maker skips as well. The digest after every step, and the scale in it.
+    """
+    digests, scales, job = [], [], GanInHalves(GanInHalves.Params(bomb=bomb))
+    with determinism("strict", threads=1):
+        seed_all(11, "model")
+        model = job.model()
+        maker, judge = model["maker"], model["judge"]  # type: ignore[index]
+        judging = torch.optim.Adam(judge.parameters(), lr=2e-3, betas=(0.5, 0.999))
+        making = torch.optim.Adam(maker.parameters(), lr=2e-3, betas=(0.5, 0.999))
+        scaler = GradScaler("cpu")
+        for step, (x,) in batches_by_hand(job.train_data(), 8):
+            seed_all(11, "step", step, 0, "judge")
+            scales.append(scaler.get_scale())
+            with torch.autocast("cpu", torch.float16):
+                fake = maker(torch.randn(8, 2)).detach()
+                loss = (F.softplus(-judge(x).float()) + F.softplus(judge(fake).float())).mean()
+            judging.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(judging)
+            scaler.step(judging)
+            overflowed = not all(p.grad.isfinite().all() for p in judge.parameters())
+
+            seed_all(11, "step", step, 0, "judge")
+            with torch.autocast("cpu", torch.float16):
+                loss = F.softplus(-judge(maker(torch.randn(8, 2))).float()).mean()
+            making.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(making)
+            if not (together and overflowed):
+                scaler.step(making)
+            scaler.update()
+            digests.append(weights_digest(model.state_dict()))
+    return digests, scales
+
+
+def in_halves(bomb: int | None = None, *, both: bool = False) -> Document:
+    more = {"precision": "fp16", "rehearsal": "off"}
+    run = whole_batches(GanInHalves, 8, **more)
+    return {**run, "job": {**run["job"], "params": {"bomb": bomb, "both": both}}}
+
+
+@pytest.mark.parametrize("bomb", [None, 5])
+def test_phases_in_fp16_are_their_own_loop_after_every_step(bomb: int | None) -> None:
+    """A judge that overflows skips its update, and the maker that does not has its own."""
+    trained = train(in_halves(bomb))
+    digests, scales = halves_by_hand(bomb)
+    assert list(trained.digests) == digests
+    assert [row.scale for row in trained.steps] == scales
+    skipped = [row.parts["judge/skipped"] for row in trained.steps]
+    assert sum(skipped) == (0 if bomb is None else 2)
+    assert not any(row.parts["maker/skipped"] or row.skipped for row in trained.steps)
+    assert len(set(digests)) == 10, "the other phase has updated"
+
+
+def test_a_step_in_which_each_phase_overflows_is_skipped() -> None:
+    trained = train(in_halves(5, both=True))
+    assert trained.summary["skipped"] == sum(row.skipped for row in trained.steps) == 2
+    for row, before, after in zip(trained.steps[1:], trained.steps, trained.digests[1:], strict=False):
+        assert row.scale == before.scale * (0.5 if before.skipped else 1.0), "halved once a step"
+        assert row.skipped == (trained.digests[row.step - 2] == after)
+
+
+def test_a_step_that_is_skipped_as_a_whole_has_other_bits() -> None:
+    """The negative control."""
+    (same, _), (other, _) = halves_by_hand(5), halves_by_hand(5, together=True)
+    assert [a == b for a, b in zip(same, other, strict=True)].count(True) < 5
+
+
+def test_phases_in_fp16_have_one_value_however_they_are_executed(pool: Pool, tmp_path: Path) -> None:
+    """Ragged, with an overflow in one phase, on 1 … 3 workers, and stopped just behind the overflow."""
+    run = {**in_halves(5), "batch": {"global": 12, "micro": 4}, "data": {"drop_last": False}}
+    whole = train(run)
+    at = [row.parts["judge/skipped"] for row in whole.steps].index(1.0) + 1
+    for workers in (2, 3):
+        assert pool.run(workers, train, run)[0] == whole
+    kept_run = {**run, "checkpoint": {"storage": str(tmp_path), "every": None}}
+    pool.run(2, train_attempt, kept_run, RUN, AttemptOrigin(), at)
+    resumed = train_attempt(kept_run, RUN, taken_up(kept_run))
+    assert (resumed.rows, resumed.weights_digest) == (whole.rows, whole.weights_digest)
+
+
 # --- however a run is executed --------------------------------------------------------------------------------
 
 
@@ -393,7 +520,6 @@ def test_what_needs_all_parameters_in_every_step_is_refused(kind: Any, field: st
 @pytest.mark.parametrize(
     ("field", "more"),
     [
-        ("precision", {"precision": "fp16"}),
         ("determinism.recheck", {"determinism": {"mode": "strict", "recheck": 0.5}}),
     ],
 )

@@ -16,7 +16,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
 from lockstep.record.events import Document
 from lockstep.training import whole_set
-from tests.distributed.kinds import RUN, Kind, document
+from tests.distributed.kinds import CLASSES, RUN, Kind, document
 from tests.distributed.pool import Pool
 from tests.distributed.step_kinds import WholeSet
 from tests.distributed.training import Kept, train, train_attempt
@@ -67,6 +67,52 @@ def test_auroc_is_that_of_scikit_learn_on_any_number_of_workers(pool: Pool, tmp_
         for trained in pool.run(workers, train, document(ByScikitLearn)):
             assert trained.evaluations == whole.evaluations
             assert trained.summary["metrics"]["eval/auroc"] == wanted
+
+
+class ByTorchmetrics(ByScikitLearn):
+    """Its metrics are torchmetrics' own objects, which keep a state and would gather over a process group."""
+
+    def outputs(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"preds": model(x).softmax(1), "target": y}
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        from torchmetrics.classification import MulticlassAUROC, MulticlassCalibrationError, MulticlassF1Score
+
+        return {
+            "auroc": MulticlassAUROC(CLASSES),
+            "f1": MulticlassF1Score(CLASSES, average=None),
+            "calibration": MulticlassCalibrationError(CLASSES),
+        }
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        return {}
+
+    def figures(self, outputs: Any) -> dict[str, Any]:
+        """What torchmetrics itself makes of all outputs, called by hand."""
+        found = self.whole_set_metrics(outputs)
+        values = [metric(outputs["preds"], outputs["target"]) for metric in found.values()]
+        return {"by_hand.txt": " ".join(value.hex() for one in values for value in one.reshape(-1).tolist())}
+
+
+@pytest.mark.parametrize("workers", [1, *(pytest.param(n, marks=pytest.mark.exact) for n in (2, 3))])
+def test_objects_of_torchmetrics_are_taken(pool: Pool, workers: int) -> None:
+    told: list[str] = []
+    tell = Kept.tell
+
+    def heard(self: Kept, event: Any) -> None:
+        if isinstance(event, Document) and event.name.endswith("by_hand.txt"):
+            told.append(event.text)
+        tell(self, event)
+
+    with mock.patch.object(Kept, "tell", heard):
+        whole = train(document(ByTorchmetrics))
+    metrics = whole.summary["metrics"]
+    names = ["auroc", *(f"f1/{i}" for i in range(CLASSES)), "calibration"]
+    assert [metrics[f"eval/{name}"].hex() for name in names] == told[-1].split()
+    if workers > 1:
+        for trained in pool.run(workers, train, document(ByTorchmetrics)):
+            assert trained.evaluations == whole.evaluations
 
 
 def test_outputs_in_another_order_give_another_metric() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,16 @@ TRAIN = f"result = lockstep.train({SPEC!r}, job=Points, local=True)\nresult"
 class Kernel:
     """A running kernel."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, interrupt: Callable[[], None]) -> None:
+        self._client, self._interrupt = client, interrupt
 
-    def run(self, cell: str) -> list[Any]:
-        """What a cell shows: its texts, and its data by their kinds. AssertionError where it raises."""
+    def run(self, cell: str, look: Callable[[str], None] = lambda text: None) -> list[Any]:
+        """What a cell shows: its texts, and its data by their kinds. AssertionError where it raises. `look` sees each as it comes."""
         shown: list[Any] = []
 
         def show(message: Any) -> None:
             content = message["content"]
+            look(str(content))
             if message["msg_type"] == "stream":
                 shown.append(content["text"])
             elif "data" in content:
@@ -71,6 +72,11 @@ class Kernel:
         reply = self._client.execute_interactive(cell, timeout=120, output_hook=show)["content"]
         assert reply["status"] == "ok", reply
         return shown
+
+    def interrupted(self, cell: str, at: str) -> list[Any]:
+        """The same of a cell that is interrupted once it shows `at`."""
+        waiting = [self._interrupt]
+        return self.run(cell, lambda text: waiting.pop()() if waiting and at in text else None)
 
 
 @pytest.fixture
@@ -81,7 +87,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     env.pop("PYTHONHASHSEED")
     manager, client = client_of(kernel_name="python3", cwd=str(tmp_path), env=env)
     try:
-        yield Kernel(client)
+        yield Kernel(client, manager.interrupt_kernel)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
@@ -114,3 +120,38 @@ def test_a_class_of_a_cell_trains_as_the_same_class_in_a_file(
     forked = lockstep.resume(Path(folder).name, ["length.steps=6"], fork=True, local=True, uri="off")
     assert forked.step == 6
     assert (Path(forked.folder) / "source" / "lockstep_main.py").read_text() == recorded
+
+
+SLOW = """
+import time
+
+class Slow(Points):
+    def loss(self, model, batch):
+        time.sleep(0.01)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.exact  # two runs of seconds
+def test_a_cell_that_is_interrupted_leaves_a_run_that_goes_on_to_the_same_bits(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    """The run stops after a step with a checkpoint, the cell ends without an error, and the kernel lives on."""
+    for cell in (IMPORTS, JOB, SLOW):
+        kernel.run(cell)
+    spec = {**SPEC, "length": {"steps": 300}, "checkpoint": {"every": None}}
+    train = f"result = lockstep.train({spec!r}, job=Slow, local=True)\nresult"
+    shown = kernel.interrupted(train, "step ")
+    assert "KILLED" in shown[-1]["text/html"]
+    (told,) = kernel.run("import json; print(json.dumps([result.run_id, result.step]))")
+    run_id, step = json.loads(told)
+    assert 0 < step < 300
+    assert (tmp_path / "runs" / run_id / f"step-{step:09}" / "manifest.json").exists()
+    kernel.run(f"result = lockstep.resume({run_id!r}, local=True, uri='off')")
+    kernel.run(f"whole = lockstep.train({spec!r}, job=Slow, local=True)")
+    (told,) = kernel.run(
+        "print(json.dumps([(one.status, one.step, one.weights_digest) for one in (result, whole)]))"
+    )
+    resumed, whole = json.loads(told)
+    assert resumed == whole
+    assert whole[:2] == ["FINISHED", 300]

@@ -8,6 +8,7 @@ checkpoint are taken again, with the same values, so the record stays as it is.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_watch import ClusterWatch, can_grow, find_place, most_resources
+from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.mailbox import LOST, RecorderState, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement, each_of
@@ -83,6 +85,7 @@ class Supervisor:
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
         self._named = False
+        self._shown_as, self._gauges = uuid.uuid4().hex, Gauges(spec.name)
         self._board = Noticeboard(spec.name, spec.record.uri or "", options.began_at)
 
     def run(self) -> Result:
@@ -164,7 +167,9 @@ class Supervisor:
         account = AttemptSummary(self.origin.attempt, place.workers, time.time())
         place = self._standbys.first(place)
         mailbox = self._recording.mailbox
-        attempt = WorkerGroup(self.spec, self.origin, mailbox, place, self.environment, self._source)
+        attempt = WorkerGroup(
+            self.spec, self.origin, mailbox, place, self.environment, self._shown_as, self._source
+        )
         again = bool(self.summaries)
         self.summaries.append(account)
         view = RunView(self.origin.attempt)
@@ -324,6 +329,8 @@ class Supervisor:
         if attempt is not None and status.went_on is not None and view.attempt > self.summaries[-1].attempt:
             self._went_on(attempt, status, status.went_on)
         account, row = self.summaries[-1], view.step
+        if attempt is not None:
+            attempt.run_id = self._recording.run_id
         if attempt is None or row is None or row.attempt != account.attempt:
             return
         if len(view.stragglers) > len(account.stragglers):
@@ -338,6 +345,8 @@ class Supervisor:
                 self._goes_on(self.summaries[-2], account, attempt)
         account.last_step, self._last_step_at = row.step, row.wall_clock
         self._board.reached(row.step, account.workers)
+        if attempt.run_id is not None:
+            self._gauges.show(attempt.run_id, row, account.workers)
         if first:
             self._tell_summaries()
         if self.chaos is not None:

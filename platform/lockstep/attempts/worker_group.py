@@ -37,8 +37,10 @@ class WorkerGroup:
         mailbox: Any,
         place: WorkerPlacement,
         environment: Mapping[str, str],
+        shown_as: str,
         source: Mapping[str, bytes] | None = None,
     ) -> None:
+        """`shown_as` is the same for all attempts that Ray's dashboard is to show as one run."""
         self.over = threading.Event()
         self.error: LockstepError | None = None
         self.moments = Moments()
@@ -47,6 +49,9 @@ class WorkerGroup:
         self.can_regroup = True
         """Whether Ray Train's group lets its workers go on in another one."""
         self.origin = origin
+        self.run_id = origin.run_id
+        """The run, as soon as it is known."""
+        self._shown_as = shown_as
         self._spec, self._mailbox = spec, mailbox
         self._trainer: Any = None
         self._started = self._given_up = False
@@ -205,6 +210,7 @@ class WorkerGroup:
         from lockstep.clusters.ray_internals.driver_trainer import DriverTrainer
         from lockstep.clusters.ray_internals.losses import Losses
         from lockstep.clusters.ray_internals.stage_times import StageTimes
+        from lockstep.clusters.ray_internals.train_page import Shown
 
         return DriverTrainer(
             worker_main,
@@ -215,6 +221,7 @@ class WorkerGroup:
                 **run,
                 callbacks=[StageTimes(self.moments.note), Losses(self._outlived, self._others)],
             ),
+            shown=Shown(self._shown_as, self._spec.name, lambda: self.run_id, self._mailbox),
         )
 
 

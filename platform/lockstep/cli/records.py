@@ -1,4 +1,4 @@
-"""Commands on what is recorded: `runs`, `show`, `pin`, `record sync`, `record check`, `record tensorboard`."""
+"""Commands on what is recorded: `runs`, `show`, `pin`, `record sync`, `record check`, `record tensorboard`, `record wandb`."""
 
 from __future__ import annotations
 
@@ -167,6 +167,35 @@ def tensorboard(
         answer(
             {"logdir": str(logdir), "runs": [one._asdict() for one in written]},
             lambda: "\n".join([*lines, f"look at it        tensorboard --logdir {logdir}"]),
+        )
+
+
+@record.command()
+def wandb(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="the ids of runs")],
+    directory: Annotated[
+        Path, typer.Option("--dir", help="folder of the offline runs, a folder a run")
+    ] = Path("wandb"),
+    uri: Uri = None,
+    storage: Storage = RUNS,
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the curves of runs, as far as they are recorded, as offline runs of Weights & Biases. Again: in place of what was written."""
+    with answered(json_, verbose) as answer:
+        from lockstep.views.wandb import check_installed, write_offline_run
+
+        check_installed()
+        found = [_curves(run, uri, storage) for run in dict.fromkeys(runs)]
+        written = [write_offline_run(curves, directory) for curves in found]
+        lines = [
+            f"run {one.run_id}: {one.steps} steps in {one.folder}{'' if one.changed else ', as before'}"
+            for one in written
+        ]
+        folders = " ".join(one.folder for one in written)
+        answer(
+            {"dir": str(directory), "runs": [one._asdict() for one in written]},
+            lambda: "\n".join([*lines, f"send it        wandb sync {folders}"]),
         )
 
 

@@ -7,7 +7,15 @@ from heapq import merge
 from operator import attrgetter
 from pathlib import Path
 
-from lockstep.record.events import EvaluationRow, Observation, Recorded, Sealed, StepRow
+from lockstep.record.events import (
+    EvaluationRow,
+    Failed,
+    Finished,
+    Observation,
+    Recorded,
+    Sealed,
+    StepRow,
+)
 from lockstep.record.journal_file import NAME
 from lockstep.record.journal_lines import from_line
 from lockstep.record.sealed import SealedSteps
@@ -22,6 +30,8 @@ class RowsSoFar:
     def __init__(self, folder: Path) -> None:
         self._sealed = SealedSteps(folder)
         self._open: dict[int, StepRow] = {}
+        self.failed: bool | None = None
+        """How the run ended; None where it goes on, or its process was killed."""
         evaluations: dict[int, EvaluationRow] = {}
         observations: dict[int, Observation] = {}
         with (folder / NAME).open("rb") as file:
@@ -39,6 +49,10 @@ class RowsSoFar:
         evaluations: dict[int, EvaluationRow],
         observations: dict[int, Observation],
     ) -> None:
+        if isinstance(event, Finished | Failed):
+            self.failed = isinstance(event, Failed)
+        elif isinstance(event, StepRow):
+            self.failed = None  # it was resumed
         match event:
             case Sealed():
                 self._sealed.take_up(event.segments)

@@ -20,7 +20,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.schedule import RateSchedule
 
-RESERVED = ("loss", "lr", "grad_norm", "clipped_norm")
+RESERVED = ("loss", "lr", "grad_norm", "clipped_norm", "skipped")
 """What is recorded of each phase, beside the parts of its loss."""
 
 _NAME = re.compile(r"[\w.-]+")
@@ -141,11 +141,6 @@ def check_combination(job: Job, spec: Spec) -> None:
         raise SpecError(
             f"determinism.recheck: got {spec.recheck:g}, and the job has phases: a micro-batch is computed again for one loss alone; "
             "set determinism.recheck=0"
-        )
-    if phased and spec.precision == "fp16":
-        raise SpecError(
-            "precision: got 'fp16', and the job has phases: the loss scaler skips a whole step or none, and one phase may have updated "
-            "before another overflows; set precision=bf16 or precision=fp32"
         )
 
 

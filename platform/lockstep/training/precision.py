@@ -62,21 +62,27 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer and the scale. False where the step was skipped for gradients that overflowed."""
+        """Step an optimizer whose gradients are unscaled. False where the step was skipped for gradients that overflowed."""
         if not self.scaler.is_enabled():
             optimizer.step()
             return True
-        before = self.scale
+        # A fused optimizer is stepped either way, and skips by itself: whether it did is asked of the scaler.
+        overflowed = self.scaler._found_inf_per_device(optimizer).values()
         self.scaler.step(optimizer)
+        return not any(bool(found) for found in overflowed)
+
+    def settle(self) -> None:
+        """Set the scale anew, once every optimizer of the step was stepped: one that overflowed halves it for all."""
+        if not self.scaler.is_enabled():
+            return
+        before = self.scale
         self.scaler.update()
-        done = self.scale >= before
-        self.skips_in_a_row = 0 if done else self.skips_in_a_row + 1
+        self.skips_in_a_row = 0 if self.scale >= before else self.skips_in_a_row + 1
         if self.skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
             raise NumericsError(
                 f"precision fp16: {self.skips_in_a_row} steps in a row overflowed and the loss scale fell to {self.scale:g}; "
                 "the loss or its gradients are not finite at any scale: lower optimizer.lr, or use precision bf16 or fp32"
             )
-        return done
 
 
 def underflow(gradients: Sequence[Tensor], scale: float) -> float:

@@ -87,10 +87,11 @@ class PhaseResult(NamedTuple):
     scale: float
     skipped: bool
 
-    def columns(self) -> dict[str, float]:
-        """What the ledger has of a phase that has a name."""
+    def columns(self, *, scaled: bool) -> dict[str, float]:
+        """What the ledger has of a phase that has a name; `scaled` where a loss scaler may skip it."""
         own = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
-        return {**own, "clipped_norm": self.clipped_norm, **self.parts}
+        skipped = {"skipped": float(self.skipped)} if scaled else {}
+        return {**own, "clipped_norm": self.clipped_norm, **skipped, **self.parts}
 
 
 class Stepper:
@@ -185,6 +186,8 @@ class Stepper:
             self.buffers.end_step(agreed.flagged)
             self.times.mark("reduction")
             result = self._update(phase, position, agreed, scale_down)
+            if last:
+                self.state.precision.settle()
             self.times.mark("optimizer")
         except NumericsError as error:
             error.step, error.micro_batch = position.step, agreed.totals.first_bad
@@ -199,22 +202,23 @@ class Stepper:
     ) -> StepResult:
         """Count the step, and do what follows its updates."""
         state, first = self.state, next(iter(taken.values()))
-        state.advance(position, skipped=first.skipped, weight=first.weight)
-        if not first.skipped:
-            for phase in phases:
-                phase.rates.schedule.follow()
+        updated = [phase for phase in phases if not taken[phase.name].skipped]
+        state.advance(position, skipped=not updated, weight=first.weight)
+        for phase in updated:
+            phase.rates.schedule.follow()
+        if updated:
             follow_update(state, seed=self.spec.seed, cuda=self._cuda)
         if self.updates_by_job:
             self.buffers.take_over()
         return StepResult(
             loss=first.loss,
             weight=first.weight,
-            parts=first.parts if "" in taken else _by_phase(taken),
+            parts=first.parts if "" in taken else _by_phase(taken, scaled=self.spec.precision == "fp16"),
             lr=first.lr,
             grad_norm=first.grad_norm,
             clipped_norm=first.clipped_norm,
             scale=first.scale,
-            skipped=first.skipped,
+            skipped=not updated,
             stop=first.agreed.stop,
             save=first.agreed.save,
             regroup=first.agreed.regroup,
@@ -460,8 +464,10 @@ class Stepper:
         return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}{within}"
 
 
-def _by_phase(taken: Mapping[str, PhaseResult]) -> dict[str, float]:
+def _by_phase(taken: Mapping[str, PhaseResult], *, scaled: bool) -> dict[str, float]:
     """What each phase came to, as parts of the step: `discriminator/loss`."""
     return {
-        f"{name}/{column}": value for name, one in taken.items() for column, value in one.columns().items()
+        f"{name}/{column}": value
+        for name, one in taken.items()
+        for column, value in one.columns(scaled=scaled).items()
     }

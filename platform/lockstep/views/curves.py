@@ -18,6 +18,7 @@ from lockstep.record.ledger import Rows
 from lockstep.record.points import evaluation_points, observation_points, step_points
 from lockstep.record.rows_so_far import RowsSoFar
 from lockstep.record.stores import find_history, find_observations, find_run
+from lockstep.spec.fields import PLACEMENT
 
 
 class Moment(NamedTuple):
@@ -30,16 +31,22 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The curves of one run. `document` is its spec, without secrets."""
+    """The curves of one run. `document` is its spec, without secrets; `failed` is None while the run has not ended."""
 
     run_id: str
     document: Mapping[str, Any]
     rows: RowsSoFar | Rows
+    failed: bool | None
     observations: Sequence[Observation] = ()
 
     @property
     def name(self) -> str:
         return str(self.document.get("name") or "run")
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The sections of the spec that can change bits."""
+        return {name: value for name, value in self.document.items() if name not in PLACEMENT}
 
     def moments(self) -> Iterator[Moment]:
         """Every row once, in the order of the steps; after a step come its observation and its evaluation. Made anew for each call.
@@ -75,11 +82,12 @@ def curves_of(run_id: str, uri: str, folder: Path) -> Curves:
         if (folder / NAME).exists():
             document = yaml.safe_load((folder / "spec.yaml").read_text(encoding="utf-8"))
             rows = RowsSoFar(folder)
-            curves = Curves(run_id, document, rows, rows.observations)
+            curves = Curves(run_id, document, rows, rows.failed, rows.observations)
         else:
             found = find_run(uri, run_id, folder.parent)
             observations = find_observations(uri, run_id, folder.parent)
-            curves = Curves(run_id, found.spec, find_history(uri, run_id, folder.parent), observations)
+            history = find_history(uri, run_id, folder.parent)
+            curves = Curves(run_id, found.spec, history, found.status != "FINISHED", observations)
     except OSError as error:
         raise RecordError(f"run {run_id}: cannot read {str(folder)!r}: {error.strerror or error}") from error
     if next(curves.moments(), None) is None:

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO, NamedTuple
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import NoLocksError, lock, make_folder, private, replacing
 from lockstep.record.documents import as_yaml, flat
-from lockstep.spec.fields import PLACEMENT
 from lockstep.views.curves import Curves, Moment
 
 FILE = "events.out.tfevents.lockstep"
@@ -142,8 +141,7 @@ def _spec_summary(curves: Curves, first: Moment) -> Any:
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from tensorboard.plugins.text.metadata import create_summary_metadata
 
-    fields = flat({name: value for name, value in curves.document.items() if name not in PLACEMENT})
-    hyperparameters = {name: _typed(text) for name, text in fields.items()}
+    hyperparameters = {name: _typed(text) for name, text in flat(curves.fields).items()}
     summary = hparams_pb(hyperparameters, trial_id=curves.run_id, start_time_secs=first.wall_clock)
     for value in summary.value:  # a mapping of protobuf's has no order of its own
         plugin = value.metadata.plugin_data

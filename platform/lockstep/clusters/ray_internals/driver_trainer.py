@@ -18,6 +18,7 @@ from ray.train import Result
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
@@ -29,6 +30,7 @@ from lockstep.clusters.ray_internals.chosen_nodes import ChosenNodes
 from lockstep.clusters.ray_internals.losses import Losses
 from lockstep.clusters.ray_internals.nodes import free_resources
 from lockstep.clusters.ray_internals.stage_times import StageTimes
+from lockstep.clusters.ray_internals.train_page import Shown, TrainPage
 
 FIRST_S = 3.0
 """How long the nodes that are tried first may take to have room: what the attempt before held is free only when Ray has noticed."""
@@ -164,16 +166,18 @@ class SupervisorDecides(FailurePolicy):  # type: ignore[misc]
 class DriverTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer whose controller runs in the thread that calls `fit`."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, shown: Shown, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._ending = threading.Event()
+        self._shown = shown
 
     def _create_default_callbacks(self) -> list[Any]:
         """Without two actors, each a process: one removes the placement group of a controller that died, which Ray does
-        for a driver; the other hands out Ray's datasets, of which there are none.
+        for a driver; the other hands out Ray's datasets, of which there are none. Where Ray would show the attempt, the run is shown.
         """
         unneeded = (PlacementGroupCleanerCallback, DatasetsCallback)
-        return [one for one in super()._create_default_callbacks() if not isinstance(one, unneeded)]
+        found = [one for one in super()._create_default_callbacks() if not isinstance(one, unneeded)]
+        return [TrainPage(self._shown) if isinstance(one, StateManagerCallback) else one for one in found]
 
     def _initialize_and_run_controller(self, **settings: Any) -> Result:
         self._controller = DriverController(
