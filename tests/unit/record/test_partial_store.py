@@ -159,6 +159,7 @@ def test_the_heartbeat_waits_for_no_upload(server: Server, proxy: Proxy, spec: S
     assert BIG in artifacts(server.uri, run_id)
 
 
+@pytest.mark.usefixtures("drawn_figures")
 @pytest.mark.parametrize(
     "fault",
     ["lost", *(pytest.param(fault, marks=SLOW) for fault in ("reset", "timeout", "429", "500", "503"))],

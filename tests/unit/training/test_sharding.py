@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,6 +20,7 @@ PARAMETERS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8])
 
 
 @given(PARAMETERS, st.integers(1, 9))
+@example([(449, 2, True), (1, 2, False), (225, 2, False)], 3)
 def test_every_element_has_one_owner(parameters: list[tuple[int, int, bool]], ranks: int) -> None:
     lengths, widths, cut = ([one[i] for one in parameters] for i in range(3))
     found = stretches(lengths, widths, cut, ranks)
