@@ -52,22 +52,20 @@ class _Part(NamedTuple):
 def stretches(
     lengths: Sequence[int], widths: Sequence[int], cut: Sequence[bool], ranks: int
 ) -> list[Stretch]:
-    """Share parameters of so many elements of so many bytes out in the order of ranks, to nearly as many bytes each. Pure: every rank finds the same.
+    """Share parameters of so many elements of so many bytes out, to nearly as many bytes each. Pure: every rank finds the same.
 
     Where `cut` is false a parameter stays whole; one without elements is rank 0's.
     """
     total = sum(length * width for length, width in zip(lengths, widths, strict=True))
-    found, begin, newest = [], 0, 0
+    found, begin = [], 0
     for parameter, (length, width, may_cut) in enumerate(zip(lengths, widths, cut, strict=True)):
         ends = [0]
         for rank in range(1, ranks):
             at = (total * rank // ranks - begin) / width
             unit = UNIT if may_cut else max(1, length)
-            # Rounded to units, what came before may have reached a later rank already.
-            ends.append(0 if rank <= newest else min(max(ends[-1], round(at / unit) * unit), length))
+            ends.append(min(max(ends[-1], round(at / unit) * unit), length))
         ends.append(length)
         own = [Stretch(parameter, a, b, rank) for rank, (a, b) in enumerate(pairwise(ends)) if b > a]
-        newest = own[-1].owner if own else newest
         found += own or [Stretch(parameter, 0, 0, 0)]
         begin += length * width
     return found
