@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -14,7 +11,7 @@ import ray
 from lockstep.attempts.mailbox import ANSWER_S, LOST, RecorderState, RunStatus, start_mailbox
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.worker_group import why_lost
-from lockstep.clusters.answers import answer_of
+from lockstep.clusters.answers import answer_of, end_actor
 from lockstep.errors import ClusterError, RecordError
 from lockstep.record.events import Event, Joined
 from lockstep.spec.fields import Spec
@@ -130,8 +127,8 @@ class Recording:
         lost = ClusterError(f"the run's mailbox was lost: {why_lost(str(error))}")
         if self.run_id is None:
             raise lost from error
-        _kill(self._mailbox_pid, self.mailbox)
-        _kill(self._state.pid, self.recorder)
+        end_actor(self.mailbox, self._mailbox_pid)
+        end_actor(self.recorder, self._state.pid)
         self._open()
         return lost
 
@@ -145,7 +142,7 @@ class Recording:
             done, _ = ray.wait([self._work], timeout=LOOK_S)
             self._look()
             if not done and time.monotonic() > until:
-                _kill(self._state.pid, self.recorder)
+                end_actor(self.recorder, self._state.pid)
                 return RecordError(
                     f"record: its recorder did not write what is left within {CLOSING_S:.0f} s; "
                     f"`lockstep record sync {self.run_id}` sends what the run's folder has"
@@ -161,8 +158,8 @@ class Recording:
 
     def end(self) -> None:
         """The run is over: end both actors now, rather than when the last reference to them goes."""
-        _kill(self._state.pid, self.recorder)
-        _kill(self._mailbox_pid, self.mailbox)
+        end_actor(self.recorder, self._state.pid)
+        end_actor(self.mailbox, self._mailbox_pid)
 
     @property
     def state(self) -> RecorderState:
@@ -180,7 +177,7 @@ class Recording:
         self._replace(f"the recorder was lost ({why})")
 
     def _replace_hung(self) -> None:
-        _kill(self._state.pid, self.recorder)
+        end_actor(self.recorder, self._state.pid)
         self._replace(f"the recorder did nothing for {SILENT_S:.0f} s")
 
     def _replace(self, reason: str) -> None:
@@ -194,11 +191,3 @@ class Recording:
             )
         self._say(f"{reason}: another one goes on with the run's journal")
         self._start_recorder()
-
-
-def _kill(pid: int | None, actor: Any) -> None:
-    """End an actor on this node by its process: one that is stopped would not hear Ray. A recorder's lock on the journal ends with it."""
-    if pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    ray.kill(actor)

@@ -333,6 +333,8 @@ class Supervisor:
             attempt.run_id = self._recording.run_id
         if attempt is None or row is None or row.attempt != account.attempt:
             return
+        if "first_step" not in view.stage_ends:
+            return  # a row that was restored, as of the same attempt: a stretch is taken again
         if len(view.stragglers) > len(account.stragglers):
             if not account.stragglers:  # once an attempt is enough for a person who looks on
                 self._warn(view.stragglers[0])

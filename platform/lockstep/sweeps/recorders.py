@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import ray
 from lockstep.attempts.mailbox import Asked
 from lockstep.attempts.recording import CLOSING_S
 from lockstep.checkpoint.runs import pin_aliased, read_shared
-from lockstep.clusters.answers import answer_of
+from lockstep.clusters.answers import answer_of, end_actor
 from lockstep.driver.finished_run import find_proven
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError, SilentError
@@ -345,6 +344,4 @@ def recorders_here(concurrency: int) -> Iterator[Any]:
     try:
         yield actor
     finally:  # Tune keeps what it was given, and would keep this with it
-        with suppress(ProcessLookupError):  # one that is stopped would not hear Ray
-            os.kill(pid, signal.SIGKILL)
-        ray.kill(actor)
+        end_actor(actor, pid)
