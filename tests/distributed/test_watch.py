@@ -36,14 +36,17 @@ def layers(run: Trained) -> list[tuple[int, Any]]:
     "workers", [2, pytest.param(3, marks=pytest.mark.exact), pytest.param(4, marks=pytest.mark.exact)]
 )
 def test_gradient_flow_is_the_same_bits_for_every_number_of_workers(pool: Pool, workers: int) -> None:
-    """Ragged and clipped steps among them. A control: DDP's own all-reduce adds in another order, and it shows."""
+    """Ragged and clipped steps among them. A control: native sums are added in another order, and it shows.
+
+    Not on four workers, whose native sums of two micro-batches each are nodes of the tree.
+    """
     (alone,) = pool.run(1, train, document())
     several, *others = pool.run(workers, train, document())
     assert [step for step, _ in layers(alone)] == [1, 2, 4, 6]
     assert all(values for _, values in layers(alone))
     assert layers(several) == layers(alone)
     assert [layers(other) for other in others] == [[]] * (workers - 1)
-    native = pool.run(workers, train, document(reduction="native"))[0]
+    native = pool.run(min(workers, 3), train, document(reduction="native"))[0]
     assert layers(native) != layers(alone)
 
 
