@@ -65,6 +65,9 @@ _DOCUMENTS = ("plan", "git", "environment")
 _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
 """Facts of the environment that are worth searching runs by; all of them are in environment.json."""
 
+_DRAWING = threading.Lock()
+"""One run of a process at a time draws: hundreds of trials may end together, and matplotlib computes under Python's global lock."""
+
 
 class Page:
     """One run's page. `send` makes a call of the store in its turn."""
@@ -383,12 +386,13 @@ class Page:
         if self._journal.last_step:
             ledger.write_tables(self._journal.tables, steps)
             self._keep(steps)
-            drawn = figures.draw(
-                lambda name: ledger.column(self._journal.tables, name),
-                self._journal.evaluations(),
-                self._folder,
-                scaled=self._spec.precision == "fp16",
-            )
+            with _DRAWING:
+                drawn = figures.draw(
+                    lambda name: ledger.column(self._journal.tables, name),
+                    self._journal.evaluations(),
+                    self._folder,
+                    scaled=self._spec.precision == "fp16",
+                )
             self._show(drawn)
         if self._journal.evaluations():
             ledger.write_evaluations(self._journal.evaluations(), evaluations)
@@ -398,7 +402,9 @@ class Page:
             path = self._folder / ledger.OBSERVATIONS
             ledger.write_observations(observed, path)
             self._keep(path)
-            self._show(observation_figures.draw(observed, self._folder))
+            with _DRAWING:
+                drawn = observation_figures.draw(observed, self._folder)
+            self._show(drawn)
 
     def _show(self, drawn: Iterable[Path]) -> None:
         """Keep figures, and name them in the run's note."""
