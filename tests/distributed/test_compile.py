@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import JobError
 from lockstep.record.events import Document as Text
 from lockstep.record.events import Event, StepRow
+from lockstep.record.ledger import read_parquet, write_parquet
 from lockstep.training import compiled
 from lockstep.training.compiled import CompiledLoss, CompiledLosses
 from tests.distributed import training
@@ -30,6 +32,7 @@ from tests.distributed.test_resume import RUN, taken_up
 from tests.distributed.test_same_bits import document
 from tests.distributed.training import Document, Kept, Trained, train, train_attempt
 from tests.forked import Forked
+from tests.in_process import here
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
@@ -172,6 +175,26 @@ def train_and_die(run: Document, step: int) -> None:
 
     with mock.patch.object(training, "Kept", Dying):
         train_attempt(run, RUN, AttemptOrigin())
+
+
+@pytest.mark.exact
+def test_a_compiled_run_is_verified_by_the_command(
+    programs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """G6: all its steps, and those after a checkpoint, in a process that compiles anew what it has not read; a planted loss is found."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", programs)
+    saving = {"storage": str(tmp_path / "runs"), "every": {"steps": 2}, "keep_last": 9}
+    told = small(checkpoint=saving, record={"uri": "off", "digest_every": 1})
+    run = Path(lockstep.train(told, local=True).folder)
+    words = ("verify", run.name, "--uri", "off", "--storage", str(run.parent), "--local")
+    for part in (("--all",), ("--from", "4")):
+        code, shown, more = here(monkeypatch, capfd, tmp_path, *words, *part)
+        assert code == 0, (shown, more)
+    rows = read_parquet(run / "ledger.parquet")
+    rows[4] = rows[4]._replace(loss=math.nextafter(rows[4].loss, 0.0))
+    write_parquet(rows, run / "ledger.parquet")
+    code, shown, more = here(monkeypatch, capfd, tmp_path, *words, "--from", "4")
+    assert code == 1 and "step 5" in shown + more, (shown, more)
 
 
 def train_late(run: Document) -> Trained:
