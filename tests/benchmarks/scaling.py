@@ -17,15 +17,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lockstep.data.order import epoch_order
+from lockstep.data.order import SHARED_FROM, epoch_order
 from lockstep.plan import SLICE, Stage, nodes, stages, worker_ranges
 from lockstep.record.events import StepRow
 from lockstep.record.points import step_points
 from lockstep.training.reduction import LATENCY_BYTES
+from lockstep.training.relay import PIECE, links
 
 WORKERS = (8, 16, 64, 256, 1024, 4096)
 UNEVEN = ((8, 6), (64, 48), (256, 96), (1024, 1000), (4096, 3000))
 """(micro-batches, workers) that do not divide."""
+
+RANKS_OF_A_NODE = 8
 
 Kind = Literal["exact", "native"]
 
@@ -136,8 +139,35 @@ _ROW: dict[str, Any] = {
 }  # fmt: skip
 
 
+def resume_traffic(workers: int, state_bytes: float, link: Link) -> dict[str, Any]:
+    """Who reads and sends what where so many workers, `RANKS_OF_A_NODE` on each, are handed a checkpoint. The time is that of the network alone."""
+    nodes = [str(rank // RANKS_OF_A_NODE) for rank in range(workers)]
+    tree = [links(nodes, rank) for rank in range(workers)]
+    sent = Counter(
+        nodes[rank]
+        for rank, (_, targets) in enumerate(tree)
+        for target in targets
+        if nodes[target] != nodes[rank]
+    )
+    hops = [0] * workers
+    for rank in range(1, workers):
+        source = tree[rank][0]
+        hops[rank] = 0 if source is None else hops[source] + 1
+    most = max(sent.values(), default=0)
+    pieces = most * (state_bytes + max(hops) * PIECE)
+    return {
+        "workers": workers,
+        "nodes": len(set(nodes)),
+        "read_gb": round(state_bytes / 1e9, 2),
+        "read_by_each_gb": round(workers * state_bytes / 1e9, 1),
+        "node_sends_gb": round(most * state_bytes / 1e9, 2),
+        "hops": max(hops),
+        "network_s": round(pieces * 8 / (link.gbit_per_s * 1e9), 2),
+    }
+
+
 def sampler_seconds(samples: int) -> float:
-    """Time of an epoch's permutation, which every rank draws."""
+    """Time of an epoch's permutation, which every rank draws, or one of a node from `SHARED_FROM` samples on."""
     start = time.perf_counter()
     epoch_order(0, 0, samples, "full")
     return time.perf_counter() - start
@@ -178,10 +208,16 @@ def tables(parameters: int, step_s: float, link: Link) -> dict[str, list[dict[st
         {"every_s": every, "gb": round(state / 1e9, 2), "mb_per_s": round(state / 1e6 / every, 1)}
         for every in (60, 300, 1800)
     ]
+    resume = [resume_traffic(workers, state, link) for workers in WORKERS]
     points = points_of_a_step()
     record = [{"steps_per_s": rate, "points_per_s": points * rate} for rate in (1, 10, 100, 1000)]
     sampler = [
-        {"samples": n, "seconds": round(sampler_seconds(n), 4), "mb_per_rank": n * 8 / 1e6}
+        {
+            "samples": n,
+            "seconds": round(sampler_seconds(n), 4),
+            "mb": n * 8 / 1e6,
+            "held by": "each rank" if n < SHARED_FROM else "each node, once",
+        }
         for n in (10**5, 10**6, 10**7)
     ]
     planning = [
@@ -192,6 +228,7 @@ def tables(parameters: int, step_s: float, link: Link) -> dict[str, list[dict[st
     return {
         "step": sent,
         "checkpoint": checkpoints,
+        "resume": resume,
         "record": record,
         "sampler": sampler,
         "planning": planning,

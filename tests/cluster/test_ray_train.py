@@ -184,6 +184,29 @@ def test_each_job_here_is_verified_on_ray_and_without(
         assert found.steps == (6 if options.get("all_steps") else 4)
 
 
+@pytest.mark.exact  # half a minute
+def test_a_compiled_run_on_ray_is_that_of_one_process(tmp_path: Path) -> None:
+    """G1 with `compile: true`: on two workers, which read or write programs of their user's; and taken again by three (G6)."""
+    job = {"use": "tests.distributed.small_jobs:Plain", "params": {"samples": 96, "norm": "batch"}}
+    base = {
+        "job": job,
+        "batch": {"global": 24, "micro": 3},
+        "length": {"steps": 6},
+        "record": {"uri": "off", "digest_every": 1},
+        "compile": True,
+    }
+    here = train(spec(tmp_path / "here", **base), local=True)
+    there = train(spec(tmp_path / "there", **base, workers={"min": 2, "max": 2}))
+    assert there.workers == 2
+    assert (there.weights_digest, there.identity) == (here.weights_digest, here.identity)
+    assert columns(there) == columns(here)
+    eager = train(spec(tmp_path / "eager", **{**base, "compile": False}), local=True)
+    assert eager.identity != here.identity
+    storage = Path(there.folder).parent
+    found = verify(there.run_id, uri="off", storage=storage, workers=3, all_steps=True)
+    assert found.same and found.same_bits and found.steps == 6
+
+
 def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         SpecError, match=r"^workers\.min: got 5 workers of 1 CPU each, but the cluster has 4 CPU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import JobError
 from lockstep.record.events import Document as Text
 from lockstep.record.events import Event, StepRow
+from lockstep.record.ledger import read_parquet, write_parquet
 from lockstep.training import compiled
 from lockstep.training.compiled import CompiledLoss, CompiledLosses
 from tests.distributed import training
@@ -30,6 +32,7 @@ from tests.distributed.test_resume import RUN, taken_up
 from tests.distributed.test_same_bits import document
 from tests.distributed.training import Document, Kept, Trained, train, train_attempt
 from tests.forked import Forked
+from tests.in_process import here
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
@@ -104,17 +107,31 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of programs of this module's own: each is compiled once, which takes the most time here, and read from then on."""
+    return str(tmp_path_factory.mktemp("programs"))
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_runs_have_one_value(pool: Pool, case: str, tmp_path: Path) -> None:
-    """On 1, 2 and 3 workers, with loader processes; compiled anew by all workers at once, and read from what another has compiled."""
+def test_compiled_runs_have_one_value(pool: Pool, case: str, programs: str) -> None:
+    """On 1, 2 and 3 workers, with loader processes; they read what this process has compiled."""
     run = CASES[case]()
-    whole = train_in_folder(run, str(tmp_path / "alone"))
+    whole = train_in_folder(run, programs)
     assert whole.identity != train({**run, "compile": False}).identity
-    for workers, folder in ((1, "alone"), (2, "together"), (3, "alone")):
+    for workers in (1, 2, 3):
         data = {**run.get("data", {}), "loader_processes": workers % 3}
-        ranks = pool.run(workers, train_in_folder, {**run, "data": data}, str(tmp_path / folder))
+        ranks = pool.run(workers, train_in_folder, {**run, "data": data}, programs)
         assert ranks == [whole] * workers
+
+
+@pytest.mark.exact
+def test_workers_that_compile_at_once_have_the_value_of_one(pool: Pool, tmp_path: Path) -> None:
+    """Two that find no programs write them into one folder, at the same time, and the run is that of a process with its own."""
+    whole = train_in_folder(small(), str(tmp_path / "alone"))
+    assert pool.run(2, train_in_folder, small(), str(tmp_path / "together")) == [whole] * 2
+    assert list((tmp_path / "together").rglob("*.so"))
 
 
 def train_in_folder(run: Document, folder: str) -> Trained:
@@ -123,14 +140,24 @@ def train_in_folder(run: Document, folder: str) -> Trained:
         return train(run)
 
 
+def go_on_in_folder(run: Document, origin: AttemptOrigin, folder: str) -> Trained:
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        return train_attempt(run, RUN, origin)
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_compiled_run_outlives_a_kill(pool: Pool, workers: int, tmp_path: Path) -> None:
+def test_a_compiled_run_outlives_a_kill(
+    pool: Pool, workers: int, tmp_path: Path, programs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", programs)
     run = document("digits", 6, compile=True, checkpoint={"storage": str(tmp_path), "every": {"steps": 1}})
     whole = train(document("digits", 6, compile=True))
     killed = Forked(train_and_die, run, 4)
-    assert killed.wait(120) == -signal.SIGKILL, killed.communicate()
-    for rank, ended in enumerate(pool.run(workers, train_attempt, run, RUN, taken_up(str(tmp_path), None))):
+    assert killed.wait(300) == -signal.SIGKILL, killed.communicate()
+    for rank, ended in enumerate(
+        pool.run(workers, go_on_in_folder, run, taken_up(str(tmp_path), None), programs)
+    ):
         assert 0 < len(ended.digests) < len(whole.digests)
         assert ended.digests == whole.digests[-len(ended.digests) :]
         assert (ended.weights_digest, ended.identity) == (whole.weights_digest, whole.identity)
@@ -148,6 +175,26 @@ def train_and_die(run: Document, step: int) -> None:
 
     with mock.patch.object(training, "Kept", Dying):
         train_attempt(run, RUN, AttemptOrigin())
+
+
+@pytest.mark.exact
+def test_a_compiled_run_is_verified_by_the_command(
+    programs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """G6: all its steps, and those after a checkpoint, in a process that compiles anew what it has not read; a planted loss is found."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", programs)
+    saving = {"storage": str(tmp_path / "runs"), "every": {"steps": 2}, "keep_last": 9}
+    told = small(checkpoint=saving, record={"uri": "off", "digest_every": 1})
+    run = Path(lockstep.train(told, local=True).folder)
+    words = ("verify", run.name, "--uri", "off", "--storage", str(run.parent), "--local")
+    for part in (("--all",), ("--from", "4")):
+        code, shown, more = here(monkeypatch, capfd, tmp_path, *words, *part)
+        assert code == 0, (shown, more)
+    rows = read_parquet(run / "ledger.parquet")
+    rows[4] = rows[4]._replace(loss=math.nextafter(rows[4].loss, 0.0))
+    write_parquet(rows, run / "ledger.parquet")
+    code, shown, more = here(monkeypatch, capfd, tmp_path, *words, "--from", "4")
+    assert code == 1 and "step 5" in shown + more, (shown, more)
 
 
 def train_late(run: Document) -> Trained:

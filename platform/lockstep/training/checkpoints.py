@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.manifest import Facts, SharedFile
-from lockstep.checkpoint.reader import Checkpoint, Loaded, load, load_newest, load_step, shared_files
+from lockstep.checkpoint.reader import Loaded, load_newest, load_step, shared_files
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, AttemptOrigin, RunFolder
 from lockstep.checkpoint.runs import opened
@@ -32,6 +32,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.digests import Digester, state_digests
 from lockstep.training.group import Group
+from lockstep.training.relay import read_once
 from lockstep.training.requests import Requests
 from lockstep.training.state import TrainState
 
@@ -91,15 +92,13 @@ def find_start(
 def _load(
     storage: str, run_id: str, step: int | None, group: Group, warn: Callable[[str], None]
 ) -> Loaded | None:
-    """A run's checkpoint of `step`, or its newest good one. Rank 0 looks for it, the others load the same."""
-    folder = RunFolder.open(open_storage(storage), run_id)
-    found: Loaded | None = None
-    if group.rank == 0:
+    """A run's checkpoint of `step`, or its newest good one. Rank 0 reads it, and every rank verifies what it is handed."""
+    store = open_storage(storage)
+    with read_once(store, group) as relayed:
+        folder = RunFolder.open(relayed, run_id)
         found = load_newest(folder, warn) if step is None else load_step(folder, step)
-    at = group.gather(None if found is None else (found.manifest.step, found.checkpoint.name))[0]
-    if at is None or group.rank == 0:
-        return found
-    return load(Checkpoint.of(folder, *at))
+    # What is read of it later, one rank reads alone.
+    return found and found._replace(checkpoint=replace(found.checkpoint, storage=store))
 
 
 def check_identity(start: Start, fields: dict[str, Any]) -> None:

@@ -159,7 +159,7 @@ def prepare(
     for text in warnings_of(train_data):
         warn(text)
     plan = make_plan(spec, dataset_size(train_data, "train_data"))
-    model = make_model(spec, job, plan, group.device)
+    model = make_model(spec, job, plan, group.device, group)
     for text in short_parameters(model):
         warn(text)
     evaluates = eval_data is not None and has_evaluation_loss(job)
@@ -291,8 +291,13 @@ def make_plan(spec: Spec, samples: int) -> Plan:
         raise SpecError(f"batch.global: {error}{advice}") from error
 
 
-def make_model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Module:
-    """The job's model on its device, made from the seeded generators, with the initial weights that the spec names."""
+def make_model(
+    spec: Spec, job: Job, plan: Plan, device: torch.device, group: Group | None = None
+) -> nn.Module:
+    """The job's model on its device, made from the seeded generators, with the initial weights that the spec names.
+
+    All ranks of a `group` call it, for one of them to read the weights.
+    """
     seed_all(spec.seed, "model")
     try:
         model = job.model()
@@ -302,7 +307,7 @@ def make_model(spec: Spec, job: Job, plan: Plan, device: torch.device) -> nn.Mod
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
     check_model(model, plan)
     if spec.initial_weights is not None:
-        load_weights(model, Path(spec.initial_weights))
+        load_weights(model, Path(spec.initial_weights), group)
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
     return model.to(device).train()

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import replaced
+from lockstep.training.group import Group
+from lockstep.training.relay import Relay
 
 
 def save_weights(folder: Path, weights: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
@@ -31,14 +33,21 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     return path
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fill the model from a safetensors file. SpecError where the file cannot be read or does not fit."""
+def load_weights(model: nn.Module, path: Path, group: Group | None = None) -> None:
+    """Fill the model from a safetensors file, which rank 0 of a `group` reads for all. SpecError where it cannot be read or does not fit."""
+
+    def read() -> dict[str, Tensor]:
+        try:
+            found: dict[str, Tensor] = safetensors.torch.load_file(path)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise SpecError(
+                f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file"
+            ) from error
+        return found
+
+    weights = read() if group is None or group.size == 1 else Relay(group).tensors(str(path), read)
     try:
-        model.load_state_dict(safetensors.torch.load_file(path))
-    except (OSError, safetensors.SafetensorError) as error:
-        raise SpecError(
-            f"initial_weights: cannot read {str(path)!r}: {error}; wanted a safetensors file"
-        ) from error
+        model.load_state_dict(weights)
     except RuntimeError as error:
         text = " ".join(str(error).split())
         raise SpecError(f"initial_weights: {str(path)!r} does not fit the job's model: {text}") from error

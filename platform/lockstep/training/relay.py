@@ -1,0 +1,195 @@
+"""One rank reads, and hands on what it has read: the store sees one reader, whatever the number of workers.
+
+What rank 0 reads goes from rank to rank along a tree: over the first ranks of the nodes, then over the ranks of each node, so that it
+crosses the network once for each other node. All ranks run the same code on the same bytes. Each compares the hashes by itself, and all
+meet the same errors; one that has got other bytes asks for something else than rank 0 hands on, and is told.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.checkpoint.storage import Item, Reading, Storage
+from lockstep.errors import DriftError, LockstepError
+from lockstep.process import network
+from lockstep.training.group import Group
+
+T = TypeVar("T")
+
+PIECE = 16 << 20
+"""Bytes of a file that are read and handed on at a time: the next ones are read while these are on their way down the tree."""
+
+
+def links(nodes: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
+    """From whom a rank receives, and to whom it hands on, those on other nodes first; `nodes` tells the node of each rank.
+
+    Two binary heaps: over the first ranks of the nodes, and over the ranks of a node. Rank 0 receives from nobody, and nobody hands on
+    to more than four.
+    """
+    rows: dict[str, list[int]] = {}
+    for other, node in enumerate(nodes):
+        rows.setdefault(node, []).append(other)
+    source, targets = None, []
+    for row in ([ranks[0] for ranks in rows.values()], rows[nodes[rank]]):
+        if rank in row:
+            i = row.index(rank)
+            targets += row[2 * i + 1 : 2 * i + 3]
+            source = row[(i - 1) // 2] if i else source
+    return source, targets
+
+
+class Relay:
+    """What rank 0 reads, on every rank of a group. All of them ask for the same things in the same order."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._source, self._targets = links(group.gather(network()), group.rank)
+        over_gpu = dist.get_backend(group.channel) == "nccl"
+        self._device = group.device if over_gpu else torch.device("cpu")
+
+    @property
+    def reads(self) -> bool:
+        """Whether this is the rank that reads."""
+        return self._group.rank == 0
+
+    def hand(self, request: str, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, for small objects; where it raises a LockstepError, all ranks do.
+
+        DriftError where rank 0 hands on another request than this rank's.
+        """
+        value: Any = None
+        error: LockstepError | None = None
+        content = b""
+        if self.reads:
+            try:
+                value = make()
+            except LockstepError as raised:
+                error = raised
+            content = pickle.dumps((value, error))
+        asked = zlib.crc32(request.encode())
+        front = torch.tensor([asked, len(content)])
+        self.move(front)
+        if front[0] != asked:
+            raise DriftError(
+                f"rank {self._group.rank} has read other bytes of {request!r} than rank 0, which has them from the store; "
+                "the memory of its machine, or the network between them, is at fault"
+            )
+        packed = torch.frombuffer(bytearray(content or int(front[1])), dtype=torch.uint8)
+        self.move(packed)
+        if not self.reads:
+            value, error = pickle.loads(packed.numpy().tobytes())
+        if error is not None:
+            raise error
+        return cast(T, value)
+
+    def tensors(self, request: str, read: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Contiguous tensors in host memory that `read` gives on rank 0; errors as of `hand`."""
+        own: dict[str, Tensor] = {}
+
+        def contents() -> dict[str, tuple[torch.Size, torch.dtype]]:
+            own.update(read())
+            return {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+
+        for name, (shape, dtype) in self.hand(request, contents).items():
+            if not self.reads:
+                own[name] = torch.empty(shape, dtype=dtype)
+            for piece in torch.split(own[name].view(-1).view(torch.uint8), PIECE):
+                self.move(piece)
+        return own
+
+    def move(self, tensor: Tensor) -> None:
+        """Overwrite `tensor`, in host memory, with rank 0's."""
+        if not tensor.numel():
+            return
+        there = tensor.to(self._device)
+        if self._source is not None:
+            self._wait([dist.P2POp(dist.irecv, there, self._source, self._group.channel)])
+        self._wait([dist.P2POp(dist.isend, there, rank, self._group.channel) for rank in self._targets])
+        if there is not tensor:
+            tensor.copy_(there)
+
+    def _wait(self, calls: Sequence[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(list(calls)) if calls else []:
+            work.wait()
+
+
+@contextmanager
+def read_once(storage: Storage, group: Group) -> Iterator[Storage]:
+    """The storage, for reading alone, as all ranks of the group read it together: rank 0 reads it, and the others are given the same."""
+    if group.size == 1:
+        yield storage
+        return
+    relay = Relay(group)
+    yield cast(Storage, _ReadOnce(storage, relay))
+    relay.hand(f"the checkpoints of {storage.shown}", lambda: None)  # a rank that asks for more is told
+
+
+class _ReadOnce:
+    """The half of a storage that reads, on every rank: nothing is written through it."""
+
+    def __init__(self, storage: Storage, relay: Relay) -> None:
+        self.shown, self.fences = storage.shown, storage.fences
+        self._storage, self._relay = storage, relay
+
+    def read(self, path: str) -> bytes:
+        return self._relay.hand(f"read {path}", lambda: self._storage.read(path))
+
+    def list(self, folder: str) -> list[Item]:
+        return self._relay.hand(f"list {folder}", lambda: self._storage.list(folder))
+
+    def tree(self, folder: str) -> Mapping[str, Sequence[Item]]:
+        return self._relay.hand(f"tree {folder}", lambda: self._storage.tree(folder))
+
+    def exists(self, path: str) -> bool:
+        return self._relay.hand(f"look at {path}", lambda: self._storage.exists(path))
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Reading]:
+        reading = _Relayed(self._storage, path, self._relay)
+        try:
+            yield reading
+        finally:
+            reading.close()
+
+
+class _Relayed:
+    """A file that rank 0 reads, a piece at a time."""
+
+    def __init__(self, storage: Storage, path: str, relay: Relay) -> None:
+        self._path, self._relay = path, relay
+        self._piece = torch.empty(PIECE, dtype=torch.uint8)
+        self._bytes = memoryview(cast(Any, self._piece.numpy()))
+        self._pieces = self._read(storage)
+        self._at = self._end = 0
+        self._next()  # a file that is not there is told where it is opened
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        if self._at == self._end:
+            self._next()
+        size = min(len(buffer), self._end - self._at)
+        buffer[:size] = self._bytes[self._at : self._at + size]
+        self._at += size
+        return size
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    def _next(self) -> None:
+        self._at = 0
+        self._end = self._relay.hand(f"open {self._path}", lambda: next(self._pieces, 0))
+        if self._end:
+            self._relay.move(self._piece[: self._end])
+
+    def _read(self, storage: Storage) -> Any:
+        """Rank 0's: fill the buffer again and again, and tell with how many bytes."""
+        with storage.open(self._path) as reading:  # within it the system's errors become StorageErrors
+            while size := reading.readinto(self._bytes):
+                yield size
