@@ -23,7 +23,9 @@ from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.driver.result import Result
 from tests.cluster.test_supervisor import spec
 
-PATIENCE_S = 150.0
+PATIENCE_S = 300.0
+STEPS = 300
+"""Of the run, which trains on while newcomers start. Held at their pace until all has happened."""
 
 
 class Heard:
@@ -82,21 +84,22 @@ def main(folder: Path) -> None:
                 "num_cpus": 1,
                 "temp_dir": own,
                 "include_dashboard": False,
-                # A node that is gone is noticed after seconds rather than half a minute.
+                # A node that is gone is noticed after ten seconds rather than half a minute, and one on a busy machine is not taken for gone.
                 "_system_config": {
                     "health_check_initial_delay_ms": 1000,
                     "health_check_period_ms": 1000,
-                    "health_check_failure_threshold": 3,
+                    "health_check_failure_threshold": 10,
                 },
             },
         )
         # Before any other node: a driver belongs to whichever node it finds, and ends with it.
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         first = cluster.add_node(num_cpus=1)
+        fast = folder / "fast-from-now-on"
         document = spec(
             folder,
-            job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.2}},
-            length={"steps": 36},
+            job={"use": "tests.cluster.broken_jobs:Held", "params": {"width": 4, "until": str(fast)}},
+            length={"steps": STEPS},
             workers={"min": 1, "max": 4},
             checkpoint={"storage": str(folder / "runs"), "every": {"steps": 3}},
         )
@@ -116,6 +119,7 @@ def main(folder: Path) -> None:
         heard.wait_for(3)  # two
         cluster.remove_node(first, allow_graceful=False)
         heard.wait_for(4)  # one
+        fast.touch()
         (folder / "told.json").write_text(json.dumps({**run.result().as_dict(), "lines": heard.lines}))
         ray.shutdown()
         cluster.shutdown()
