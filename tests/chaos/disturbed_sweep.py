@@ -36,8 +36,8 @@ import psutil
 import yaml
 
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
-from tests.chaos.disturbed import cut_link, fill, one_of, small_disk
 from tests.chaos.exposed import ERRORS
+from tests.chaos.ways import cut_link, fill, one_of, shared_out, small_disk
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
@@ -307,12 +307,16 @@ def main() -> None:
         default="random=15,optuna=15",
         help="sweeps, each with how much happens, or with what: random=worker+node",
     )
+    parser.add_argument(
+        "--faults", type=int, help="so much in all, in sweeps of both kinds; in place of --runs"
+    )
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    runs = given.runs if given.faults is None else shared_out(given.faults, tuple(RUNS))
     wrong, total = [], Counter[str]()
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as place, started(2) as nodes:
         expected: dict[str, dict[str, Any]] = {}
-        for number, entry in enumerate(given.runs.split(",")):
+        for number, entry in enumerate(runs.split(",")):
             name, wanted = entry.split("=")
             if name not in expected:
                 expected[name] = alone(nodes, Path(place, f"{name}-alone"), name)
