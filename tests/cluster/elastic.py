@@ -23,7 +23,7 @@ from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.driver.result import Result
 from tests.cluster.test_supervisor import spec
 
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 STEPS = 300
 """Of the run, which trains on while newcomers start. Held at their pace until all has happened."""
 

@@ -400,7 +400,7 @@ def in_a_process(module: str, folder: Path) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
