@@ -35,6 +35,8 @@ class Heard:
         self.lines: list[str] = []
         self.step = 0
         self.attempt = 0
+        self.error: Exception | None = None
+        """What the run has ended with, where it has."""
 
     def say(self, text: str) -> None:
         self.lines.append(text)
@@ -49,6 +51,8 @@ class Heard:
         while first is None or self.step < first + 2:
             if self.attempt == attempt and first is None:
                 first = self.step
+            if self.error is not None:
+                raise self.error
             assert time.monotonic() < until, (attempt, self.lines)
             time.sleep(0.1)
 
@@ -63,7 +67,11 @@ class Running:
         self._thread.start()
 
     def _train(self, document: dict[str, Any]) -> None:
-        self._results.append(train(document, progress=self.heard))
+        try:
+            self._results.append(train(document, progress=self.heard))
+        except Exception as error:
+            self.heard.error = error
+            raise
 
     def result(self) -> Result:
         """What it came to, once it has ended."""

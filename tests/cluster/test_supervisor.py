@@ -403,7 +403,7 @@ def in_a_process(module: str, folder: Path) -> dict[str, Any]:
         timeout=1800,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-12_000:]
     told: dict[str, Any] = json.loads((folder / "told.json").read_text())
     return told
 
