@@ -52,9 +52,10 @@ pictures: $(INSTALLED_TEST)  ## the pictures of the README, made anew of a run a
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
 	$(BIN)/python -m pytest -q -m exact -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
-chaos: $(INSTALLED_TEST)  ## eighty seeded faults of fifteen kinds, kills among them, held against runs and sweeps left alone (long)
-	$(BIN)/python -m tests.chaos.disturbed
-	$(BIN)/python -m tests.chaos.disturbed_sweep
+chaos: ROUNDS = 200
+chaos: $(INSTALLED_TEST)  ## ROUNDS=200 seeded faults of fifteen kinds, kills among them, held against runs and sweeps left alone (hours)
+	$(BIN)/python -m tests.chaos.disturbed --faults $$(( $(ROUNDS) - $(ROUNDS) / 4 ))
+	$(BIN)/python -m tests.chaos.disturbed_sweep --faults $$(( $(ROUNDS) / 4 ))
 
 # How often a worker is killed, with each number of workers.
 ROUNDS ?= 10

@@ -5,7 +5,8 @@
 Both train with so many workers, each on a one-CPU node of one local cluster with Ray's default settings and one node to spare, save every tenth
 step of about 0.2 s, and lose a worker, then a node. Lost is the time from the SIGKILL to the end of the first step after it; repeated are steps
 that were done before and are taken again, beside the one under way. Where Lockstep's other workers go on in memory, they do so without
-the lost one until another one has joined.
+the lost one until another one has joined; each of them then has more micro-batches in a step, and a step takes longer. So it is also told
+how much longer than such a step the loss took.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ CALM_S = 60.0
 GAP_S = 2.5
 """No step takes so long."""
 
+PACED = 5
+"""From so many steps after a loss it is known how long one takes."""
+
 PATIENCE_S = 400.0
 
 
@@ -45,6 +49,8 @@ class Lost(NamedTuple):
     seconds: float
     """From the kill to the end of the first step after it."""
     steps: int
+    step_s: float
+    """What a step takes with the workers that are there after it."""
     stages: str = ""
 
 
@@ -74,7 +80,10 @@ class Bare:
         if len(every) <= number:
             return None
         before, after = every[number - 1], every[number]
-        return Lost(after[0][0] - killed_at, before[-1][1] - after[0][1] + 1)
+        step_s = pace([at for at, _ in after])
+        if step_s is None:
+            return None
+        return Lost(after[0][0] - killed_at, before[-1][1] - after[0][1] + 1, step_s)
 
     def trains(self, number: int) -> bool:
         return len(self.attempts()) >= number
@@ -114,17 +123,25 @@ class Ours(Bare):
             return None
         account = found[number - 1]
         (folder,) = {path.parent for path in self.folder.glob("runs/*/attempts.json")}
-        done = [row.wall_clock for row in RowsSoFar(folder).steps() if row.attempt >= account["attempt"]]
-        if not done:
+        done = [row.wall_clock for row in RowsSoFar(folder).steps() if row.attempt == account["attempt"]]
+        step_s = pace(done)
+        if step_s is None:
             return None
         seconds = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in account["seconds"].items())
         how = "in memory" if account["in_memory"] else f"{account['standbys']} stood by"
-        return Lost(min(done) - killed_at, account["repeated"], f"{how}: {seconds}")
+        return Lost(done[0] - killed_at, account["repeated"], step_s, f"{how}: {seconds}")
 
     def trains(self, number: int) -> bool:
         every = self.accounts()
         whole = bool(every) and every[-1]["workers"] == self.workers and every[-1]["last_step"] > 0
         return whole and len(self.after_losses()) >= number - 1
+
+
+def pace(ends: list[float]) -> float | None:
+    """What a step takes, from when the first ones ended; None as long as there are too few."""
+    if len(ends) <= PACED:
+        return None
+    return statistics.median(later - earlier for earlier, later in pairwise(ends[: PACED + 1]))
 
 
 def launch(folder: Path, words: list[str], kept: tuple[str, ...]) -> subprocess.Popen[bytes]:
@@ -215,7 +232,8 @@ def compare(workers: int, names: list[str], rounds: int, calm_s: float) -> None:
             bare, ours = row["Bare"][i], row["Ours"][i]
             print(
                 f"round {number + 1}, {workers} workers, a {name} is killed: bare Ray Train {bare.seconds:.1f} s and {bare.steps} "
-                f"steps, Lockstep {ours.seconds:.1f} s and {ours.steps} steps ({ours.stages}); load {os.getloadavg()[0]:.1f}",
+                f"steps, Lockstep {ours.seconds:.2f} s and {ours.steps} steps, {ours.seconds - ours.step_s:.2f} s beyond a step of "
+                f"{ours.step_s:.2f} s ({ours.stages}); load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
     for i, name in enumerate(kills):
@@ -223,11 +241,13 @@ def compare(workers: int, names: list[str], rounds: int, calm_s: float) -> None:
         seconds, bare_s = (
             statistics.median(row[kind][i].seconds for row in rows) for kind in ("Ours", "Bare")
         )
+        beyond = sorted(row["Ours"][i].seconds - row["Ours"][i].step_s for row in rows)
         steps = max(row["Ours"][i].steps for row in rows)
         print(
             f"{workers} workers, {name}: Lockstep / bare Ray Train: median {statistics.median(ratios):.2f} "
-            f"({ratios[0]:.2f} … {ratios[-1]:.2f}, {len(rows)} rounds); medians {seconds:.1f} and {bare_s:.1f} s; a step takes some "
-            f"{PAUSE_S:.1f} s; Lockstep repeats at most {steps} steps beside the one under way"
+            f"({ratios[0]:.2f} … {ratios[-1]:.2f}, {len(rows)} rounds); medians {seconds:.2f} and {bare_s:.2f} s; beyond the time of a step "
+            f"Lockstep takes a median of {statistics.median(beyond):.2f} s ({beyond[0]:.2f} … {beyond[-1]:.2f}), and repeats at most {steps} "
+            "steps beside the one under way"
         )
 
 

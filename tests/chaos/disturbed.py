@@ -26,8 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ import psutil
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 from tests.chaos.exposed import PLANTED
+from tests.chaos.ways import cut_link, fill, one_of, shared_out, small_disk
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
@@ -68,10 +68,6 @@ PLACED = [
     "faults.longest_silence_s=60",
     "faults.standby_after_s=1",
 ]
-
-
-DISK_BYTES = 256 << 20
-"""Of the file system of a run's checkpoints and record."""
 
 
 class Disturbance(NamedTuple):
@@ -305,68 +301,6 @@ class Disturbed:
         return (self.folder / f"driver-{self.drivers}.log").read_text()[-3000:]
 
 
-def one_of(
-    processes: list[psutil.Process], draw: random.Random, act: Callable[[psutil.Process], object]
-) -> str | None:
-    """Do something to one of them: which, or None where there is none any more."""
-    if not processes:
-        return None
-    process = draw.choice(processes)
-    try:
-        act(process)
-    except psutil.NoSuchProcess:
-        return None
-    return str(process.pid)
-
-
-def cut_link(workers: list[psutil.Process], draw: random.Random) -> str | None:
-    """Have the kernel end every connection between two of the workers. None where no two are connected."""
-    ends: dict[tuple[Any, Any], int] = {}
-    for worker in workers:
-        with suppress(psutil.Error):
-            for one in worker.net_connections("tcp"):
-                if one.status == psutil.CONN_ESTABLISHED:
-                    ends[one.laddr, one.raddr] = worker.pid
-    links: dict[frozenset[int], list[tuple[Any, Any]]] = {}
-    for (here, there), pid in ends.items():
-        if (other := ends.get((there, here), pid)) != pid:
-            links.setdefault(frozenset({pid, other}), []).append((here, there))
-    if not links:
-        return None
-    pair = draw.choice(sorted(links, key=sorted))
-    for here, there in links[pair]:
-        ports = ["sport", "=", f":{here.port}", "dport", "=", f":{there.port}"]
-        subprocess.run(["ss", "--kill", *ports], check=True, capture_output=True)
-    return " and ".join(map(str, sorted(pair)))
-
-
-def fill(folder: Path, seconds: float) -> None:
-    """Leave no byte on the file system of `folder`, for so long."""
-    filler, size = folder / ".filler", 1 << 20
-    try:
-        with filler.open("wb", buffering=0) as file:
-            while size:
-                try:
-                    file.write(bytes(size))
-                except OSError as error:
-                    assert error.errno == errno.ENOSPC, error
-                    size //= 2
-            time.sleep(seconds)
-    finally:
-        filler.unlink()
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own at `folder`, in memory, which `full` fills."""
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", folder], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
 def alone(folder: Path, words: list[str]) -> dict[str, Any]:
     """The same run in one process, left alone."""
     uri = f"sqlite:///{folder}/mlflow.db"
@@ -427,13 +361,19 @@ def main() -> None:
         default="digits=9,digits=8,digits=8,stdlib_gpt=9,stdlib_gpt=8,stdlib_gpt=8,forgetful=driver",
         help="jobs, each with how much happens, or with what: digits=worker+node, or with the rates of --chaos: digits=worker:0.02+driver:0.01",
     )
+    parser.add_argument(
+        "--faults", type=int, help="so much in all, in runs of both jobs, and the control; in place of --runs"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=3)
     given = parser.parse_args()
+    runs = given.runs if given.faults is None else shared_out(given.faults, ("digits", "stdlib_gpt"))
+    if given.faults is not None:
+        runs += f",{CONTROL}=driver"
     count, wrong = 0, []
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name, started(given.nodes) as nodes:
         references: dict[str, dict[str, Any]] = {}
-        for number, entry in enumerate(given.runs.split(",")):
+        for number, entry in enumerate(runs.split(",")):
             job, wanted = entry.split("=")
             if job not in references:
                 references[job] = alone(Path(name, f"{job}-alone"), RUNS[job])

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import disturbed_sweep
 from tests.chaos.disturbed import WEIGHTS
+from tests.chaos.ways import MOST, shared_out
 
 ROOT = Path(__file__).parents[2]
 
 
-def chaos(runs: str, nodes: int = 3) -> list[str]:
+def chaos(runs: str, *more: str, module: str = "disturbed") -> list[str]:
     """In a process of its own: Ray adds nodes on the main thread alone, and reads its settings from the environment."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.disturbed", "--runs", runs, "--nodes", str(nodes)],
+        [sys.executable, "-m", f"tests.chaos.{module}", "--runs", runs, *more],
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -27,7 +29,7 @@ def chaos(runs: str, nodes: int = 3) -> list[str]:
 @pytest.mark.parametrize("killed", ["node", "node+driver"])
 def test_what_is_killed_leaves_the_bits_as_they_are(killed: str) -> None:
     """G1 and G4: digest, ledger, evaluations and MLflow's histories, each step once, are those of the run left alone."""
-    *_, run, verdict = chaos(f"brief={killed}", nodes=2)
+    *_, run, verdict = chaos(f"brief={killed}", "--nodes", "2")
     count = len(killed.split("+"))
     assert run.startswith(f"run 0 brief: {count} disturbances")
     assert run.endswith("the same")
@@ -58,3 +60,16 @@ def test_what_a_recovery_drops_shows() -> None:
     *_, run, verdict = chaos("forgetful=driver")
     assert "OTHER weights_digest, violation, columns, evaluations, histories" in run
     assert verdict == "1 disturbances; runs that did not end as they must: none"
+
+
+@pytest.mark.exact  # minutes each
+@pytest.mark.parametrize(("name", "first"), [("random", 0), ("optuna", 1)])
+def test_what_happens_to_a_sweep_leaves_its_trials_as_they_are(name: str, first: int) -> None:
+    """Each kind of fault once, in one of two sweeps: trials, curves, digests and the best are those of the sweep left alone."""
+    kinds = list(disturbed_sweep.WEIGHTS)[first::2]
+    *_, verdict = chaos(f"{name}={'+'.join(kinds)}", module="disturbed_sweep")
+    assert verdict.endswith("sweeps that did not end as they must: none")
+
+
+def test_as_much_happens_as_is_wanted() -> None:
+    assert shared_out(2 * MOST + 1, ("a", "b")) == f"a={MOST},b={MOST},a=1"

@@ -23,7 +23,9 @@ from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.driver.result import Result
 from tests.cluster.test_supervisor import spec
 
-PATIENCE_S = 150.0
+PATIENCE_S = 600.0
+STEPS = 300
+"""Of the run, which trains on while newcomers start. Held at their pace until all has happened."""
 
 
 class Heard:
@@ -33,6 +35,8 @@ class Heard:
         self.lines: list[str] = []
         self.step = 0
         self.attempt = 0
+        self.error: Exception | None = None
+        """What the run has ended with, where it has."""
 
     def say(self, text: str) -> None:
         self.lines.append(text)
@@ -47,6 +51,8 @@ class Heard:
         while first is None or self.step < first + 2:
             if self.attempt == attempt and first is None:
                 first = self.step
+            if self.error is not None:
+                raise self.error
             assert time.monotonic() < until, (attempt, self.lines)
             time.sleep(0.1)
 
@@ -61,7 +67,11 @@ class Running:
         self._thread.start()
 
     def _train(self, document: dict[str, Any]) -> None:
-        self._results.append(train(document, progress=self.heard))
+        try:
+            self._results.append(train(document, progress=self.heard))
+        except Exception as error:
+            self.heard.error = error
+            raise
 
     def result(self) -> Result:
         """What it came to, once it has ended."""
@@ -82,21 +92,22 @@ def main(folder: Path) -> None:
                 "num_cpus": 1,
                 "temp_dir": own,
                 "include_dashboard": False,
-                # A node that is gone is noticed after seconds rather than half a minute.
+                # A node that is gone is noticed after ten seconds rather than half a minute, and one on a busy machine is not taken for gone.
                 "_system_config": {
                     "health_check_initial_delay_ms": 1000,
                     "health_check_period_ms": 1000,
-                    "health_check_failure_threshold": 3,
+                    "health_check_failure_threshold": 10,
                 },
             },
         )
         # Before any other node: a driver belongs to whichever node it finds, and ends with it.
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         first = cluster.add_node(num_cpus=1)
+        fast = folder / "fast-from-now-on"
         document = spec(
             folder,
-            job={"use": "tests.cluster.broken_jobs:SlowDigits", "params": {"width": 4, "pause_s": 0.2}},
-            length={"steps": 36},
+            job={"use": "tests.cluster.broken_jobs:Held", "params": {"width": 4, "until": str(fast)}},
+            length={"steps": STEPS},
             workers={"min": 1, "max": 4},
             checkpoint={"storage": str(folder / "runs"), "every": {"steps": 3}},
         )
@@ -116,6 +127,7 @@ def main(folder: Path) -> None:
         heard.wait_for(3)  # two
         cluster.remove_node(first, allow_graceful=False)
         heard.wait_for(4)  # one
+        fast.touch()
         (folder / "told.json").write_text(json.dumps({**run.result().as_dict(), "lines": heard.lines}))
         ray.shutdown()
         cluster.shutdown()

@@ -400,10 +400,10 @@ def in_a_process(module: str, folder: Path) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1800,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-12_000:]
     told: dict[str, Any] = json.loads((folder / "told.json").read_text())
     return told
 
@@ -442,7 +442,7 @@ def test_a_lost_worker_and_a_lost_node_are_replaced_by_processes_that_stood_by(t
 def test_a_run_grows_moves_and_shrinks_with_its_cluster(tmp_path: Path) -> None:
     """Two workers, four when a node joins, two when it is drained, one when another is lost: one run, the same bits, all of it in memory."""
     told = in_a_process("tests.cluster.elastic", tmp_path)
-    whole = left_alone(tmp_path, 36)
+    whole = left_alone(tmp_path, told["step"])
     found = json.loads(Path(told["folder"], "attempts.json").read_text())
     assert [account["workers"] for account in found] == [2, 4, 2, 1]
     assert [(account["joined"], account["in_memory"]) for account in found] == [

@@ -251,7 +251,9 @@ def why_lost(text: str) -> str:
         return "it was killed: its node ran out of memory"
     found = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
     if found is None:
-        return next(iter(text.strip().splitlines()), "no message")
+        because = re.search(r"The actor (?:died|is dead) because (?:of )?(.+)", text)
+        told = because[1] if because else next(iter(text.strip().splitlines()), "no message")
+        return told.strip().rstrip(".") if because else told
     detail = found[1].strip()
     if (
         "connection error code 2" in detail

@@ -6,20 +6,31 @@ A sweep that is taken up again has its search and its scheduler live through thi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.attempts.patience import patiently
 from lockstep.files import flush, write_text
 
 NAME = "decisions.jsonl"
 
 
 class Decisions:
-    """The file, and what it has. `began` are the fields of each trial by its number, `ends` how trials ended."""
+    """The file, and what it has. `began` are the fields of each trial by its number, `ends` how trials ended.
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
+    A disk that is full for a while is waited for with `wait`, which is told to `say`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        wait: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._path, self._wait, self._say = folder / NAME, wait, say
         self._named = False  # for good, in its folder
         self.events: list[dict[str, Any]] = self._read()
         self.began: dict[int, dict[str, Any]] = {
@@ -63,9 +74,24 @@ class Decisions:
             self._add(event)
 
     def _add(self, event: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
-        flush(self._path)
+        line = (json.dumps(event) + "\n").encode()
+        patiently(lambda: self._append(line), self._wait, self._say)
+
+    def _append(self, line: bytes) -> None:
+        """All of the line, or nothing: the next one is written behind it."""
+        descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+        try:
+            whole = os.fstat(descriptor).st_size
+            try:
+                left = line
+                while left:
+                    left = left[os.write(descriptor, left) :]
+                flush(self._path)
+            except OSError:
+                os.ftruncate(descriptor, whole)
+                raise
+        finally:
+            os.close(descriptor)
         if not self._named:
             flush(self._path.parent)
             self._named = True

@@ -158,7 +158,7 @@ class _Driver:
         hold.when_taken(self.stop.ask)
         self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
 
-        decisions = Decisions(Path(folder))
+        decisions = Decisions(Path(folder), self.stop.wait, self.progress.say)
         board = SweepTable(self.spec, decisions, recorders, self.progress, self.stop)
         error: LockstepError | None = None
         try:

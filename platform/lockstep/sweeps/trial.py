@@ -22,6 +22,7 @@ import ray
 from ray import tune
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lockstep.attempts.policy import FIRST_STORAGE_PAUSE_S
 from lockstep.attempts.watchdog import listening
 from lockstep.checkpoint.names import give_name, run_of_name
 from lockstep.checkpoint.run_folder import AttemptOrigin
@@ -30,7 +31,7 @@ from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.clusters.answers import answer_of
 from lockstep.driver.finished_run import doubt
-from lockstep.errors import ClusterError, CorruptionError, SilentError, StorageError
+from lockstep.errors import ClusterError, CorruptionError, SilentError, StorageError, TransientStorageError
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow
 from lockstep.record.ledger import Rows
@@ -311,8 +312,14 @@ class Training:
                 return
 
     def _broke(self, error: Exception) -> None:
+        if isinstance(
+            error, ray.exceptions.RayActorError
+        ):  # where it is the recorders', the driver ends the sweep
+            error = ClusterError(f"a process of the sweep is gone: {' '.join(str(error).split())[-300:]}")
         known = as_lockstep_error(error, "rank 0")
-        if isinstance(known, ClusterError | CorruptionError):
+        if isinstance(known, TransientStorageError):  # Tune begins at once with the next attempt
+            self._rank_zero.rest(FIRST_STORAGE_PAUSE_S)
+        if isinstance(known, ClusterError | CorruptionError | TransientStorageError):
             self.results.put({"lost": str(known)})
             return
         self._recorders.end_trial.remote(str(self.number), str(known), traceback.format_exc(), "FAILED")

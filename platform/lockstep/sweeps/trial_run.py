@@ -36,7 +36,7 @@ class TrialRun:
         self._facts, self._give = dict(facts), give
         self._sender: Sender
         self._wanted = threading.Event()
-        self._left = False
+        self._left = threading.Event()
         self._save_errors: dict[int, str | None] = {}
         self._saved = threading.Condition()
 
@@ -55,8 +55,12 @@ class TrialRun:
 
     def leave(self) -> None:
         """Tune wants no more of this trial."""
-        self._left = True
+        self._left.set()
         self._wanted.set()
+
+    def rest(self, seconds: float) -> None:
+        """Wait, but no longer than until Tune wants no more of this trial."""
+        self._left.wait(seconds)
 
     def wait_for_checkpoint(self, step: int) -> None:
         """Until the checkpoint of a step is published. StorageError where it was given up, or nobody saves it."""
@@ -70,7 +74,7 @@ class TrialRun:
 
     def tell(self, event: Event) -> None:
         """Take an event of rank 0."""
-        if self._left:
+        if self._left.is_set():
             return  # what becomes of the trial is recorded by whoever decided it
         match event:
             case Started():
@@ -89,7 +93,7 @@ class TrialRun:
         self._sender.tell(event)
 
     def stop(self) -> bool:
-        return self._left or self._sender.stop()
+        return self._left.is_set() or self._sender.stop()
 
     def save(self) -> bool:
         return self._sender.save()
@@ -109,9 +113,9 @@ class TrialRun:
             self._wanted.clear()
             row, self.pending = self.pending, None
             self._give(row)
-            while not self._left and not self._wanted.wait(ALIVE_S):
+            while not self._left.is_set() and not self._wanted.wait(ALIVE_S):
                 self._sender.tell(Alive())  # held, and not hung
-        return not self._left
+        return not self._left.is_set()
 
     def _learn(self) -> bool:
         """Take in the id of a new run. False where a finished one stands for it."""

@@ -30,7 +30,7 @@ class Watch:
     def end_hung(self) -> dict[int, str]:
         """End the trials that hang; why, by their number. What their ranks were doing goes into their records.
 
-        SilentError where the recorders themselves do not answer for NEWS_S.
+        SilentError where the recorders themselves are lost, or do not answer for NEWS_S.
         """
         found = {}
         for number, view in self._views().items():
@@ -51,7 +51,12 @@ class Watch:
         """What the recorders have answered since the last call, if they have; they are asked again. Never waits."""
         answer: dict[int, RunView] = {}
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
-            answer, self._asked = ray.get(self._asked), None
+            try:
+                answer, self._asked = ray.get(self._asked), None
+            except ray.exceptions.RayActorError as error:
+                raise SilentError(
+                    "the process of the sweep's recorders was lost: it was killed from outside or crashed; lockstep resume goes on with the sweep"
+                ) from error
         elif self._asked is not None and time.monotonic() - self._asked_at > NEWS_S:
             raise SilentError(
                 f"the process of the sweep's recorders did not answer for {NEWS_S:.0f} s; lockstep resume goes on with the sweep"

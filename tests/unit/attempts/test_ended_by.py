@@ -38,4 +38,8 @@ def test_a_process_of_which_little_is_known_is_told_in_one_line() -> None:
     detail = "Worker exit detail: The node 1.2.3.4 was terminated. Its heartbeats stopped."
     assert why_lost(f"gone\n{detail}\nmore") == "The node 1.2.3.4 was terminated. Its heartbeats stopped"
     assert why_lost("gone\nfor good") == "gone"
+    node = "The actor died because its node has died. Node Id: 5c1f\n\tthe actor's node was terminated unexpectedly"
+    assert why_lost(f"gone\n\tclass_name: Mailbox\n{node}") == "its node has died. Node Id: 5c1f"
+    never = "The actor is dead because its worker process has died.\nThe actor never ran"
+    assert why_lost(f"gone\n{never}") == "its worker process has died"
     assert why_lost("") == "no message"
