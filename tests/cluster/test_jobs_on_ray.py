@@ -13,6 +13,7 @@ from tests.cluster import shipped
 from tests.cluster.disturbed_jobs import FALLS_AFTER
 from tests.cluster.test_ray_train import columns
 from tests.cluster.test_supervisor import accounts
+from tests.distributed.training import bits
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -24,7 +25,6 @@ pytestmark = [
 
 KINDS = {
     "hf/gpt": "Language",
-    "hf/bert": "Pieces",
     "images": "Pictures",
     "tar shards": "Shards",
     "phases in fp16": "Phases",
@@ -75,7 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def assert_same(there: Result, whole: Result) -> None:
     assert there.weights_digest == whole.weights_digest
     assert there.identity == whole.identity
-    assert there.metrics == whole.metrics
+    assert bits(there.metrics) == bits(whole.metrics)  # a loss that overflowed is no number
     assert columns(there) == columns(whole)
 
 

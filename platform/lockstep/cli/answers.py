@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -52,6 +53,28 @@ RUNS = Path("runs")
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
 
 
+_CELLS = re.compile(r"([a-z][a-z_ ]*? {2,})(\S.*)")
+"""A line that says several things under one name: `metrics   train/loss 0.1  eval/loss 0.2`."""
+
+
+def folded(text: str, columns: int) -> str:
+    """A text for a terminal of so many columns: a line of several things is broken between two of them, and goes on below the first."""
+    return "\n".join(_folded(line, columns) for line in text.split("\n"))
+
+
+def _folded(line: str, columns: int) -> str:
+    found = _CELLS.fullmatch(line)
+    if found is None or len(line) <= columns:
+        return line
+    name, rest = found.groups()
+    lines = [name]
+    for cell in re.split(" {2,}", rest):
+        if len(lines[-1]) > len(name) and len(f"{lines[-1]}  {cell}") > columns:
+            lines.append(" " * len(name))
+        lines[-1] += f"  {cell}" if len(lines[-1]) > len(name) else cell
+    return "\n".join(lines)
+
+
 @contextmanager
 def answered(
     as_json: bool, verbose: bool, unanswered: int = 1
@@ -68,6 +91,8 @@ def answered(
     def answer(value: dict[str, Any], text: Callable[[], str]) -> None:
         sys.stdout.flush()
         line = json.dumps(value, default=str) if as_json else text()
+        if not as_json and os.isatty(out):
+            line = folded(line, os.get_terminal_size(out).columns)
         with os.fdopen(os.dup(out), "w") as stream:
             print(line, file=stream)
 
