@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -53,25 +54,31 @@ RUNS = Path("runs")
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
 
 
-_CELLS = re.compile(r"([a-z][a-z_ ]*? {2,})(\S.*)")
-"""A line that says several things under one name: `metrics   train/loss 0.1  eval/loss 0.2`."""
+_SEVERAL = re.compile(r"((?:metrics|artifacts) {2,}|  )(?=\S)")
+"""How a line begins that says several things, with two blanks between them: `metrics   train/loss 0.1  eval/loss 0.2`, or an item of a list."""
 
 
 def folded(text: str, columns: int) -> str:
-    """A text for a terminal of so many columns: a line of several things is broken between two of them, and goes on below the first."""
+    """A text for a terminal of so many columns: a line that says several things is broken between two of them, and not in a word."""
     return "\n".join(_folded(line, columns) for line in text.split("\n"))
 
 
 def _folded(line: str, columns: int) -> str:
-    found = _CELLS.fullmatch(line)
+    found = _SEVERAL.match(line)
     if found is None or len(line) <= columns:
         return line
-    name, rest = found.groups()
-    lines = [name]
-    for cell in re.split(" {2,}", rest):
-        if len(lines[-1]) > len(name) and len(f"{lines[-1]}  {cell}") > columns:
-            lines.append(" " * len(name))
-        lines[-1] += f"  {cell}" if len(lines[-1]) > len(name) else cell
+    margin = " " * max(4, found.end())
+    lines, begun = [found[0]], False
+    for gap, thing in re.findall(r"( *)(\S+(?: \S+)*)", line[found.end() :]):
+        if begun and len(lines[-1]) + len(gap) + len(thing) > columns:
+            lines.append(margin)
+            gap = ""
+        words = textwrap.wrap(
+            thing, max(20, columns - len(margin)), break_long_words=False, break_on_hyphens=False
+        )
+        lines[-1] += gap + words[0]
+        lines += [margin + rest for rest in words[1:]]
+        begun = True
     return "\n".join(lines)
 
 
