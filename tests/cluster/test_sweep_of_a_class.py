@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 SCRIPT = """
-import json, sys, tempfile
+import json, sys
 from pathlib import Path
 
 import lockstep
@@ -49,10 +49,9 @@ def begun(folder: Path, given: dict[str, Any]) -> subprocess.Popen[bytes]:
     given["spec"]["job"].pop("use")
     (folder / "sweep.json").write_text(json.dumps(given))
     (folder / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}", "TMPDIR": str(folder / "tmp")}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}
     environment.pop("RAY_ADDRESS", None)
     environment.pop("PYTHONHASHSEED", None)
-    (folder / "tmp").mkdir()
     command = [sys.executable, str(folder / "script.py"), str(folder / "sweep.json")]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
