@@ -93,7 +93,7 @@ def test_a_schedule_by_name_has_one_value_on_any_number_of_workers_and_across_a_
     """G1: stopped where the rate falls, and gone on with by others and with loader processes. The control has a seed for each rank."""
     more = {"schedule": {"name": name, **NAMED[name]}, "length": {"epochs": 2}, "rehearsal": "off"}
     whole = train(document(Dropouts, **more))
-    assert len({row.lr for row in whole.steps}) > 3
+    assert len({row.lr for row in whole.steps}) > 2
     assert whole.digests != train(document(Dropouts, **{**more, "schedule": {"name": "constant"}})).digests
     run = document(Dropouts, **more, checkpoint={"storage": str(tmp_path), "every": None})
     train_attempt(run, RUN, AttemptOrigin(), 4)
