@@ -82,6 +82,13 @@ def phases(folder: Path) -> dict[str, Any]:
     return document(Gan)
 
 
+def phases_in_fp16(folder: Path) -> dict[str, Any]:
+    """Epochs of three steps, the last one ragged; a sample overflows in the judge, in the first step and in the fourth."""
+    from tests.distributed.test_phases import in_halves
+
+    return {**in_halves(3), "batch": {"global": 16, "micro": 4}}
+
+
 def tar_shards(folder: Path) -> dict[str, Any]:
     from tests.distributed.test_tar_shards import Classes, write
 
@@ -106,6 +113,7 @@ SHIPPED: dict[str, Callable[[Path], dict[str, Any]]] = {
         for name in ("gelu", "glu", "straight_through", "initialisation", "precision")
     },
     "phases": phases,
+    "phases in fp16": phases_in_fp16,
     "tar shards": tar_shards,
 }
 

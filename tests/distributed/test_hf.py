@@ -13,16 +13,30 @@ from typing import Any
 import pytest
 import yaml
 
+from lockstep.job.loading import load_job
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, bits, train, train_left_fold, train_rank_seeds
 from tests.forked import Forked, lockstep
 from tests.unit.hf.made import LLAMA, classifier, language_model, make
 
+
+def adapters(folder: Path) -> Document:
+    """LoRA with dropout of its own, on a model that lies in a folder."""
+    path = folder / "model"
+    if not path.exists():
+        made = language_model(folder, LLAMA)["job"]
+        job: Any = load_job(made["use"], made["params"])
+        job.save_pretrained(job.model(), path)
+    lora = {"r": 2, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}
+    return language_model(folder, path=str(path), lora=lora)
+
+
 DOCUMENTS = {
     "gpt2": language_model,
     "llama": lambda folder: language_model(folder, LLAMA),
     "bert": classifier,
+    "adapters": adapters,
     "checkpointed": lambda folder: {**language_model(folder), "activation_checkpointing": True},
 }
 """The jobs by name; GPT-2 and BERT have dropout, and the last step of BERT's epoch is ragged."""
@@ -36,35 +50,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("hf"))
 
 
-def everywhere(pool: Pool, document: Document, workers: int, processes: int) -> None:
-    whole = train(document)
-    data = {**document.get("data", {}), "loader_processes": processes}
-    for trained in pool.run(workers, train, {**document, "data": data}):
-        assert trained == whole
-        assert trained.summary["metrics"] == whole.summary["metrics"]
-
-
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("job", DOCUMENTS)
 def test_no_number_of_workers_changes_a_bit(
     pool: Pool, folder: Path, job: str, workers: int, processes: int
 ) -> None:
-    everywhere(pool, DOCUMENTS[job](folder), workers, processes)
-
-
-def test_adapters_have_one_value_of_every_bit(pool: Pool, folder: Path, tmp_path: Path) -> None:
-    made = language_model(folder, LLAMA)
-    load_and_save(made, tmp_path / "model")
-    lora = {"r": 2, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}
-    everywhere(pool, language_model(folder, path=str(tmp_path / "model"), lora=lora), 3, 2)
-
-
-def load_and_save(document: Document, folder: Path) -> None:
-    from lockstep.job.loading import load_job
-
-    job = load_job(document["job"]["use"], document["job"]["params"])
-    job.save_pretrained(job.model(), folder)
+    document = DOCUMENTS[job](folder)
+    whole = train(document)
+    data = {**document.get("data", {}), "loader_processes": processes}
+    for trained in pool.run(workers, train, {**document, "data": data}):
+        assert trained == whole
+        assert trained.summary["metrics"] == whole.summary["metrics"]
 
 
 @pytest.mark.parametrize("broken", [train_left_fold, train_rank_seeds])
@@ -76,7 +73,7 @@ def test_another_order_of_addition_and_other_seeds_are_other_bits(
     assert pool.run(2, broken, document)[0].digests != train(document).digests
 
 
-@pytest.mark.parametrize("job", ["gpt2", "bert"])
+@pytest.mark.parametrize("job", ["gpt2", "bert", "adapters"])
 def test_a_killed_run_is_taken_up_with_the_same_bits(folder: Path, tmp_path: Path, job: str) -> None:
     """SIGKILL of the process tree in mid-run, and a resume with loader processes."""
     document = {**DOCUMENTS[job](folder), "length": {"steps": 60}, "record": {"uri": "off"}}

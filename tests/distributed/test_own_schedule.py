@@ -1,4 +1,4 @@
-"""Schedules of a job's own: the rates of torch's scheduler, through stops and forks, and what is told of its state."""
+"""Schedules of a job's own: the rates of torch's scheduler, through stops and forks, and what is told of its state. And those by name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import nn
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import SpecError
 from lockstep.training.schedule import TorchScheduler
-from tests.distributed.kinds import RUN, Kind, document, taken_up
+from tests.distributed.kinds import RUN, Dropouts, Kind, document, taken_up
+from tests.distributed.pool import Pool
 from tests.distributed.step_kinds import FallsWhenNothingImproves, Milestones, MovedMomentum, Restarts
-from tests.distributed.training import train, train_attempt
+from tests.distributed.training import train, train_attempt, train_rank_seeds
 
 
 @pytest.mark.parametrize("kind", [Restarts, MovedMomentum, Milestones], ids=lambda kind: kind.__name__)
@@ -72,3 +73,35 @@ def test_a_fork_goes_on_with_the_scheduler_or_is_refused(tmp_path: Path) -> None
     assert whole.digests == alone.digests[:3]
     with pytest.raises(SpecError, match=r"^fork: the run that is forked began with the rates \[0.001\]"):
         train_attempt({**longer, "fork": fork, "optimizer": {"lr": 0.5}}, "other", AttemptOrigin())
+
+
+NAMED = {
+    "wsd": {"warmup_steps": 1, "decay_steps": 3, "decay": "sqrt"},
+    "one_cycle": {"pct_start": 0.4},
+    "polynomial": {"warmup_steps": 2, "power": 2.0, "final": 0.1},
+    "inverse_sqrt": {"warmup_steps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "workers", [2, *(pytest.param(workers, marks=pytest.mark.exact) for workers in (1, 3))]
+)
+@pytest.mark.parametrize("name", NAMED)
+def test_a_schedule_by_name_has_one_value_on_any_number_of_workers_and_across_a_stop(
+    pool: Pool, tmp_path: Path, name: str, workers: int
+) -> None:
+    """G1: stopped where the rate falls, and gone on with by others and with loader processes. The control has a seed for each rank."""
+    more = {"schedule": {"name": name, **NAMED[name]}, "length": {"epochs": 2}, "rehearsal": "off"}
+    whole = train(document(Dropouts, **more))
+    assert len({row.lr for row in whole.steps}) > 2
+    assert whole.digests != train(document(Dropouts, **{**more, "schedule": {"name": "constant"}})).digests
+    run = document(Dropouts, **more, checkpoint={"storage": str(tmp_path), "every": None})
+    train_attempt(run, RUN, AttemptOrigin(), 4)
+    loading = {**run, "data": {**run.get("data", {}), "loader_processes": 1}}
+    for trained in pool.run(workers, train_attempt, loading, RUN, taken_up(run)):
+        assert trained.digests == whole.digests[4:]
+        assert trained.summary["metrics"] == whole.summary["metrics"]
+    for trained in pool.run(workers, train, document(Dropouts, **more)):
+        assert trained == whole
+    if workers > 1:
+        assert pool.run(workers, train_rank_seeds, document(Dropouts, **more))[0].digests != whole.digests

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import JobImportError
+from lockstep.job.source import check_job_source
+from lockstep.proof.recorded_run import recorded_main
 from lockstep.record import folder_store
 from lockstep.record.points import Point
 from lockstep.spec.sweep import SweepSpec, load_sweep
@@ -137,3 +140,25 @@ def test_a_finished_run_is_read_once_however_many_trials_ask(
     folder_store.write_text(tmp_path / "run-1" / "run.json", json.dumps(changed))
     assert list(folder_store.finished_in_folder(tmp_path, "a")) == ["run-2", "run-0"]
     assert sorted(read) == ["run-0", "run-1", "run-1", "run-2"]
+
+
+def test_the_source_of_a_class_is_kept_with_the_sweep_and_found_there(tmp_path: Path) -> None:
+    """G6: what a resumed sweep imports; without it the line says where the source is. A sweep over a module keeps none."""
+    source = {"lockstep_main.py": b"import beside\n\nclass Mine: ...\n", "beside/part.py": b"WIDTH = 8\n"}
+    for use, kept in (("lockstep_main:Mine", source), ("jobs.digits.job:Digits", None)):
+        document = {
+            "spec": {
+                "job": {"use": use},
+                "record": {"uri": "off"},
+                "checkpoint": {"storage": str(tmp_path)},
+            },
+            "space": {"optimizer.lr": {"grid": [1e-3]}},
+        }
+        sweep = load_sweep(document)
+        record = SweepRecord(sweep, None, kept)
+        assert recorded_main(sweep.base, record.run_id) == kept
+        assert (record.folder / "source").exists() is (kept is not None)
+    with pytest.raises(
+        JobImportError, match=r"in the record of its run and nowhere else: give the class itself"
+    ):
+        check_job_source("lockstep_main:Mine")

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from lockstep.calls.held import leads
-from lockstep.calls.training import recorded_main, run_attempt
+from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of, whole_steps
@@ -22,6 +22,7 @@ from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
 from lockstep.job.identity import changed_fields
 from lockstep.job.recorded_source import imported_from
+from lockstep.proof.recorded_run import recorded_main
 from lockstep.record.redaction import redacted_fields
 from lockstep.record.run_store import Recorded
 from lockstep.record.stores import find_copies, find_run

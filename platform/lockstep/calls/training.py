@@ -24,10 +24,10 @@ from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import SpecError
-from lockstep.job.main_source import MODULE, main_use
+from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
-from lockstep.proof.recorded_run import recorded_source
+from lockstep.proof.recorded_run import recorded_main
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 
@@ -91,13 +91,6 @@ def run_attempt(
     source = options.source or recorded_main(spec, origin.run_id or parent)
     with imported_from(source) if source else nullcontext():
         return _run_attempt(spec, origin, replace(options, source=source), on_run_id, hold)
-
-
-def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
-    """The recorded source of a run whose job was a class of `__main__`, for what goes on with it; None for any other."""
-    if run_id is None or spec.job.use.partition(":")[0] != MODULE:
-        return None
-    return recorded_source(run_id, spec.record.uri or "", spec.folder / run_id)
 
 
 def _run_attempt(

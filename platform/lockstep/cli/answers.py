@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -52,6 +54,34 @@ RUNS = Path("runs")
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show tracebacks, and what Ray prints")]
 
 
+_SEVERAL = re.compile(r"((?:metrics|artifacts) {2,}|  )(?=\S)")
+"""How a line begins that says several things, with two blanks between them: `metrics   train/loss 0.1  eval/loss 0.2`, or an item of a list."""
+
+
+def folded(text: str, columns: int) -> str:
+    """A text for a terminal of so many columns: a line that says several things is broken between two of them, and not in a word."""
+    return "\n".join(_folded(line, columns) for line in text.split("\n"))
+
+
+def _folded(line: str, columns: int) -> str:
+    found = _SEVERAL.match(line)
+    if found is None or len(line) <= columns:
+        return line
+    margin = " " * max(4, found.end())
+    lines, begun = [found[0]], False
+    for gap, thing in re.findall(r"( *)(\S+(?: \S+)*)", line[found.end() :]):
+        if begun and len(lines[-1]) + len(gap) + len(thing) > columns:
+            lines.append(margin)
+            gap = ""
+        words = textwrap.wrap(
+            thing, max(20, columns - len(margin)), break_long_words=False, break_on_hyphens=False
+        )
+        lines[-1] += gap + words[0]
+        lines += [margin + rest for rest in words[1:]]
+        begun = True
+    return "\n".join(lines)
+
+
 @contextmanager
 def answered(
     as_json: bool, verbose: bool, unanswered: int = 1
@@ -68,6 +98,8 @@ def answered(
     def answer(value: dict[str, Any], text: Callable[[], str]) -> None:
         sys.stdout.flush()
         line = json.dumps(value, default=str) if as_json else text()
+        if not as_json and os.isatty(out):
+            line = folded(line, os.get_terminal_size(out).columns)
         with os.fdopen(os.dup(out), "w") as stream:
             print(line, file=stream)
 

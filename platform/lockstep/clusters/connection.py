@@ -73,6 +73,8 @@ def connected(
     else:
         check_answers(address, lambda: stop is not None and stop.asked)
     show_token(address)  # before Ray is imported: it reads the environment once
+    if not verbose:  # in a notebook, that a package is missing for widgets that nobody sees
+        logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     import ray
 
     threading.Thread(

@@ -23,10 +23,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lockstep.errors import JobImportError
-from lockstep.job.source import imported_sources
-
-MODULE = "lockstep_main"
-"""The name of the module: a run whose `job.use` begins with it has its source in its record and nowhere else."""
+from lockstep.job.source import MAIN_MODULE, imported_sources
 
 _BUILTINS = frozenset(dir(builtins)) - {"get_ipython", "display"}  # the last two are a notebook's
 
@@ -46,12 +43,12 @@ def main_use(job_class: type, main: ModuleType | None = None) -> tuple[str, dict
     if vars(main).get(name) is not job_class:
         raise JobImportError(f"job: {name} is no longer the {name} of __main__; pass the one that is")
     text = module_source(name, vars(main), cells_of(main, name))
-    files = {f"{MODULE}.py": text.encode()}
+    files = {f"{MAIN_MODULE}.py": text.encode()}
     for root in dict.fromkeys([_folder(main), Path.cwd()]):
         for module, path in imported_sources(text, root).items():
             if module.partition(".")[0] != "lockstep":
                 files.setdefault(path.relative_to(root).as_posix(), path.read_bytes())
-    return f"{MODULE}:{name}", files
+    return f"{MAIN_MODULE}:{name}", files
 
 
 def cells_of(main: ModuleType, name: str) -> list[str]:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from lockstep.errors import JobImportError, nearest
 
+MAIN_MODULE = "lockstep_main"
+"""The module of a class of `__main__`: a run whose `job.use` begins with it has its source in its record and nowhere else."""
+
 
 def job_source_digest(use: str) -> str:
     """sha256 over the job's module and all that it imports from the same source root."""
@@ -74,6 +77,11 @@ def check_job_source(use: str) -> None:
     if path is None:
         if _importable(module):
             return
+        if module == MAIN_MODULE:
+            raise JobImportError(
+                f"job.use: got {use!r}, a class of a notebook or script, whose source is in the record of its run and nowhere else: "
+                "give the class itself, job=Class, or go on with the run, lockstep resume RUN_ID --fork"
+            )
         raise JobImportError(
             f"job.use: there is no module {module!r}; modules are looked up from {sys.path[0] or '.'!r}"
         )

@@ -15,10 +15,11 @@ from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.runs import adopt, steps_of
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.job.source import MAIN_MODULE
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
-from lockstep.record.run_store import CheckpointCopy, Recorded
+from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, Recorded
 from lockstep.record.stores import find_copies, find_history, find_run, reader
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -148,6 +149,13 @@ def recorded_source(run_id: str, uri: str, here: Path) -> dict[str, bytes]:
     return {name.removeprefix(SOURCE): texts.read(name) for name in texts.below(SOURCE)}
 
 
+def recorded_main(spec: Spec, run_id: str | None) -> Mapping[str, bytes] | None:
+    """The recorded source of a run or sweep whose job was a class of `__main__`, for what goes on with it; None for any other."""
+    if run_id is None or spec.job.use.partition(":")[0] != MAIN_MODULE:
+        return None
+    return recorded_source(run_id, spec.record.uri or "", spec.folder / run_id)
+
+
 def _fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
     """The fields of a run's identity; none where nothing tells them."""
     try:
@@ -180,11 +188,12 @@ def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[Evalua
 
 
 class _Texts:
-    """The files of a run: from its folder, or else from its store."""
+    """The files of a run or a sweep: from its folder, or else from its store."""
 
     def __init__(self, uri: str, run_id: str, here: Path) -> None:
         self._here, self._run_id = here, run_id
-        self._reader = None if (here / "spec.yaml").exists() else reader(uri, here.parent)
+        whole = any((here / name).exists() for name in ("spec.yaml", SWEEP_FILE))
+        self._reader = None if whole else reader(uri, here.parent)
 
     def below(self, prefix: str) -> list[str]:
         if self._reader is not None:

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,16 @@ import torch
 from lockstep.checkpoint.holder import Hold
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.driver.notebook import as_table, default_progress
 from lockstep.driver.options import RunOptions
-from lockstep.driver.progress import Progress, Silent
+from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
+from lockstep.job.main_source import main_use
+from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
 from lockstep.spec.fields import KeepBest
+from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.resumption import held_sweep
 from lockstep.sweeps.standing import best_of, tally
@@ -61,6 +65,25 @@ class SweepResult:
     """The signal that ended it, where `status` is KILLED."""
     warnings: list[str] = field(default_factory=list)
 
+    def _repr_html_(self) -> str:
+        """The result as a notebook shows it."""
+        shown = {
+            "status": f"{self.status}, {len(self.trials)} trials in {self.seconds:.0f} s",
+            "trials": ", ".join(f"{count} {status}" for status, count in self.counts.items()),
+        }
+        if self.best is not None:
+            shown |= {
+                "best": f"{self.metric} {self.best['metric']:.6g} (trial {self.best['trial']})",
+                **{name: str(value) for name, value in self.best["fields"].items()},
+                "weights_digest": str(self.best["weights_digest"]),
+            }
+        shown |= {"sweep": self.sweep_id, "folder": self.folder}
+        if self.status != "FINISHED":
+            shown["resume it with"] = f"lockstep resume {self.sweep_id}"
+        if self.tracking_uri != RECORD_OFF:
+            shown["look at it"] = self.url or f"lockstep ui --uri {self.tracking_uri}"
+        return as_table(shown)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return asdict(self)
@@ -74,13 +97,24 @@ def sweep(
     uri: str | None = None,
     progress: Progress | None = None,
     verbose: bool = False,
+    job: type | None = None,
 ) -> SweepResult:
     """Search the space of a sweep with Ray Tune, on the cluster at `address` or a local one.
 
-    `source` is a SweepSpec, a YAML file or plain data. A SIGTERM or SIGINT ends its trials after their next step with a
-    checkpoint. Raises LockstepError.
+    `source` is a SweepSpec, a YAML file or plain data. `job` is the class of the job, in the place of `spec.job.use`; one of a
+    notebook or of the script that runs has its source recorded, with the sweep and with each trial. A SIGTERM or SIGINT ends its
+    trials after their next step with a checkpoint. Raises LockstepError.
     """
-    options = RunOptions(progress=progress or Silent(), address=address, verbose=verbose)
+    files = None
+    if job is not None:
+        use, files = main_use(job)
+        overrides = [f"spec.job.use={use}", *overrides]
+        if isinstance(source, SweepSpec):
+            spec = {**source.spec, "job": {**source.spec["job"], "use": use}}
+            source = load_sweep({**source.document(), "spec": spec})
+    options = RunOptions(
+        progress=progress or default_progress(), address=address, verbose=verbose, source=files or None
+    )
     loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
     return run_sweep(options, loaded)
 
@@ -89,6 +123,11 @@ def run_sweep(
     options: RunOptions, spec: SweepSpec, sweep_id: str | None = None, hold: Hold | None = None
 ) -> SweepResult:
     """As `sweep`, with the options of the call as one value; with `sweep_id` the sweep of that id goes on, which `hold` holds."""
+    with imported_from(options.source) if options.source else nullcontext():
+        return _run_sweep(options, spec, sweep_id, hold)
+
+
+def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold: Hold | None) -> SweepResult:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     base = find_initial_weights(spec.base)
@@ -151,8 +190,8 @@ class _Driver:
 
         recorders.prepare.remote(self.spec.base.record.uri or "")
         # Before the sweep's run is created, which a mistake would leave behind.
-        facts = preflight(self.spec, gpu="GPU" in bundles[0])
-        opened = recorders.open_sweep.remote(self.spec, self._sweep_id)
+        facts = preflight(self.spec, self.options.source, gpu="GPU" in bundles[0])
+        opened = recorders.open_sweep.remote(self.spec, self._sweep_id, self.options.source)
         sweep_id, url, folder = answer_of(opened, "the recorder of the sweep", ANSWER_S)
         hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
         hold.when_taken(self.stop.ask)
@@ -248,6 +287,7 @@ class _Driver:
             recorders=recorders,
             folder=str(Path.cwd()),
             ends=dict(decisions.ends),
+            source=self.options.source,
         )
         tune.Tuner(
             tune.with_resources(trainable, tune.PlacementGroupFactory(bundles)),
@@ -270,9 +310,10 @@ class _Driver:
         ).fit()
 
 
-def preflight(spec: SweepSpec, *, gpu: bool) -> dict[str, int]:
+def preflight(spec: SweepSpec, source: Mapping[str, bytes] | None = None, *, gpu: bool) -> dict[str, int]:
     """Prepare the first trial once, and train nothing: its number of steps, and the first that ends with an evaluation.
 
+    `source` are the files of a job of `__main__`, which this process imports already.
     SpecError where the job never gives the metric of the sweep.
     """
     if gpu:
@@ -280,7 +321,7 @@ def preflight(spec: SweepSpec, *, gpu: bool) -> dict[str, int]:
 
         from lockstep.clusters.answers import answer_of
 
-        asked = ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()))
+        asked = ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()), source)
         limit_s = spec.base.faults.longest_start_s
         found: dict[str, int] = answer_of(
             asked, "a worker with a GPU, which was to prepare a trial,", limit_s
@@ -289,7 +330,12 @@ def preflight(spec: SweepSpec, *, gpu: bool) -> dict[str, int]:
     return _prepared(spec, str(Path.cwd()))
 
 
-def _prepared(sweep: SweepSpec, folder: str) -> dict[str, int]:
+def _prepared(sweep: SweepSpec, folder: str, source: Mapping[str, bytes] | None = None) -> dict[str, int]:
+    with imported_from(source) if source else nullcontext():
+        return _prepared_here(sweep, folder)
+
+
+def _prepared_here(sweep: SweepSpec, folder: str) -> dict[str, int]:
     from lockstep.job.loading import load_job
     from lockstep.record.events import tell_nobody
     from lockstep.training.determinism import determinism

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -19,6 +19,7 @@ from lockstep.attempts.watchdog import listening
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
+from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error
@@ -30,9 +31,16 @@ from lockstep.training.requests import NoRequests
 class Peer:
     """Another rank of a trial, in a process that stays for the trials that follow."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, source: Mapping[str, bytes] | None) -> None:
         if folder not in sys.path:
             sys.path.insert(0, folder)
+        self._source = ExitStack()
+        if source:
+            self._source.enter_context(imported_from(source))
+
+    def leave(self) -> None:
+        """Take away what was written for this process: it is killed next."""
+        self._source.close()
 
     def train(
         self,
@@ -57,8 +65,8 @@ class Peer:
             raise type(known)(str(known)) from error
 
 
-def start_peers(spec: Spec, folder: str) -> list[Any]:
-    """The other ranks of this actor's trials, in its placement group."""
+def start_peers(spec: Spec, folder: str, source: Mapping[str, bytes] | None) -> list[Any]:
+    """The other ranks of this actor's trials, in its placement group. `source` are the files of a job of `__main__`."""
     group = ray.util.get_current_placement_group()
     bundles = group.bundle_specs if group is not None else []
     return [
@@ -68,7 +76,7 @@ def start_peers(spec: Spec, folder: str) -> list[Any]:
             num_gpus=bundles[rank].get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         )
-        .remote(folder)
+        .remote(folder, source)
         for rank in range(1, spec.workers.min)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +179,10 @@ class TrialRecorder:
 class RecordersActor:
     """One recorder a trial, by the key of the trial. Methods in the group `write` are carried out in the order of the calls."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, paths: Sequence[str]) -> None:
+        sys.path[:0] = [
+            path for path in paths if path not in sys.path
+        ]  # where the driver imports the job from
         self._recorders: dict[str, TrialRecorder] = {}
         self._source = Path(source)
         self._sweep: SweepRecord
@@ -203,9 +207,11 @@ class RecordersActor:
             import_mlflow()
 
     @ray.method(concurrency_group="sweep")
-    def open_sweep(self, sweep: SweepSpec, sweep_id: str | None) -> tuple[str, str, str]:
-        """Create the sweep's run, or reopen it; its id, link and folder."""
-        self._sweep = SweepRecord(sweep, sweep_id)
+    def open_sweep(
+        self, sweep: SweepSpec, sweep_id: str | None, source: Mapping[str, bytes] | None = None
+    ) -> tuple[str, str, str]:
+        """Create the sweep's run, or reopen it; its id, link and folder. `source` are the files of a job of `__main__`."""
+        self._sweep = SweepRecord(sweep, sweep_id, source)
         return self._sweep.run_id, self._sweep.url, str(self._sweep.folder)
 
     @ray.method(concurrency_group="sweep")
@@ -338,7 +344,7 @@ def recorders_here(concurrency: int) -> Iterator[Any]:
     actor = (
         ray.remote(num_cpus=0, concurrency_groups=groups)(RecordersActor)
         .options(scheduling_strategy=here)
-        .remote(str(Path.cwd()))
+        .remote(str(Path.cwd()), list(sys.path))
     )
     pid = answer_of(actor.process.remote(), "the process of the sweep's recorders", ANSWER_S)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.holder import Hold, holding
@@ -43,9 +44,10 @@ def resume_sweep(
     document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
     spec = load_sweep(document, [f"spec.{override}" for override in given])
     with held_sweep(spec, sweep_id, takeover=takeover) as hold:
+        from lockstep.proof.recorded_run import recorded_main
         from lockstep.sweeps.driver import run_sweep
 
-        return run_sweep(options, spec, sweep_id, hold)
+        return run_sweep(replace(options, source=recorded_main(spec.base, sweep_id)), spec, sweep_id, hold)
 
 
 def held_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Hold]:

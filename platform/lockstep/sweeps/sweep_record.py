@@ -12,7 +12,8 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from lockstep.errors import RecordError
@@ -40,9 +41,14 @@ Trials = Sequence[Trial]
 
 
 class SweepRecord:
-    """One sweep: a new one, or where `sweep_id` is given the one that goes on. RecordError where it cannot be opened."""
+    """One sweep: a new one, or where `sweep_id` is given the one that goes on. RecordError where it cannot be opened.
 
-    def __init__(self, sweep: SweepSpec, sweep_id: str | None) -> None:
+    `source` are the files of a job of `__main__`, without which the sweep could not be resumed.
+    """
+
+    def __init__(
+        self, sweep: SweepSpec, sweep_id: str | None, source: Mapping[str, bytes] | None = None
+    ) -> None:
         self._sweep = sweep
         base = sweep.base
         self._store = store_for(base.model_copy(update={"name": sweep.name}), time.time())
@@ -58,6 +64,8 @@ class SweepRecord:
         self._store.set_status("RUNNING")
         if sweep_id is not None:  # runs that a killed driver has left RUNNING are marked where they are read
             reader(base.record.uri or "", base.folder).runs(None, SEEN)
+        for path, content in (source or {}).items():
+            self._document(f"source/{path}", content.decode("utf-8", errors="replace"))
         self._document(SWEEP_FILE, documents.as_yaml(self._shown()))
         self._store.log_params(
             documents.flat({name: v for name, v in self._shown().items() if name != "spec"})
@@ -158,7 +166,8 @@ class SweepRecord:
 
     def _document(self, name: str, text: str) -> None:
         write_text(self.folder / name, text)
-        self._store.log_file(self.folder / name, "")
+        below = str(PurePosixPath(name).parent)
+        self._store.log_file(self.folder / name, "" if below == "." else below)
 
 
 def table(trials: Trials, fields: Sequence[str]) -> tuple[list[str], list[list[Any]]]:

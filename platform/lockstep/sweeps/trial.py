@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from lockstep.clusters.answers import answer_of
 from lockstep.driver.finished_run import doubt
 from lockstep.errors import ClusterError, CorruptionError, SilentError, StorageError, TransientStorageError
 from lockstep.job.loading import load_job
+from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import EvaluationRow
 from lockstep.record.ledger import Rows
 from lockstep.record.run_store import Recorded
@@ -49,6 +50,9 @@ from lockstep.training.loop import fit
 PATIENCE_S = 10.0
 """How long rank 0 may take to find out by itself that another rank is gone."""
 
+LEAVE_S = 2.0
+"""How long the other ranks may take to clear away the source that was written for them."""
+
 
 class Trial(tune.Trainable):  # type: ignore[misc]
     """Tune's side of a trial. A result is an evaluation; the last one has `done`, `status` and `reason`."""
@@ -61,9 +65,13 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         recorders: Any,
         folder: str,
         ends: Mapping[int, Mapping[str, Any]],
+        source: Mapping[str, bytes] | None,
     ) -> None:
         if folder not in sys.path:
             sys.path.insert(0, folder)
+        self._source, self._imported = source, ExitStack()
+        if source:
+            self._imported.enter_context(imported_from(source))
         self._sweep, self._sweep_id, self._recorders, self._folder, self._ends = (
             sweep,
             sweep_id,
@@ -71,13 +79,13 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             folder,
             ends,
         )
-        self._peers = start_peers(sweep.base, folder)
+        self._peers = start_peers(sweep.base, folder, source)
         self._begin(config)
 
     def reset_config(self, config: dict[str, Any]) -> bool:
         if self._training is not None and not self._training.leave():
             self._end_peers()
-            self._peers = start_peers(self._sweep.base, self._folder)
+            self._peers = start_peers(self._sweep.base, self._folder, self._source)
         self._begin(config)
         return True
 
@@ -125,6 +133,10 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         self._taken = checkpoint
 
     def _end_peers(self) -> None:
+        if self._source:  # they have it in folders of their own; one that hangs leaves its folder behind
+            ray.wait(
+                [peer.leave.remote() for peer in self._peers], num_returns=len(self._peers), timeout=LEAVE_S
+            )
         for peer in self._peers:
             ray.kill(peer)
 
@@ -132,6 +144,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         if self._training is not None:
             self._training.leave()
         self._end_peers()
+        self._imported.close()
 
 
 class Training:
