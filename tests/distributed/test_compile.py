@@ -101,7 +101,7 @@ def test_a_compiled_run_says_what_was_compiled_and_goes_on_after_a_stop(tmp_path
 CASES = {
     "digits": lambda: document("digits", 6, compile=True),
     "gpt in bf16": lambda: document("gpt", 6, "bf16", compile=True),
-    "digits in fp16": lambda: document("digits", 6, "fp16", compile=True),
+    "fp16": lambda: small(precision="fp16"),
     "graph breaks": lambda: small("test_compile:Masked"),
     "phases": lambda: document_of_kind(PHASES[0], compile=True),
 }
