@@ -199,7 +199,9 @@ def measure(
 def wait(run: Bare, done: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not done():
-        if time.monotonic() > until or run.process.poll() is not None:
+        if run.process.poll() is not None:
+            raise SystemExit(f"{type(run).__name__} ended with exit code {run.process.returncode}")
+        if time.monotonic() > until:
             raise SystemExit(f"{type(run).__name__} did not go on within {PATIENCE_S:.0f} s")
         time.sleep(0.2)
 

@@ -109,7 +109,6 @@ def main(folder: Path) -> None:
             job={"use": "tests.cluster.broken_jobs:Held", "params": {"width": 4, "until": str(fast)}},
             length={"steps": STEPS},
             workers={"min": 1, "max": 4},
-            checkpoint={"storage": str(folder / "runs"), "every": {"steps": 3}},
         )
         run = Running(document)
         heard = run.heard
