@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import DeterminismError, DriftError, JobError, LockstepError, NumericsError, SpecError
+from lockstep.training.step import Stepper
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain, points
 from tests.distributed.training import Document, train, train_job, train_mixed_numerics
@@ -172,6 +174,18 @@ def test_parts_that_change_from_one_micro_batch_to_the_next() -> None:
         train_job(document(rehearsal="off"), with_loss(loss))
 
 
+def test_a_part_that_is_a_vector() -> None:
+    with told(JobError, "job.loss", "total of part 'each' is a tensor of shape (3,)", "wanted one number"):
+        train_job(
+            document(),
+            with_loss(
+                lambda model, x, y: lockstep.Loss(
+                    cross_entropy(model, x, y), 4, {"each": lockstep.Mean(torch.ones(3), 4)}
+                )
+            ),
+        )
+
+
 # --- the model --------------------------------------------------------------------------------------------
 
 
@@ -281,6 +295,34 @@ def test_optimizer_that_leaves_a_parameter_out() -> None:
 
     with told(JobError, "job.optimizer", "'1.weight' and 3 more", "in no group"):
         train_job(document(), Changed(Plain.Params()))
+
+
+class Queued(torch.optim.SGD):
+    """Keeps in its state what no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("norms", deque(maxlen=3)).append(
+                    float(parameter.detach().norm())
+                )
+
+
+def test_an_optimizer_whose_state_no_checkpoint_can_hold_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def taken(*_: Any, **__: Any) -> None:
+        raise AssertionError("a step was taken")
+
+    monkeypatch.setattr(Stepper, "__call__", taken)
+
+    class Changed(Plain):
+        def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            return Queued(model.parameters(), lr=0.1)
+
+    with told(JobError, "optimizer/state/0/norms is a collections.deque", "which a checkpoint cannot hold"):
+        train_job(document(checkpoint={"every": None}), Changed(Plain.Params()))
 
 
 # --- the data ---------------------------------------------------------------------------------------------

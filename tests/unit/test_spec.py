@@ -242,6 +242,12 @@ def test_merge_keys_still_work() -> None:
             "\x01",
             "spec: 'train.yaml' is not YAML: unacceptable character #x0001: special characters are not allowed",
         ),
+        ('name: "a\\0"', "spec: 'train.yaml' is not YAML: line 1, 'a\\x00' has a null character"),
+        ("job: " + 2000 * "[", "spec: 'train.yaml' is nested too deeply to be read"),
+        (
+            "job: {use: a:B}\ndata: {without: 1-99999999999999999999}",
+            "data.without: got '1-99999999999999999999', wanted numbers of samples below 4611686018427387904",
+        ),
         ("{}", 'job: missing; give one, such as job: {use: "package.module:Class"}'),
         ("job: {}", 'job.use: missing; give one, such as use: "package.module:Class"'),
         ("job:", "job: got null, wanted a mapping of fields: use, params"),

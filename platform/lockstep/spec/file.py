@@ -20,7 +20,7 @@ ONE_VALUE = {"determinism": "mode"}
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain words as YAML 1.2 does, and refuses a key that is given twice."""
+    """Reads plain words as YAML 1.2 does, and refuses a key that is given twice and a text with a null character."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -30,6 +30,14 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"{key.value!r} is given twice", key.start_mark
                 )
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        if "\0" in value:  # no path and no name may have one
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{value!r} has a null character", node.start_mark
+            )
+        return value
 
 
 _Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
@@ -50,6 +58,8 @@ for _tag, _pattern, _first in (
 def _parse(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
+    except RecursionError as error:
+        raise SpecError(f"{what} is nested too deeply to be read") from error
     except (yaml.YAMLError, ValueError) as error:  # `!!int x` is a ValueError
         mark = getattr(error, "problem_mark", None)
         words = [

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+MOST = 1 << 62
+"""More samples than a dataset can have."""
+
 _ONE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -20,6 +23,8 @@ def parse(text: str) -> list[range]:
         first, last = int(one[1]), int(one[2] or one[1])
         if last < first:
             raise ValueError(f"{word} ends before it begins")
+        if last >= MOST:
+            raise ValueError(f"wanted numbers of samples below {MOST}")
         found.append(range(first, last + 1))
     return list(_joined(sorted(found, key=lambda each: each.start)))
 

@@ -44,13 +44,18 @@ def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:
             f"job.metrics: {name!r} is {_kind(mean)}, wanted lockstep.Mean(total, weight): the sum over the micro-batch, and "
             "the number of samples or tokens that it is divided by in the end"
         )
+    check_numbers("job.metrics", repr(name), mean)
+
+
+def check_numbers(told: str, whose: str, mean: Mean) -> None:
+    """Raise JobError for a mean whose total or weight is not one number; `told` is the method that returned it."""
     for field, value in (("total", mean.total), ("weight", mean.weight)):
         if isinstance(value, torch.Tensor):
             fits = value.numel() == 1
         else:
             fits = hasattr(value, "__float__")
         if not fits:
-            raise JobError(f"job.metrics: {field} of {name!r} is {_kind(value)}, wanted one number")
+            raise JobError(f"{told}: {field} of {whose} is {_kind(value)}, wanted one number")
 
 
 def _kind(value: object) -> str:

@@ -18,6 +18,7 @@ from lockstep.training.buffers import KeptBuffers
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.job_phases import RESERVED
+from lockstep.training.means import check_numbers
 from lockstep.training.parameters import ParameterWatch, written_parameter
 from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.precision import Precision
@@ -210,3 +211,4 @@ def check_loss(loss: object, precision: Precision, *, first: bool, told: str = "
             raise JobError(
                 f"{told}: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
             )
+        check_numbers(told, f"part {name!r}", part)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.tree import pack
 from lockstep.data.dataset import is_fingerprinted
 from lockstep.data.fingerprint import check_repeats
 from lockstep.data.loader import Loader, MicroBatches
@@ -365,6 +366,7 @@ class StepRehearsal:
             watch.check_asking("after the first update, before training")
             watch.check_places()
             if tell:
+                pack(optimizer.state_dict(), "optimizer")  # what no checkpoint could hold is told now
                 own = Memory({"optimizer": optimizer}, apart=model.parameters()).changed_since(inside)
                 self._tell_unsaved(optimizer, self._memory().changed_since(held), kept, own)
             named_tensors = [*model.named_parameters(), *model.named_buffers()]
