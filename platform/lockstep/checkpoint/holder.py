@@ -29,9 +29,9 @@ from lockstep.checkpoint.storage import Storage
 from lockstep.errors import SpecError, StorageError
 from lockstep.process import place, started
 
-BEAT_S = 1.5
+BEAT_S = 1.0
 """How often a holder's counter moves. In an object store a beat is a put and a list."""
-WATCH_S = 4.0
+WATCH_S = 3.5
 """How long a counter that does not move is watched before its holder is taken for dead."""
 GRACE_S = 60.0
 """How long a holder that lives is given to end after its step, when another command takes its run over."""
@@ -244,7 +244,7 @@ def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Ho
         if holder is not None and holder.gone:
             return None
     if holder is not None and holder.near:  # stopped, or its disk is: no reason to take its run from it
-        return holder, f"which lives, but was not heard for {WATCH_S:.0f} s"
+        return holder, f"which lives, but was not heard for {WATCH_S:g} s"
     return None
 
 
