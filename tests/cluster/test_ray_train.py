@@ -185,7 +185,9 @@ def test_each_job_here_is_verified_on_ray_and_without(
 
 
 @pytest.mark.exact  # half a minute
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # the compiler's own imports
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method:DeprecationWarning"
+)  # the compiler's own imports
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_run_on_ray_is_that_of_one_process(tmp_path: Path) -> None:
     """G1 with `compile: true`: on two workers, which read or write programs of their user's; and taken again by three (G6)."""
