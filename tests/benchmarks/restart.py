@@ -128,7 +128,11 @@ class Ours(Bare):
         if step_s is None:
             return None
         seconds = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in account["seconds"].items())
-        how = "in memory" if account["in_memory"] else f"{account['standbys']} stood by"
+        how = "in memory"
+        if not account["in_memory"]:  # why the others could not go on is in what came before
+            told = (self.folder / "log").read_text().splitlines()
+            before = [line for line in told if line.startswith(("attempt ", "warning: "))][-3:]
+            how = f"RESTARTED, {account['standbys']} stood by, after: {' / '.join(before)}"
         return Lost(done[0] - killed_at, account["repeated"], step_s, f"{how}: {seconds}")
 
     def trains(self, number: int) -> bool:
