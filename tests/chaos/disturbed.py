@@ -35,11 +35,9 @@ import psutil
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 from tests.chaos.exposed import PLANTED
-from tests.chaos.ways import cut_link, fill, one_of, shared_out, small_disk
+from tests.chaos.ways import PATIENCE_S, cut_link, fill, one_of, plant, refused_second, shared_out, small_disk
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 300.0
-"""How long a run may take to train again after a kill, and half of what it may take to end after the last."""
 
 WEIGHTS = {
     "worker": 8, "node": 4, "recorder": 2, "driver": 3, "pause": 3, "recorder-pause": 2, "link": 4, "full": 3, "second": 3,
@@ -244,27 +242,14 @@ class Disturbed:
         if self.run is None:
             return None
         began, log = time.monotonic(), self.folder / "second.log"
-        code = self._command(log, *self._resumption()).wait(PATIENCE_S)
-        if self.driver.poll() is None:
-            assert code == 2, log.read_text()[-3000:]
-        return f"exit code {code} after {time.monotonic() - began:.1f} s"
+        return refused_second(self._command(log, *self._resumption()), self.driver, log, began)
 
     def _fill(self) -> str:
         fill(self.folder / "runs", self.draw.uniform(1.0, 4.0))
         return "ENOSPC"
 
     def _plant(self, kind: str) -> str | None:
-        """Have the next worker that looks meet it. None where the run ended before one did."""
-        fault = self.faults / kind
-        fault.touch()
-        until = time.monotonic() + PATIENCE_S
-        while fault.exists():
-            if self.over():
-                fault.unlink(missing_ok=True)
-                return None
-            assert time.monotonic() < until, f"nobody meets {kind}\n{self.log()}"
-            time.sleep(0.05)
-        return "a worker"
+        return plant(self.faults / kind, self.over, self.log)
 
     def __enter__(self) -> Disturbed:
         return self

@@ -37,11 +37,9 @@ import yaml
 
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 from tests.chaos.exposed import ERRORS
-from tests.chaos.ways import cut_link, fill, one_of, shared_out, small_disk
+from tests.chaos.ways import PATIENCE_S, cut_link, fill, one_of, plant, refused_second, shared_out, small_disk
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 300.0
-"""How long there may be no trial to disturb, and nothing to resume."""
 
 WEIGHTS = {
     "worker": 4, "node": 3, "recorder": 2, "driver": 3, "pause": 2, "recorder-pause": 2, "link": 2, "full": 2, "second": 2,
@@ -219,22 +217,10 @@ class Sweep:
             return None
         began, log = time.monotonic(), self.folder / "second.log"
         second = self._command(self.folder / "second.out", log, *self._resumption(sweep_id))
-        code = second.wait(PATIENCE_S)
-        if self.driver.poll() is None:
-            assert code == 2, log.read_text()[-3000:]
-        return f"exit code {code} after {time.monotonic() - began:.1f} s"
+        return refused_second(second, self.driver, log, began)
 
     def _plant(self, kind: str) -> str | None:
-        """Have the next worker that looks meet it. None where the sweep ended before one did."""
-        fault, until = self.faults / kind, time.monotonic() + PATIENCE_S
-        fault.touch()
-        while fault.exists():
-            if self.over():
-                fault.unlink(missing_ok=True)
-                return None
-            assert time.monotonic() < until, f"nobody meets {kind}\n{self.said()}"
-            time.sleep(0.05)
-        return "a worker"
+        return plant(self.faults / kind, self.over, self.said)
 
     def told(self) -> dict[str, Any]:
         """What the sweep came to, once it is over."""

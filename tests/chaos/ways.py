@@ -13,6 +13,9 @@ from typing import Any
 
 import psutil
 
+PATIENCE_S = 300.0
+"""How long what has to come may take: a run or a trial that trains again after a fault; half of what the end may take after the last."""
+
 MOST = 9
 """How much happens in one run of `--faults`: it has to last for it."""
 
@@ -75,6 +78,29 @@ def fill(folder: Path, seconds: float) -> None:
             time.sleep(seconds)
     finally:
         filler.unlink()
+
+
+def plant(fault: Path, over: Callable[[], bool], said: Callable[[], str]) -> str | None:
+    """Have the next worker that looks meet the fault that a file names. None where all was over before one did."""
+    fault.touch()
+    until = time.monotonic() + PATIENCE_S
+    while fault.exists():
+        if over():
+            fault.unlink(missing_ok=True)
+            return None
+        assert time.monotonic() < until, f"nobody meets {fault.name}\n{said()}"
+        time.sleep(0.05)
+    return "a worker"
+
+
+def refused_second(
+    second: subprocess.Popen[Any], first: subprocess.Popen[Any], log: Path, began: float
+) -> str:
+    """What became of a second command: one that is alive has to be left alone. `began` is when it was given."""
+    code = second.wait(PATIENCE_S)
+    if first.poll() is None:
+        assert code == 2, log.read_text()[-3000:]
+    return f"exit code {code} after {time.monotonic() - began:.1f} s"
 
 
 @contextmanager

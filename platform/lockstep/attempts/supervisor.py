@@ -387,9 +387,8 @@ class Supervisor:
 
     def _goes_on(self, before: AttemptSummary, account: AttemptSummary, attempt: WorkerGroup) -> None:
         """The first step of an attempt after another: what the loss of that one cost."""
-        if (
-            account.from_step > before.from_step
-        ):  # a checkpoint of its own, whose row may still have been on its way here
+        # A checkpoint that it saved itself: the row of that step may still have been on its way here.
+        if account.from_step > before.from_step:
             before.last_step = max(before.last_step, account.from_step)
         account.repeated = max(0, before.last_step - account.from_step)
         moments = attempt.moments.at

@@ -252,8 +252,9 @@ def why_lost(text: str) -> str:
     found = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
     if found is None:
         because = re.search(r"The actor (?:died|is dead) because (?:of )?(.+)", text)
-        told = because[1] if because else next(iter(text.strip().splitlines()), "no message")
-        return told.strip().rstrip(".") if because else told
+        if because is not None:
+            return because[1].strip().rstrip(".")
+        return next(iter(text.strip().splitlines()), "no message")
     detail = found[1].strip()
     if (
         "connection error code 2" in detail
