@@ -53,12 +53,17 @@ class StdlibGPT(lockstep.Job):
         return GPT(p.depth, p.heads, p.head_width, p.context, p.dropout)
 
     def train_data(self) -> Dataset[Tensor]:
-        sources = modules(self.params.corpus_bytes)
-        del sources[::HELD_OUT]
-        return Pieces(sources, self.params.context)
+        training, _ = self._sources()
+        return Pieces(training, self.params.context)
 
     def eval_data(self) -> Dataset[Tensor]:
-        return Pieces(modules(self.params.corpus_bytes)[::HELD_OUT], self.params.context)
+        """Pieces of the held-out modules, but for those that a training module has word for word."""
+        training, held_out = self._sources()
+        return Pieces(held_out, self.params.context, without=Pieces(training, self.params.context).pieces)
+
+    def _sources(self) -> tuple[list[bytes], list[bytes]]:
+        sources = modules(self.params.corpus_bytes)
+        return [source for i, source in enumerate(sources) if i % HELD_OUT], sources[::HELD_OUT]
 
     def collate(self, samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Inputs and targets (B, T), padded at the end, where causal attention never looks."""
@@ -179,9 +184,10 @@ def initialise(module: nn.Module) -> None:
 class Pieces(Dataset[Tensor]):
     """Sources cut into pieces, each a tensor of its bytes."""
 
-    def __init__(self, sources: Iterable[bytes], context: int) -> None:
+    def __init__(self, sources: Iterable[bytes], context: int, without: Iterable[bytes] = ()) -> None:
         every = (piece for source in sources for piece in cut(source, context))
-        self.pieces = [piece for piece in every if len(piece) >= SHORTEST]
+        left_out = frozenset(without)
+        self.pieces = [piece for piece in every if len(piece) >= SHORTEST and piece not in left_out]
 
     def __len__(self) -> int:
         return len(self.pieces)

@@ -108,19 +108,15 @@ def test_an_attempt_asks_for_the_workers_that_it_could_have_and_has_not() -> Non
 
 def test_room_between_attempts_is_waited_for_as_long_as_the_spec_allows() -> None:
     """It is asked for meanwhile, and the run says what it waits for."""
-    from lockstep.attempts.supervisor import Supervisor
-    from lockstep.checkpoint.run_folder import AttemptOrigin
-    from lockstep.driver.options import RunOptions
-    from lockstep.driver.progress import Silent
+    from lockstep.attempts.waiting import next_place
     from lockstep.driver.signals import StopSignal
     from lockstep.errors import ClusterError
 
-    class Heard(Silent):
-        said: str = ""
+    said = []
 
-        def say(self, text: str) -> None:
-            Heard.said += text
-            settles(lambda: demand() - before, Counter({64.0: 2}))
+    def say(text: str) -> None:
+        said.append(text)
+        settles(lambda: demand() - before, Counter({64.0: 2}))
 
     document = {
         "job": {"use": "jobs.digits.job:Digits"},
@@ -130,13 +126,11 @@ def test_room_between_attempts_is_waited_for_as_long_as_the_spec_allows() -> Non
         "faults": {"wait_for_workers_s": 3.0},
     }
     before = demand()
-    supervisor = Supervisor(
-        load_spec(document), RunOptions(progress=Heard()), StopSignal(), AttemptOrigin(), {}, [], str
-    )
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"; waited 3 s \(faults\.wait_for_workers_s\)$"):
-        supervisor._placed()
+        next_place(load_spec(document), frozenset(), StopSignal(), say)
     assert time.monotonic() - began >= 3.0
-    assert Heard.said.startswith("waiting for workers: workers.min: got 2 workers of 64 CPU each")
-    assert Heard.said.endswith("; the cluster is asked for 2 of 64 CPU each")
+    (line,) = said
+    assert line.startswith("waiting for workers: workers.min: got 2 workers of 64 CPU each")
+    assert line.endswith("; the cluster is asked for 2 of 64 CPU each")
     settles(lambda: demand() - before, Counter())

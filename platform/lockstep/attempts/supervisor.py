@@ -17,17 +17,17 @@ from typing import Any
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
-from lockstep.attempts.cluster_watch import ClusterWatch, can_grow, find_place, most_resources
+from lockstep.attempts.cluster_watch import ClusterWatch, find_place
 from lockstep.attempts.gauges import Gauges
 from lockstep.attempts.mailbox import LOST, RecorderState, RunStatus, WentOn
 from lockstep.attempts.patience import patiently
-from lockstep.attempts.placement import WorkerPlacement, each_of
+from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import PlannedChange, newcomers_for
 from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
-from lockstep.attempts.room import RoomRequest
-from lockstep.attempts.stages import breakdown, underway
+from lockstep.attempts.stages import underway
 from lockstep.attempts.standby import Standbys
+from lockstep.attempts.waiting import first_place, next_place
 from lockstep.attempts.watchdog import Patience, end
 from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.checkpoint.errors import StaleAttemptError
@@ -39,7 +39,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, LockstepError, RecordError, SilentError, SpecError
+from lockstep.errors import ClusterError, LockstepError, RecordError, SilentError
 from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver
 from lockstep.spec.fields import Spec
 
@@ -90,7 +90,7 @@ class Supervisor:
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
-        place = self._first_place()
+        place = first_place(self.spec, self.stop, self.progress.say)
         self._recording = Recording(self.spec, self.environment, self.origin.run_id, self.progress.say)
         try:
             summary, failure = self._attempts(place)
@@ -159,7 +159,7 @@ class Supervisor:
                     raise error if not more else type(error)(f"{error}{more}")
                 self.progress.say(f"attempt {account.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
-            place = self._placed()
+            place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
             self.origin = self._next()
 
     def _attempt(self, place: WorkerPlacement) -> RunView:
@@ -387,24 +387,13 @@ class Supervisor:
 
     def _goes_on(self, before: AttemptSummary, account: AttemptSummary, attempt: WorkerGroup) -> None:
         """The first step of an attempt after another: what the loss of that one cost."""
-        # A checkpoint that it saved itself: the row of that step may still have been on its way here.
-        if account.from_step > before.from_step:
-            before.last_step = max(before.last_step, account.from_step)
-        account.repeated = max(0, before.last_step - account.from_step)
         moments = attempt.moments.at
         if account.in_memory:
             moments = {"first_step": moments["first_step"]}
         else:
             account.standbys = self._standbys.took(self._recording.members(), moments["decision"])
-        last_step_at = self._last_step_at or before.began  # none was done yet: all of it was lost
-        account.seconds = breakdown(last_step_at, self._before, moments)
-        account.lost_s = sum(account.seconds.values())
-        longest = sorted(account.seconds, key=lambda stage: -account.seconds[stage])[:3]
-        spent = ", ".join(f"{stage} {account.seconds[stage]:.1f}" for stage in longest)
-        self.progress.say(
-            f"attempt {account.attempt} continues with {account.workers} workers after {account.lost_s:.1f} s ({spent}); "
-            f"{account.repeated} steps are repeated"
-        )
+        account.follows(before, self._last_step_at, self._before, moments)
+        self.progress.say(f"attempt {account.attempt} continues {account.cost()}")
 
     def _hear(self, recorder: RecorderState) -> None:
         """Tell what the run has shown to be wrong with it. A recorder that took another's place has not told it again."""
@@ -418,43 +407,6 @@ class Supervisor:
 
     def _tell_summaries(self) -> None:
         self._recording.tell(AttemptsSummarised([account.as_dict() for account in self.summaries]))
-
-    def _first_place(self) -> WorkerPlacement:
-        """Where the run begins. SpecError for fewer than `workers.min`, unless the cluster can grow to them."""
-        try:
-            return find_place(self.spec)
-        except SpecError:
-            if not can_grow(self.spec):
-                raise
-            return self._placed()
-
-    def _placed(self) -> WorkerPlacement:
-        """As many workers as there is room for now. Waits for `workers.min` of them, for as long as the spec allows."""
-        request = RoomRequest()
-        try:
-            return self._place_when_there_is_room(request)
-        finally:
-            request.release()
-
-    def _place_when_there_is_room(self, request: RoomRequest) -> WorkerPlacement:
-        until, told = time.monotonic() + self.spec.faults.wait_for_workers_s, False
-        each = each_of(self.spec, most_resources())
-        while True:
-            try:
-                return find_place(self.spec, self._blame.left_out)
-            except SpecError as error:
-                request.want(1, each, together=self.spec.workers.min)
-                if time.monotonic() >= until or self.stop.asked:
-                    raise ClusterError(
-                        f"{error}; waited {self.spec.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s)"
-                    ) from error
-                if not told:
-                    what = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
-                    self.progress.say(
-                        f"waiting for workers: {error}; the cluster is asked for {self.spec.workers.min} of {what} each"
-                    )
-                    told = True
-                self.stop.wait(1.0)
 
     def _saved_step(self) -> int:
         run_id = self._recording.run_id

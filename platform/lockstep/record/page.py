@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,9 +15,9 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from lockstep.errors import RecordError, first_line
-from lockstep.files import append, append_bounded, write_text
+from lockstep.files import write_text
 from lockstep.job.source import job_sources
-from lockstep.record import documents, figures, ledger, observation_figures
+from lockstep.record import documents, figures, final_tables
 from lockstep.record.copies import Copies
 from lockstep.record.data_sets import data_sets
 from lockstep.record.events import (
@@ -47,26 +45,17 @@ from lockstep.record.events import (
 from lockstep.record.final_model import FinalModel, model_folder
 from lockstep.record.journal import Journal
 from lockstep.record.outbox import Send
-from lockstep.record.redaction import redacted, redacted_document
+from lockstep.record.redaction import redacted_document
 from lockstep.record.run_store import RunStore, Status
+from lockstep.record.texts import LOG, Texts
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
-
-LOGS = "logs"
-"""The folder of what workers have printed."""
-
-_MOST_UNPRINTED = 1 << 20
-_LONGEST_LINE = 1 << 12
-"""Characters of a line that is not yet whole are kept back, lest a secret be cut in two; of a longer line, no more than these."""
 
 _DOCUMENTS = ("plan", "git", "environment")
 """Facts that are mappings with a form of their own."""
 
 _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
 """Facts of the environment that are worth searching runs by; all of them are in environment.json."""
-
-_DRAWING = threading.Lock()
-"""One run of a process at a time draws: hundreds of trials may end together, and matplotlib computes under Python's global lock."""
 
 
 class Page:
@@ -88,8 +77,7 @@ class Page:
         self._facts: dict[str, Any] = {}
         self._violation = ""
         self._trouble = ""
-        self._logging = threading.Lock()
-        self._unlogged, self._unprinted = "", dict[str, str]()
+        self._texts = Texts(folder)
         self._verdict: tuple[str, Mapping[str, Any]] = ("", {})
         self._figures: list[str] = []
         self._stragglers: list[str] = []
@@ -124,8 +112,8 @@ class Page:
                 self._failed(event)
             case TakenOver():
                 self.log(event.message)
-                self._ledger()
-                self._keep(self._folder / "log.txt")
+                self._tables()
+                self._keep(self._folder / LOG)
             case Diagnosed():
                 self._diagnosed()
                 self.log(str(event))
@@ -266,7 +254,7 @@ class Page:
             self._failed(Failed(self.not_whole))
             return
         summary, files = end.summary, end.files
-        self._ledger()
+        self._tables()
         model = model_folder(files)
         for path in files:
             if path.parent != model:
@@ -310,48 +298,27 @@ class Page:
         )
         try:
             self._document("error.txt", f"{end.message}\n\n{end.details}".rstrip() + "\n")
-            self._ledger()
+            self._tables()
         finally:  # a run whose folder cannot be written has failed as well
             self._end(end.status, f"**{end.status}** {reached}: {end.message}", self._facts)
 
     def log(self, text: str) -> None:
-        """Add a line to log.txt, with its time; any thread may. What the disk refuses is added with the next one."""
-        with self._logging:
-            self._unlogged += f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
-            try:
-                append(self._folder / "log.txt", self._unlogged)
-            except OSError:
-                return
-            self._unlogged = ""
+        """Add a line to log.txt, with its time; any thread may."""
+        self._texts.log(text)
 
     def output(self, name: str, text: str) -> None:
-        """Keep what a worker has printed, up to its last whole line. What the disk refuses is kept with what it prints next."""
-        text = self._unprinted.pop(name, "") + text
-        whole = max(text.rfind("\n"), text.rfind("\r"), len(text) - _LONGEST_LINE - 1) + 1
-        try:
-            self._print(name, text[:whole])
-        except OSError:
-            self._unprinted[name] = text[-_MOST_UNPRINTED:]
-        else:
-            if text[whole:]:
-                self._unprinted[name] = text[whole:]
-
-    def _print(self, name: str, text: str) -> None:
-        if text:
-            append_bounded(self._folder / LOGS / f"{name}.txt", redacted(text))
+        """Keep what a worker has printed."""
+        self._texts.output(name, text)
 
     def keep_output(self) -> None:
         """Send what the workers have printed: the last of it comes after the run's end was told."""
-        for name, text in self._unprinted.items():
-            self._print(name, text)
-        self._unprinted.clear()
-        for path in sorted((self._folder / LOGS).glob("*.txt")):
+        for path in self._texts.end():
             self._keep(path)
 
     def _end(self, status: Status, verdict: str, details: Mapping[str, Any]) -> None:
         self._note(verdict, details)
         self.log(verdict.replace("**", ""))
-        self._keep(self._folder / "log.txt")
+        self._keep(self._folder / LOG)
         self.came_to = status
 
     def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
@@ -381,36 +348,14 @@ class Page:
             self.log(f"no model for MLflow: {reason}")
             self._store.set_tags({"lockstep.model_error": reason})
 
-    def _ledger(self) -> None:
-        steps, evaluations = self._folder / "ledger.parquet", self._folder / "evaluations.parquet"
-        if self._journal.last_step:
-            ledger.write_tables(self._journal.tables, steps)
-            self._keep(steps)
-            with _DRAWING:
-                drawn = figures.draw(
-                    lambda name: ledger.column(self._journal.tables, name),
-                    self._journal.evaluations(),
-                    self._folder,
-                    scaled=self._spec.precision == "fp16",
-                )
-            self._show(drawn)
-        if self._journal.evaluations():
-            ledger.write_evaluations(self._journal.evaluations(), evaluations)
-            self._keep(evaluations)
-        observed = self._journal.observations()
-        if observed:
-            path = self._folder / ledger.OBSERVATIONS
-            ledger.write_observations(observed, path)
+    def _tables(self) -> None:
+        """Keep the ledger and its like, and the figures, which the run's note names."""
+        for path, is_figure in final_tables.write(
+            self._journal, self._folder, scaled=self._spec.precision == "fp16"
+        ):
+            if is_figure:
+                self._figures.append(path.name)
             self._keep(path)
-            with _DRAWING:
-                drawn = observation_figures.draw(observed, self._folder)
-            self._show(drawn)
-
-    def _show(self, drawn: Iterable[Path]) -> None:
-        """Keep figures, and name them in the run's note."""
-        for figure in drawn:
-            self._figures.append(figure.name)
-            self._keep(figure)
 
     def _keep(self, path: Path) -> None:
         """Send a file to the store, under the folder that it has within the run's folder."""

@@ -183,24 +183,6 @@ def test_the_digits_pass_every_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize(
-    "file",
-    [
-        "stdlib_gpt/train.yaml",
-        *(
-            f"practice/{name}.yaml"
-            for name in ("gelu", "glu", "initialisation", "precision", "straight_through")
-        ),
-    ],
-)
-def test_the_jobs_of_this_project_pass_every_check(file: str, tmp_path: Path) -> None:
-    """But for the loader, which on a busy machine may be slower than a model of a few numbers, and for what the standard library has twice."""
-    report = check(load_spec(f"jobs/{file}", ["record.uri=off", f"checkpoint.storage={tmp_path}"]))
-    allowed = {"leakage"} if file.startswith("stdlib_gpt") else {"loader"}
-    assert found_in(report).keys() <= allowed, as_text(report)
-
-
-@pytest.mark.exact
 def test_a_sign_without_its_estimator_is_named(tmp_path: Path) -> None:
     given = ["record.uri=off", f"checkpoint.storage={tmp_path}", "job.params.straight_through=false"]
     found = found_in(check(load_spec("jobs/practice/straight_through.yaml", given)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from lockstep.record.ledger import read_history, read_observations
 from tests.unit.record.rows import evaluation_row, step_row
 
 Curve = Callable[[int], float]
-ROOT = Path(__file__).parents[3]
 LEDGERS = Path(__file__).parent / "ledgers"
 EPOCH = 200
 """Steps of an epoch here."""
@@ -213,27 +210,3 @@ def test_the_shipped_jobs_say_nothing(folder: Path) -> None:
     at = next(row.step for row in rows if isinstance(row, StepRow) and row.step == 120)
     faulty = [row._replace(loss=50.0) if isinstance(row, StepRow) and row.step == at else row for row in rows]
     assert [found.rule for found in diagnosis.of(faulty)] == ["loss spike"]
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize(
-    "file",
-    [
-        "digits/train",
-        "stdlib_gpt/train",
-        *(f"practice/{name}" for name in ("gelu", "glu", "initialisation", "precision", "straight_through")),
-    ],
-)
-def test_the_shipped_jobs_train_in_silence(file: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "train",
-        f"jobs/{file}.yaml",
-        "--local",
-        "record.uri=off",
-    ]
-    subprocess.run([*command, f"checkpoint.storage={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
-    assert list(tmp_path.glob("*/ledger.parquet"))
-    assert list(tmp_path.glob("*/diagnosis.json")) == []

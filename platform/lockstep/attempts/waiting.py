@@ -1,0 +1,60 @@
+"""Where an attempt begins: as many workers as there is room for, waited for where there are fewer than `workers.min`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lockstep.attempts.cluster_watch import can_grow, find_place, most_resources
+from lockstep.attempts.placement import WorkerPlacement, each_of
+from lockstep.attempts.room import RoomRequest
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, SpecError
+from lockstep.spec.fields import Spec
+
+Say = Callable[[str], None]
+
+
+def first_place(spec: Spec, stop: StopSignal, say: Say) -> WorkerPlacement:
+    """Where the run begins. SpecError for fewer than `workers.min`, unless the cluster can grow to them."""
+    try:
+        return find_place(spec)
+    except SpecError:
+        if not can_grow(spec):
+            raise
+        return next_place(spec, frozenset(), stop, say)
+
+
+def next_place(spec: Spec, left_out: frozenset[str], stop: StopSignal, say: Say) -> WorkerPlacement:
+    """As many workers as there is room for now, on none of the nodes that are left out.
+
+    `workers.min` of them are asked for and waited for as long as the spec allows; ClusterError after that.
+    """
+    request = RoomRequest()
+    try:
+        return _when_there_is_room(spec, left_out, request, stop, say)
+    finally:
+        request.release()
+
+
+def _when_there_is_room(
+    spec: Spec, left_out: frozenset[str], request: RoomRequest, stop: StopSignal, say: Say
+) -> WorkerPlacement:
+    until, told = time.monotonic() + spec.faults.wait_for_workers_s, False
+    each = each_of(spec, most_resources())
+    while True:
+        try:
+            return find_place(spec, left_out)
+        except SpecError as error:
+            request.want(1, each, together=spec.workers.min)
+            if time.monotonic() >= until or stop.asked:
+                raise ClusterError(
+                    f"{error}; waited {spec.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s)"
+                ) from error
+            if not told:
+                what = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
+                say(
+                    f"waiting for workers: {error}; the cluster is asked for {spec.workers.min} of {what} each"
+                )
+                told = True
+            stop.wait(1.0)
