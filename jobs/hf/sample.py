@@ -42,12 +42,14 @@ def write_sample(folder: Path, most_bytes: int, tokens: int = TOKENS) -> None:
 
 
 def labelled_pieces(sources: list[str]) -> Iterator[dict[str, str]]:
-    """Pieces of source that have the word of one class and of no other."""
+    """Pieces of source that have the word of one class and of no other, each text once."""
+    seen = set()
     for source in sources:
         for piece in cut(source.encode(), 400):
             text = piece.decode("utf-8", errors="replace")
             found = [name for name, word in CLASSES.items() if word in text]
-            if len(found) == 1:
+            if len(found) == 1 and text not in seen:
+                seen.add(text)
                 yield {"text": text, "label": found[0]}
 
 

@@ -51,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run([sys.executable, "-m", f"jobs.{name}.sample", "--out", out], cwd=ROOT, check=True)
     made = lockstep("train", "jobs/hf/gpt.yaml", "--local", "--json", *given("hf/gpt", folder, folder))
     exported = Path(json.loads(made.splitlines()[-1])["folder"])
-    lockstep("export", exported.name, "--format", "pretrained", "--storage", str(folder))
+    lockstep("export", exported.name, "--format", "pretrained", "--uri", "off", "--storage", str(folder))
     (model,) = exported.glob("export/pretrained/*/")
     (folder / "hf" / "model").symlink_to(model)
     return folder
