@@ -77,7 +77,7 @@ class Told:
         self._recorders.tell.remote(key, 1, ended)
         run_id = ray.get(self._recorders.run_id.remote(key))
         self._recorders.close_trial.remote(key)
-        closed = self._sweep.base.folder / run_id / "ledger.parquet"
+        closed = self._sweep.base.folder / run_id / "summary.json"  # after its tables and figures
         while not closed.exists():
             time.sleep(0.02)
         self._board.on_step_begin(0, self._trials)
