@@ -119,15 +119,27 @@ class LocalStorage:
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
                     raise
 
-    def begin_staging(self, folder: str) -> None:
+    def begin_staging(self, folder: str, owner: str) -> None:
         target = self.root / folder
+        # Until it has its name it may be cleared like one that has ended: by an attempt, so that another has begun.
+        made = target.with_name(f"{ENDED}{target.name}-{owner}")
         with _told("create", target):
             make_folder(target.parent)
-            target.mkdir()
+            (made / owner).mkdir(parents=True, exist_ok=True)
+            try:
+                flush(made)
+                made.rename(target)
+            except OSError as error:
+                if made.exists():
+                    _clear(made)
+                if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
+                    raise TakenError(f"checkpoint.storage: {str(target)!r} is there already") from error
+                raise
             try:
                 flush(target.parent)
             except OSError:
-                target.rmdir()
+                with suppress(StorageError):  # the failure itself is what is told
+                    self.end_staging(folder)
                 raise
 
     def end_staging(self, folder: str) -> None:
@@ -138,9 +150,17 @@ class LocalStorage:
                 target.replace(ended)
                 flush(target.parent)
                 target = ended
-            for file in target.iterdir():
-                file.unlink()
-            target.rmdir()
+            _clear(target)
+
+
+def _clear(folder: Path) -> None:
+    """Delete a folder of files and of folders of files."""
+    for item in folder.iterdir():
+        if item.is_dir():
+            _clear(item)
+        else:
+            item.unlink()
+    folder.rmdir()
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:

@@ -116,7 +116,7 @@ class ObjectStorage:
             with self._told("delete", folder):
                 self._files.delete_dir(self._at(folder))
 
-    def begin_staging(self, folder: str) -> None:
+    def begin_staging(self, folder: str, owner: str) -> None:
         """Nothing: an object is never seen half written."""
 
     def end_staging(self, folder: str) -> None:

@@ -156,21 +156,22 @@ class RunFolder:
         newest = max(self._begun(staged))
         attempt = Attempt(self, newest + 1 if number is None else number, token or uuid.uuid4().hex)
         if attempt.number <= newest and not self._has_begun(attempt):
-            raise StaleAttemptError(
-                f"checkpoint.storage: attempt {attempt.number} of run {self.run_id} cannot begin, "
-                f"attempt {newest} has begun"
-            )
+            raise attempt.late(f"attempt {newest} has begun")
         try:
             if not self.storage.fences:
                 self._begin_by_name(attempt)
             elif attempt.number not in staged:
-                self.storage.begin_staging(attempt.staging)
+                self.storage.begin_staging(self.path(layout.staging_folder(attempt.number)), attempt.token)
         except TakenError as error:
-            raise StaleAttemptError(
-                f"checkpoint.storage: attempt {attempt.number} of run {self.run_id} cannot begin, "
-                "another process has just begun it"
-            ) from error
+            raise attempt.late("another process has just begun it") from error
         try:
+            if self.storage.fences:
+                staged = (
+                    self._staged()
+                )  # again: of two that began at once, one at least sees the other's folder
+                newest = max(self._begun(staged))
+                if newest > attempt.number:
+                    raise attempt.late(f"attempt {newest} has begun")
             for older in set(staged) - {attempt.number}:
                 self._end(layout.staging_folder(older))
             attempt.write((layout.ATTEMPT,), [as_text({"number": attempt.number, "token": attempt.token})])
@@ -178,7 +179,8 @@ class RunFolder:
         except StorageError:
             if self.storage.fences and not self._has_begun(attempt):
                 with suppress(StorageError):  # else nobody could tell whose the number is
-                    self._end(layout.staging_folder(attempt.number))
+                    if self.storage.exists(attempt.staging):
+                        self._end(layout.staging_folder(attempt.number))
             raise
         return attempt
 
@@ -266,8 +268,8 @@ class Attempt:
 
     @property
     def staging(self) -> str:
-        """The folder that this attempt writes aside in."""
-        return self.run.path(layout.staging_folder(self.number))
+        """The folder that this attempt, and no other of its number, writes aside in."""
+        return self.run.path(layout.staging_folder(self.number), self.token)
 
     @property
     def manifest(self) -> str:
@@ -313,6 +315,12 @@ class Attempt:
         if self.run.storage.exists(self.staging):
             return error
         return self._stale("its folder has been ended")
+
+    def late(self, why: str) -> StaleAttemptError:
+        """What a claim of this attempt ends with where it came too late."""
+        return StaleAttemptError(
+            f"checkpoint.storage: attempt {self.number} of run {self.run.run_id} cannot begin, {why}"
+        )
 
     def _stale(self, why: str) -> StaleAttemptError:
         return StaleAttemptError(

@@ -75,8 +75,11 @@ class Storage(Protocol):
     def delete_folder(self, folder: str) -> None:
         """Delete a folder if it is empty."""
 
-    def begin_staging(self, folder: str) -> None:
-        """Make a staging folder. TakenError where it is there already."""
+    def begin_staging(self, folder: str, owner: str) -> None:
+        """Make a staging folder, in which `folder/owner` is the one to write through. TakenError where it is there already.
+
+        One that is made again by another owner, after its end, is not written through by who held it before.
+        """
 
     def end_staging(self, folder: str) -> None:
         """End a staging folder for all who write through it, in one moment, and delete what is in it."""

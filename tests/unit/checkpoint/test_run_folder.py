@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from lockstep.checkpoint.errors import LostFileError, StaleAttemptError, TakenError
-from lockstep.checkpoint.layout import MANIFEST, file_name, step_folder, step_of
+from lockstep.checkpoint.layout import MANIFEST, file_name, staging_folder, step_folder, step_of
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.pruning import apply, clear_leftovers, prune
 from lockstep.checkpoint.reader import checkpoints, load
@@ -169,6 +169,60 @@ def test_of_many_that_claim_at_once_each_number_is_given_once(run: RunFolder) ->
     newest = run.claim()
     assert newest.number > max(numbers, default=0)
     write_checkpoint(newest, 1, state(1))
+
+
+class Paced(LocalStorage):
+    """A folder in which chosen calls of a process wait, or are followed by something."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.before: dict[str, Callable[[], object]] = {}
+        """What happens, once, before a call of this name."""
+
+    def __getattribute__(self, name: str) -> Any:
+        before = super().__getattribute__("__dict__").get("before", {})
+        if name in before:
+            before.pop(name)()
+        return super().__getattribute__(name)
+
+
+def test_a_claim_that_is_late_gives_no_number_again_and_ends_no_newer_attempt(tmp_path: Path) -> None:
+    """It has looked who is there before two others have begun, and makes its own mark after them."""
+    RunFolder.create(LocalStorage(tmp_path), "run-a")
+    others = RunFolder(LocalStorage(tmp_path), "run-a")
+    late = Paced(tmp_path)
+    claimed: list[Attempt] = []
+    late.before["begin_staging"] = lambda: claimed.extend((others.claim(), others.claim()))
+    with pytest.raises(StaleAttemptError, match=r"attempt 1 of run run-a cannot begin, attempt 2 has begun"):
+        RunFolder(late, "run-a").claim()
+    assert [attempt.number for attempt in claimed] == [1, 2]
+    claimed[1].ensure_current()
+    write_checkpoint(claimed[1], 1, state(1))
+    assert others.claim().number == 3
+    assert sorted(path.name for path in (tmp_path / "run-a").iterdir() if "attempt-" in path.name) == [
+        "attempt-0003"
+    ]
+
+
+def test_a_claim_writes_through_no_folder_of_another_with_its_number(tmp_path: Path) -> None:
+    """Its own was ended by a newer attempt; a late claim makes one of the same number, which it soon gives up."""
+    RunFolder.create(LocalStorage(tmp_path), "run-a")
+    others = RunFolder(LocalStorage(tmp_path), "run-a")
+    first, late = Paced(tmp_path), Paced(tmp_path)
+    newer: list[Attempt] = []
+    told: list[StaleAttemptError] = []
+
+    def ended_and_made_again() -> None:
+        newer.append(others.claim())
+        late.begin_staging(f"run-a/{staging_folder(1)}", "another")
+
+    first.before["write"] = ended_and_made_again
+    try:
+        RunFolder(first, "run-a").claim()
+    except StaleAttemptError as error:
+        told.append(error)
+    assert len(told) == 1
+    newer[0].ensure_current()
 
 
 @everywhere

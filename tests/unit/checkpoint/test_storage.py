@@ -21,13 +21,14 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError, StorageError
 from tests.unit.checkpoint.states import everywhere
 
-STAGING = "run/attempt-0001"
+FOLDER, OWNER = "run/attempt-0001", "token"
+STAGING = f"{FOLDER}/{OWNER}"
 
 
 @pytest.fixture
 def storage(uri: str) -> Storage:
     storage = open_storage(uri)
-    storage.begin_staging(STAGING)
+    storage.begin_staging(FOLDER, OWNER)
     return storage
 
 
@@ -116,12 +117,12 @@ def test_a_write_that_fails_leaves_what_was_there(storage: Storage) -> None:
 def test_a_staging_folder_that_has_ended_publishes_and_deletes_nothing(tmp_path: Path) -> None:
     """Even in the middle of a write: the rename at its end finds no way."""
     storage = open_storage(str(tmp_path))
-    storage.begin_staging(STAGING)
+    storage.begin_staging(FOLDER, OWNER)
     storage.write("run/file", [b"old"], staging=STAGING)
 
     def ended_meanwhile() -> Iterator[bytes]:
         yield b"new"
-        storage.end_staging(STAGING)
+        storage.end_staging(FOLDER)
 
     with pytest.raises(LostFileError):
         storage.write("run/file", ended_meanwhile(), staging=STAGING)
