@@ -16,6 +16,7 @@ from tests.cluster.test_supervisor import accounts
 from tests.distributed.training import bits
 
 pytestmark = [
+    pytest.mark.exact,  # minutes; test_ray_train.py and test_supervisor.py have a job without and one with a kill
     pytest.mark.usefixtures("cluster"),
     # Ray and MLflow leave sockets and temporary folders to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -30,8 +31,6 @@ KINDS = {
     "phases in fp16": "Phases",
 }
 """The class of `disturbed_jobs` by the name of the document whose spec it takes over."""
-
-EXACT = pytest.mark.exact
 
 
 class Run:
@@ -79,7 +78,6 @@ def assert_same(there: Result, whole: Result) -> None:
     assert columns(there) == columns(whole)
 
 
-@EXACT  # minutes
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_and_loader_processes_change_no_bit(
@@ -90,14 +88,8 @@ def test_workers_and_loader_processes_change_no_bit(
     assert_same(there, runs[kind].whole)
 
 
-CASES = [
-    pytest.param(kind, workers, marks=() if (kind, workers) == ("phases in fp16", 2) else EXACT)
-    for kind in KINDS
-    for workers in (1, 2, 3)
-]
-
-
-@pytest.mark.parametrize(("kind", "workers"), CASES)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_killed_in_mid_step_changes_no_bit(
     runs: Runs, tmp_path: Path, kind: str, workers: int
 ) -> None:
@@ -113,19 +105,19 @@ def test_a_worker_killed_in_mid_step_changes_no_bit(
     assert_same(there, runs[kind].whole)
 
 
-@EXACT  # the control of the two above
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_sees_its_rank_has_other_bits_on_two_workers(
     runs: Runs, tmp_path: Path, kind: str
 ) -> None:
+    """Negative control of the two above."""
     there, whole = runs[kind].on(tmp_path, workers=2, skewed=True), runs[kind].whole
     assert there.identity == whole.identity
     assert there.weights_digest != whole.weights_digest
     assert columns(there)[:FALLS_AFTER] == columns(whole)[:FALLS_AFTER]
 
 
-@EXACT  # the control of the kill
 def test_an_optimizer_that_forgets_has_other_bits_after_a_kill(runs: Runs, tmp_path: Path) -> None:
+    """Negative control of the kill."""
     phases = runs["phases in fp16"]
     whole = phases.on(tmp_path / "whole", local=True, forgets=True)
     left_alone = phases.on(tmp_path / "left-alone", workers=2, forgets=True)

@@ -211,7 +211,7 @@ EXACT = pytest.mark.exact
 # a fresh start, a run that was killed, one that lives
 @pytest.mark.parametrize(
     ("seed", "place"),
-    [(5, "disk"), (7, "s3"), *(pytest.param(*each, marks=EXACT) for each in [(2, "disk"), (2, "s3"), (5, "s3"), (7, "disk")])],
+    [(5, "disk"), *(pytest.param(*each, marks=EXACT) for each in [(2, "disk"), (2, "s3"), (5, "s3"), (7, "disk"), (7, "s3")])],
     indirect=["place"],
 )  # fmt: skip
 def test_of_several_commands_at_once_one_goes_on(
@@ -263,6 +263,7 @@ def test_a_holder_that_is_stopped_keeps_its_run(commands: Commands, digest: str,
     assert (held.code, held.told["weights_digest"]) == (0, digest), held.err
 
 
+@pytest.mark.parametrize("place", ["disk", pytest.param("s3", marks=EXACT)], indirect=True)
 def test_who_is_refused_has_imported_nothing_that_takes_long(
     place: Callable[[Path], Place], tmp_path: Path
 ) -> None:
