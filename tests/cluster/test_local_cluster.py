@@ -310,7 +310,7 @@ def test_of_several_commands_at_once_one_goes_on(nodes: Nodes, tmp_path: Path, b
     ("overrides", "code", "cause"),
     [
         pytest.param(["job.use=tests.cluster.broken_jobs:LabelsOutOfRange"], 1, "a label is out of range", marks=pytest.mark.exact),
-        (["seeed=1"], 2, "did you mean 'seed'?"),
+        (["job.params.widht=8"], 2, "did you mean 'width'?"),
     ],
 )  # fmt: skip
 def test_a_job_that_fails_ends_the_command_with_its_own_code_and_cause(

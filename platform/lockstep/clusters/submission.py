@@ -24,6 +24,7 @@ from lockstep.clusters.packaging import NOTED, pack
 from lockstep.errors import ClusterError, SilentError, SpecError
 from lockstep.record.documents import without_password
 from lockstep.record.redaction import redacted
+from lockstep.spec.loading import load_spec
 
 POLL_S = 0.5
 """How often an ending job is asked whether it has ended."""
@@ -173,12 +174,14 @@ def submit(
     """Send a run to the cluster; the id of its job. With `retries` it is started again, so often, where its driver is lost.
 
     `what` is a spec's file or the id of a run to resume. Lockstep goes along, so that the cluster runs this version of it,
-    unless `installed` says to take the cluster's.
+    unless `installed` says to take the cluster's. SpecError for a spec that this version refuses, where it is the one.
     """
     folder = Path.cwd()
     job = f"{name or Path(what).parent.name or 'run'}-{uuid.uuid4().hex[:8]}".lstrip("-._")
     job = re.sub(r"[^\w.-]", "-", job)
     words = entrypoint(what, overrides, name or (job if retries else None), folder, retries, notify)
+    if not installed and Path(what).is_file():
+        load_spec(what, overrides)
     client = connect(address)
     package = pack(folder)
     if package is not None and package.size > NOTED:

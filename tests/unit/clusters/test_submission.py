@@ -16,6 +16,9 @@ from lockstep.clusters.packaging import pack as pack_if_known
 from lockstep.clusters.ray_internals.packages import upload_limit
 from lockstep.clusters.submission import connect, entrypoint, find_address
 from lockstep.errors import ClusterError, SilentError, SpecError
+from tests.in_process import here
+
+ROOT = Path(__file__).parents[3]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -120,6 +123,21 @@ def test_an_address_is_a_url_or_one_that_is_known(tmp_path: Path, monkeypatch: p
     assert find_address("http://10.0.0.1:8265/") == "http://10.0.0.1:8265"
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://10.0.0.2:8265")
     assert find_address(None) == "http://10.0.0.2:8265"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_mistake_in_the_spec_is_told_before_anybody_is_asked(
+    tmp_path: Path, installed: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The version that goes along would refuse it on the cluster; another version that is installed there may not."""
+    command = ["submit", "jobs/digits/train.yaml", "seeed=1", "--address", "http://127.0.0.1:9"]
+    given = [*command, "--installed"] if installed else command
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    code, _, err = here(monkeypatch, capfd, ROOT, *given)
+    assert code == (1 if installed else 2), err
+    said = "does not answer like Ray's job API" if installed else "seeed: unknown key; did you mean 'seed'?"
+    assert said in err.splitlines()[-1]
 
 
 def test_nobody_at_the_address_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
