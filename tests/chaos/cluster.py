@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,8 @@ class Nodes:
 @contextmanager
 def started(count: int) -> Iterator[Nodes]:
     """So many nodes beside the head; Ray adds nodes on the main thread alone."""
+    set_before = ENVIRONMENT.items() <= os.environ.items()
+    assert set_before or "ray" not in sys.modules, "Ray reads its environment as it is imported"
     os.environ |= ENVIRONMENT
     from ray.cluster_utils import Cluster
 
