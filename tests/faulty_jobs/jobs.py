@@ -259,6 +259,41 @@ class MissingClass(Sound):
         return TensorDataset(x[y != 2], y[y != 2])
 
 
+class Tokens(Sound):
+    """A model of sequences of 16 tokens of 32, each drawn after the one before. Half of the held-out texts' words are rare there."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32))
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(_texts(256, 1, 32))
+
+    def eval_data(self) -> Dataset[Any]:
+        return TensorDataset(_texts(256, 2, 24))
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        (tokens,) = batch
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        total = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+        return lockstep.Loss(total, tokens[:, 1:].numel())
+
+
+class TokensMissing(Tokens):
+    """The held-out texts have another map of tokens: one that every training text has many of is in none of them."""
+
+    def train_data(self) -> Dataset[Any]:
+        texts = _texts(256, 1, 32)
+        texts[:, ::4] = 31
+        return TensorDataset(texts)
+
+
+def _texts(count: int, seed: int, words: int) -> Tensor:
+    """Texts of 17 words, each of one topic: of its four words."""
+    draw = torch.Generator().manual_seed(seed)
+    topics = torch.randint(words // 4, (count, 1), generator=draw)
+    return 4 * topics + torch.randint(4, (count, 17), generator=draw)
+
+
 class SwappedMap(Sound):
     """Held-out labels are read by another map, which knows no class 0 and calls it 1."""
 

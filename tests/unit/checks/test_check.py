@@ -50,6 +50,7 @@ FAULTS = [
     Fault("ProbabilitiesInNll", "labels", "failure", "without their logarithm"),
     Fault("SigmoidTwice", "labels", "warning", "lie between 0 and 1"),
     Fault("MissingClass", "labels", "warning", "class 2 is"),
+    Fault("TokensMissing", "labels", "warning", "class 31 is"),
     Fault("SwappedMap", "labels", "warning", "class 0 is"),
     Fault("HeldOutOffByOne", "labels", "failure", "evaluation micro-batch 0"),
     Fault("Sorted", "labels", "warning", "labels of the first step are 0", {"data": {"shuffle": "none"}}),
@@ -100,6 +101,7 @@ FAULTS = [
 ]  # fmt: skip
 
 SOUND = [
+    "Tokens",
     "Sound",
     "SoundRegression",
     "SoundZeroStart",
