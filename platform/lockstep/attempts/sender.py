@@ -97,4 +97,4 @@ def _in_parts(event: Event) -> Iterator[Event]:
     yield Restored((), (), event.segments)
     for start in range(0, len(event.steps), ROWS_PER_CALL):
         yield Restored(event.steps[start : start + ROWS_PER_CALL], ())
-    yield Restored((), event.evaluations)
+    yield Restored((), event.evaluations, observations=event.observations)

@@ -166,6 +166,7 @@ class Admission:
                     yield from self._steps_of(segment)
                 yield from event.steps
                 yield from event.evaluations
+                yield from event.observations
             else:
                 yield event
 

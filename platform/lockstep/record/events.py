@@ -319,6 +319,7 @@ class Restored:
     steps: Sequence[StepRow]
     evaluations: Sequence[EvaluationRow]
     segments: Sequence[Segment] = ()
+    observations: Sequence[Observation] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,17 @@ costs does not grow with the steps before. Rows of segments that are written are
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.record import ledger
-from lockstep.record.events import EvaluationRow, Restored, Segment, StepRow
+from lockstep.record.events import EvaluationRow, Observation, Restored, Segment, StepRow
 from lockstep.record.ledger import Rows
 from lockstep.record.segments import end_of, evaluations_in, seal, steps_in
+
+MOST_OBSERVATIONS = 20
+"""The newest that are held, and saved: those that the record may not have when all processes of a run are killed at once."""
 
 Put = Callable[[Segment, bytes], object]
 """Writes the file of a segment, whole and flushed. It may be called again for a segment that is there."""
@@ -26,6 +30,7 @@ class HandedRows(NamedTuple):
     full: tuple[Rows | tuple[Segment, bytes], ...]
     steps: tuple[StepRow, ...]
     evaluations: tuple[EvaluationRow, ...]
+    observations: tuple[Observation, ...]
     reached: int
     evaluated: int
 
@@ -40,6 +45,7 @@ class History:
         """Those of the open segment."""
         self.evaluations: list[EvaluationRow] = []
         """Those since the open segment began."""
+        self.observations: deque[Observation] = deque(maxlen=MOST_OBSERVATIONS)
         self._full: list[Rows | tuple[Segment, bytes]] = []
         """What is full and not written yet, in order: rows, or what they are sealed as."""
         self._past = Restored((), ())
@@ -63,8 +69,15 @@ class History:
             self._evaluated = row.step
             self.evaluations.append(row)
 
+    def add_observation(self, row: Observation) -> None:
+        """Add an observation; one that is there is left as it is."""
+        if not self.observations or row.step > self.observations[-1].step:
+            self.observations.append(row)
+
     def take_back(self, step: int, evaluated: int) -> None:
         """Forget the row of a step after `step`, and an evaluation after `evaluated`: they will be made again. Nothing may be saving."""
+        if self.observations and self.observations[-1].step > step:
+            self.observations.pop()
         if self.steps and self.steps[-1].step > step:
             del self.steps[-1]
             self.reached = step
@@ -74,7 +87,9 @@ class History:
 
     def newest(self) -> Restored:
         """The newest row of a step and of an evaluation, as far as they are held."""
-        return Restored(tuple(self.steps[-1:]), tuple(self.evaluations[-1:]))
+        return Restored(
+            tuple(self.steps[-1:]), tuple(self.evaluations[-1:]), observations=tuple(self.observations)[-1:]
+        )
 
     def retold(self) -> Restored:
         """Every row that is held, for whoever has not heard some of them; those of written segments by their names."""
@@ -82,13 +97,18 @@ class History:
             full = [one if isinstance(one, Rows) else _opened(one[1]) for one in self._full]
         steps = [row for rows in full for row in rows.steps]
         evaluations = [row for rows in full for row in rows.evaluations]
-        return Restored((*steps, *self.steps), (*evaluations, *self.evaluations), tuple(self.segments))
+        return Restored(
+            (*steps, *self.steps),
+            (*evaluations, *self.evaluations),
+            tuple(self.segments),
+            tuple(self.observations),
+        )
 
     def handed(self) -> HandedRows:
         """All that is held, for a worker that holds nothing. Nothing may be saving."""
         with self._sealing:
             full = tuple(self._full)
-        rows = tuple(self.steps), tuple(self.evaluations)
+        rows = tuple(self.steps), tuple(self.evaluations), tuple(self.observations)
         return HandedRows(tuple(self.segments), full, *rows, self.reached, self._evaluated)
 
     @classmethod
@@ -97,6 +117,7 @@ class History:
         history = cls(handed.segments, handed.reached)
         history.steps, history.evaluations = list(handed.steps), list(handed.evaluations)
         history._full, history._evaluated = list(handed.full), handed.evaluated
+        history.observations.extend(handed.observations)
         return history
 
     def _close(self) -> None:
@@ -140,7 +161,10 @@ class History:
         for content in contents:
             before += evaluations_in(content)
         newest = steps or (steps_in(content)[-1:] if content else [])
-        history._past = Restored(tuple(newest), (*before, *evaluations), tuple(segments))
+        if "observations" in blocks:  # checkpoints of older versions have none
+            history.observations.extend(ledger.decode_observations(blocks["observations"]))
+        observed = tuple(history.observations)
+        history._past = Restored(tuple(newest), (*before, *evaluations), tuple(segments), observed)
         for row in steps:
             if history.steps and row.step > end_of(history.steps[-1].step):  # of an older format: all rows
                 history.evaluations = [one for one in evaluations if one.step < row.step]
@@ -182,14 +206,18 @@ class Saving:
         self._history, self._count = history, count
         self._steps, self._evaluations = history.steps, history.evaluations
         self._lengths = len(self._steps), len(self._evaluations)
+        self._observations = tuple(history.observations)
 
     def blocks(self) -> dict[str, Callable[[], bytes]]:
-        """The rows behind the segments, as Parquet that is made when it is asked for."""
+        """The rows behind the segments and the newest observations, as Parquet that is made when it is asked for."""
         steps, evaluations = self._lengths
-        return {
+        blocks = {
             "steps": lambda: ledger.encode_steps(self._steps[:steps]),
             "evaluations": lambda: ledger.encode_evaluations(self._evaluations[:evaluations]),
         }
+        if self._observations:
+            blocks["observations"] = lambda: ledger.encode_observations(self._observations)
+        return blocks
 
     def segments(self, put: Put) -> list[Segment]:
         """The segments before those rows, those that are not yet written by `put` from now on. For one thread."""

@@ -63,6 +63,11 @@ def encode_evaluations(rows: Sequence[EvaluationRow]) -> bytes:
     return encoded(_evaluation_table(rows))
 
 
+def encode_observations(rows: Sequence[Observation]) -> bytes:
+    """Observations, likewise."""
+    return encoded(_observation_table(rows))
+
+
 def decode_steps(block: bytes) -> list[StepRow]:
     """The steps that `encode_steps` made bytes of. StorageError where they are none."""
     return _step_rows(_decoded(block, _STEP_TYPES))
@@ -71,6 +76,11 @@ def decode_steps(block: bytes) -> list[StepRow]:
 def decode_evaluations(block: bytes) -> list[EvaluationRow]:
     """The evaluations that `encode_evaluations` made bytes of, likewise."""
     return _evaluation_rows(_decoded(block, _EVALUATION_TYPES))
+
+
+def decode_observations(block: bytes) -> list[Observation]:
+    """The observations that `encode_observations` made bytes of, likewise."""
+    return _observation_rows(_decoded(block, _OBSERVATION_TYPES))
 
 
 def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
@@ -143,12 +153,12 @@ def read_evaluations(path: Path) -> list[EvaluationRow]:
 
 def write_observations(rows: Sequence[Observation], path: Path) -> None:
     """Write observations as `path`, whole or not at all. StorageError where that fails."""
-    _write(_table(rows, [row.values for row in rows], _OBSERVATION_TYPES), path)
+    _write(_observation_table(rows), path)
 
 
 def read_observations(path: Path) -> list[Observation]:
     """The observations that `write_observations` wrote, bit for bit. StorageError where there are none to be read."""
-    return [Observation(**fields, values=values) for fields, values in _read(path, _OBSERVATION_TYPES)]
+    return _observation_rows(_read(path, _OBSERVATION_TYPES))
 
 
 def read_history(folder: Path) -> Rows:
@@ -188,6 +198,10 @@ def _evaluation_rows(rows: Fields) -> list[EvaluationRow]:
     return [EvaluationRow(**fields, metrics=metrics) for fields, metrics in rows]
 
 
+def _observation_rows(rows: Fields) -> list[Observation]:
+    return [Observation(**fields, values=values) for fields, values in rows]
+
+
 def step_table(rows: Sequence[StepRow]) -> pa.Table:
     """Steps as a table, a row each."""
     import pyarrow as pa
@@ -210,6 +224,10 @@ def _arrow_type(kind: str) -> pa.DataType:
 
 def _evaluation_table(rows: Sequence[EvaluationRow]) -> pa.Table:
     return _table(rows, [row.metrics for row in rows], _EVALUATION_TYPES)
+
+
+def _observation_table(rows: Sequence[Observation]) -> pa.Table:
+    return _table(rows, [row.values for row in rows], _OBSERVATION_TYPES)
 
 
 def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Mapping[str, str]) -> pa.Table:

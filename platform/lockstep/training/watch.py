@@ -54,6 +54,7 @@ class Watch:
         self._every = None if replays else run.spec.record.observe_every
         self._step, self._group, self._precision = run.step, run.group, run.state.precision
         self._growth = Growth(run.group.device)
+        self._history = run.history
         self._model, self._leads = run.state.model, run.group.rank == 0 and self._every is not None
         self._flows: dict[str, LayerFlow] = {}
         """By the names of the step's phases, in a step that is observed."""
@@ -111,7 +112,9 @@ class Watch:
             values = {**self._of_precision, **self._times(every), **_memory(every)}
             for flow in self._flows.values():
                 values |= flow.taken()
-            tell(Observation(position.number, values, time.time()))
+            observation = Observation(position.number, values, time.time())
+            self._history.add_observation(observation)
+            tell(observation)
             for rank, seen in enumerate(every):
                 if seen.keeps_graphs:
                     tell(_keeps_graphs(rank, position, seen.keeps_graphs))

@@ -8,8 +8,9 @@ import pytest
 
 from lockstep.record import segments
 from lockstep.record.events import EvaluationRow, Restored
-from lockstep.record.history import History
+from lockstep.record.history import MOST_OBSERVATIONS, History
 from tests.unit.record.rows import step_row
+from tests.unit.record.test_observations import observation
 
 
 def history(steps: int) -> History:
@@ -56,6 +57,25 @@ def test_rows_of_a_checkpoint_count_as_held() -> None:
     found.add(step_row(3))
     found.add(step_row(4))
     assert [row.step for row in found.steps] == [1, 2, 3, 4]
+
+
+def test_the_newest_observations_are_saved_and_told_again() -> None:
+    """So many as the record may lack when it is killed with all that trains; a step that is taken back is observed again."""
+    whole = history(MOST_OBSERVATIONS + 2)
+    for row in whole.steps:
+        whole.add_observation(observation(row.step))
+    whole.add_observation(observation(3, factor=9.0))
+    newest = tuple(observation(step) for step in range(3, MOST_OBSERVATIONS + 3))
+    assert whole.retold().observations == newest
+    assert whole.newest().observations == newest[-1:]
+    blocks = {name: block() for name, block in whole.saving().blocks().items()}
+    found = History.restored(blocks)
+    assert found.past().observations == newest
+    assert History.of(pickle.loads(pickle.dumps(found.handed()))).retold().observations == newest
+    found.take_back(MOST_OBSERVATIONS + 1, 0)
+    assert found.retold().observations == newest[:-1]
+    del blocks["observations"]  # a checkpoint of an older version
+    assert History.restored(blocks).past().observations == ()
 
 
 def test_the_newest_step_is_known_whatever_holds_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

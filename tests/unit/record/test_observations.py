@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.record.events import Finished, Observation
+import pytest
+
+from lockstep.record.events import Finished, Observation, Restored
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.journal import Journal
 from lockstep.record.journal_lines import from_line, to_line
@@ -53,6 +55,30 @@ def test_observations_become_a_table_and_a_figure_and_are_added_once(spec: Calla
     folder = recorder.run_folder()
     assert read_observations(folder / "observations.parquet") == [observation(step) for step in (1, 2, 3)]
     assert (folder / "figures" / "layers.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_an_observation_that_the_journal_lost_is_taken_from_the_checkpoint(
+    spec: Callable[..., Spec], restored: bool
+) -> None:
+    """The record is killed with the run before it has written; without the checkpoint's, the control, there is a hole."""
+    recorder = Recorder(spec(), lambda settings: FolderStore(settings.folder, ""))
+    recorder.start()
+    recorder.tell(step_row(1), observation(1), step_row(2))
+    folder = recorder.run_folder()
+    recorder.close()
+    journal = folder / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if not line.startswith(b'{"observation":')))
+    assert len(journal.read_bytes().splitlines()) == len(lines) - 1
+    again = Recorder(spec(), lambda settings: FolderStore(settings.folder, ""), run_id=folder.name)
+    again.start()
+    kept = (observation(1), observation(2)) if restored else ()
+    again.tell(Restored([step_row(1), step_row(2)], (), observations=kept))
+    again.tell(step_row(3), observation(3), Finished({"step": 3}))
+    again.close()
+    found = read_observations(folder / "observations.parquet")
+    assert found == [observation(step) for step in ((1, 2, 3) if restored else (3,))]
 
 
 def test_an_observation_of_wrong_bits_gives_way(spec: Callable[..., Spec], tmp_path: Path) -> None:
