@@ -166,9 +166,8 @@ class RunFolder:
             raise attempt.late("another process has just begun it") from error
         try:
             if self.storage.fences:
-                staged = (
-                    self._staged()
-                )  # again: of two that began at once, one at least sees the other's folder
+                # Again: of two that began at once, one at least sees the other's folder.
+                staged = self._staged()
                 newest = max(self._begun(staged))
                 if newest > attempt.number:
                     raise attempt.late(f"attempt {newest} has begun")
