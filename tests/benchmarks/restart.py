@@ -191,6 +191,8 @@ def measure(
                 lost = run.lost(number, killed_at)
                 assert lost is not None
                 found.append(lost)
+                if kill is kill_node:
+                    nodes.add()
         except BaseException:
             print(Path(name, "log").read_text()[-3000:], file=sys.stderr)
             raise
@@ -218,23 +220,29 @@ def main() -> None:
     parser.add_argument("--workers", default="2")
     parser.add_argument("--kills", default="worker,node")
     parser.add_argument("--calm", type=float, default=CALM_S, help="seconds before each kill")
+    parser.add_argument(
+        "--per-run", type=int, default=1, help="rounds that one run goes through, one after another"
+    )
     given = parser.parse_args()
     for workers in map(int, given.workers.split(",")):
-        compare(workers, given.kills.split(","), given.rounds, given.calm)
+        compare(workers, given.kills.split(","), given.rounds, given.calm, given.per_run)
 
 
-def compare(workers: int, names: list[str], rounds: int, calm_s: float) -> None:
+def compare(workers: int, names: list[str], rounds: int, calm_s: float, per_run: int) -> None:
     """So many rounds with so many workers, a line each, and what they come to."""
     every = {"worker": kill_worker, "node": kill_node}
-    kills = {name: every[name] for name in names}
+    kills = [every[name] for name in names]
     rows: list[dict[str, list[Lost]]] = []
     for number in range(rounds):
-        row = {}
-        for kind in (Bare, Ours) if number % 2 == 0 else (Ours, Bare):
-            with started(workers + 1) as nodes:
-                row[kind.__name__] = measure(kind, nodes, workers, list(kills.values()), calm_s)
+        if number % per_run == 0:
+            of_runs, left = {}, min(per_run, rounds - number)
+            for kind in (Bare, Ours) if number // per_run % 2 == 0 else (Ours, Bare):
+                with started(workers + 1) as nodes:
+                    of_runs[kind.__name__] = measure(kind, nodes, workers, kills * left, calm_s)
+        first = number % per_run * len(kills)
+        row = {kind: found[first : first + len(kills)] for kind, found in of_runs.items()}
         rows.append(row)
-        for i, name in enumerate(kills):
+        for i, name in enumerate(names):
             bare, ours = row["Bare"][i], row["Ours"][i]
             print(
                 f"round {number + 1}, {workers} workers, a {name} is killed: bare Ray Train {bare.seconds:.1f} s and {bare.steps} "
@@ -242,7 +250,7 @@ def compare(workers: int, names: list[str], rounds: int, calm_s: float) -> None:
                 f"{ours.step_s:.2f} s ({ours.stages}); load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-    for i, name in enumerate(kills):
+    for i, name in enumerate(names):
         ratios = sorted(row["Ours"][i].seconds / row["Bare"][i].seconds for row in rows)
         seconds, bare_s = (
             statistics.median(row[kind][i].seconds for row in rows) for kind in ("Ours", "Bare")
