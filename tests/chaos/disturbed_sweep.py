@@ -49,7 +49,7 @@ WEIGHTS = {
 
 REFUSALS = "|".join(
     [
-        r"the process of the sweep's recorders was lost: .*; lockstep resume goes on with the sweep",
+        r"the process of the sweep's recorders was lost: .*; (?:lockstep resume goes on with the sweep|no trial has begun since: give the command again)",
         r"workers\.min: got .*, but the cluster has",  # a driver that was started before another node had joined
         re.escape(os.strerror(errno.ENOSPC)),
     ]

@@ -57,6 +57,28 @@ def test_storage_that_fails_in_a_trial_is_tried_again(tmp_path: Path, workers: i
     ]
 
 
+def test_recorders_that_are_killed_as_they_start_are_told_in_one_line(tmp_path: Path) -> None:
+    """Before any trial: nothing is there to resume."""
+
+    def kill_recorders() -> None:
+        while not (found := recorders()):
+            time.sleep(0.005)
+        found[0].kill()
+
+    threading.Thread(target=kill_recorders, daemon=True).start()
+    with pytest.raises(
+        SilentError,
+        match=r"^the process of the sweep's recorders was lost: .*; no trial has begun since: give the command again$",
+    ):
+        sweep(document(tmp_path))
+    assert not list(tmp_path.glob("runs/*/decisions.jsonl"))
+
+
+def recorders() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if "ray::RecordersActor" in " ".join(process.cmdline())]
+
+
 @pytest.mark.exact  # a minute
 def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
     """No trial is told to have failed of it."""
@@ -66,9 +88,8 @@ def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(
 
     def kill_recorders() -> None:
         saved(tmp_path / "disturbed")
-        for process in psutil.Process().children(recursive=True):
-            if "ray::RecordersActor" in " ".join(process.cmdline()):
-                process.kill()
+        for process in recorders():
+            process.kill()
 
     threading.Thread(target=kill_recorders, daemon=True).start()
     with pytest.raises(

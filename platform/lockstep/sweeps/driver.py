@@ -181,9 +181,8 @@ class _Driver:
         self, recorders: Any, concurrency: int, bundles: list[dict[str, float]], stack: ExitStack
     ) -> SweepResult:
         from lockstep.attempts.recording import CLOSING_S
-        from lockstep.clusters.answers import answer_of
         from lockstep.sweeps.decisions import Decisions
-        from lockstep.sweeps.recorders import ANSWER_S
+        from lockstep.sweeps.recorders import AGAIN, ANSWER_S, answer_of_recorders
         from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
         from lockstep.sweeps.search import Search
         from lockstep.sweeps.table import SweepTable
@@ -192,7 +191,7 @@ class _Driver:
         # Before the sweep's run is created, which a mistake would leave behind.
         facts = preflight(self.spec, self.options.source, gpu="GPU" in bundles[0])
         opened = recorders.open_sweep.remote(self.spec, self._sweep_id, self.options.source)
-        sweep_id, url, folder = answer_of(opened, "the recorder of the sweep", ANSWER_S)
+        sweep_id, url, folder = answer_of_recorders(opened, ANSWER_S, AGAIN)
         hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
         hold.when_taken(self.stop.ask)
         self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
@@ -216,10 +215,10 @@ class _Driver:
         if isinstance(error, SilentError):  # nothing can be written any more; the sweep can be resumed
             raise error
         closed = recorders.close.remote(board.over or "the sweep is over")
-        failures = answer_of(closed, "the recorder of the sweep", CLOSING_S + ANSWER_S)
+        failures = answer_of_recorders(closed, CLOSING_S + ANSWER_S)
         verdict = str(error or board.over or f"{len(board.rows)} trials")
         ended = recorders.end_sweep.remote(board.table, status, verdict)
-        unsaid = answer_of(ended, "the recorder of the sweep", ANSWER_S)
+        unsaid = answer_of_recorders(ended, ANSWER_S)
         for failure in filter(None, [error, *failures, unsaid]):
             raise failure
         if status == "KILLED":

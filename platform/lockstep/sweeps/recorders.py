@@ -17,7 +17,7 @@ import ray
 from lockstep.attempts.mailbox import Asked
 from lockstep.attempts.recording import CLOSING_S
 from lockstep.checkpoint.runs import pin_aliased, read_shared
-from lockstep.clusters.answers import answer_of, end_actor
+from lockstep.clusters.answers import end_actor
 from lockstep.driver.finished_run import find_proven
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError, SilentError
@@ -44,6 +44,14 @@ ANSWER_S = 900.0
 
 NEWS_S = 60.0
 """How long they may take to say how the trials stand, for which nothing is waited."""
+
+WHOSE = "the process of the sweep's recorders"
+
+GOES_ON = "lockstep resume goes on with the sweep"
+"""What to do where the recorders are lost."""
+
+AGAIN = "no trial has begun since: give the command again"
+"""What to do where they are lost before that."""
 
 
 class TrialRecorder:
@@ -334,6 +342,19 @@ class RecordersActor:
         self._closing = [*filter(threading.Thread.is_alive, self._closing), thread]
 
 
+def answer_of_recorders(reference: Any, limit_s: float, then: str = GOES_ON) -> Any:
+    """What a call of the actor returns to the driver; raises what the call raised.
+
+    SilentError, which tells to do what `then` says, where the actor's process is lost, or does not answer for `limit_s`.
+    """
+    try:
+        return ray.get(reference, timeout=limit_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise SilentError(f"{WHOSE} did not answer for {limit_s:.0f} s; {then}") from error
+    except ray.exceptions.RayActorError as error:
+        raise SilentError(f"{WHOSE} was lost: it was killed from outside or crashed; {then}") from error
+
+
 @contextmanager
 def recorders_here(concurrency: int) -> Iterator[Any]:
     """The actor, on this node, while the block runs; it takes no CPU from the trials."""
@@ -346,7 +367,7 @@ def recorders_here(concurrency: int) -> Iterator[Any]:
         .options(scheduling_strategy=here)
         .remote(str(Path.cwd()), list(sys.path))
     )
-    pid = answer_of(actor.process.remote(), "the process of the sweep's recorders", ANSWER_S)
+    pid = answer_of_recorders(actor.process.remote(), ANSWER_S, AGAIN)
     try:
         yield actor
     finally:  # Tune keeps what it was given, and would keep this with it

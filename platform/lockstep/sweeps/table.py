@@ -9,13 +9,12 @@ from typing import Any
 import ray
 from ray import tune
 
-from lockstep.clusters.answers import answer_of
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import Decisions, WithoutState
-from lockstep.sweeps.recorders import NEWS_S
+from lockstep.sweeps.recorders import NEWS_S, answer_of_recorders
 from lockstep.sweeps.standing import Standing
 from lockstep.sweeps.watch import Watch
 
@@ -126,7 +125,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
             self.over = reason
             self._progress.say(f"the sweep ends: {reason}; its trials stop after their next step")
             stopping = self._recorders.stop_all.remote(self._stop.number)
-            answer_of(stopping, "the process of the sweep's recorders", NEWS_S)
+            answer_of_recorders(stopping, NEWS_S)
         return self.over is not None and not self.standing.counts.get("running")
 
     def _ensure_room(self) -> None:

@@ -11,7 +11,7 @@ from lockstep.attempts.watchdog import Patience, end
 from lockstep.driver.run_view import RunView
 from lockstep.errors import SilentError
 from lockstep.spec.fields import Faults
-from lockstep.sweeps.recorders import NEWS_S
+from lockstep.sweeps.recorders import GOES_ON, NEWS_S, WHOSE, answer_of_recorders
 
 ASK_S = 1.0
 """How often the trials are listened to."""
@@ -51,16 +51,9 @@ class Watch:
         """What the recorders have answered since the last call, if they have; they are asked again. Never waits."""
         answer: dict[int, RunView] = {}
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
-            try:
-                answer, self._asked = ray.get(self._asked), None
-            except ray.exceptions.RayActorError as error:
-                raise SilentError(
-                    "the process of the sweep's recorders was lost: it was killed from outside or crashed; lockstep resume goes on with the sweep"
-                ) from error
+            answer, self._asked = answer_of_recorders(self._asked, NEWS_S), None
         elif self._asked is not None and time.monotonic() - self._asked_at > NEWS_S:
-            raise SilentError(
-                f"the process of the sweep's recorders did not answer for {NEWS_S:.0f} s; lockstep resume goes on with the sweep"
-            )
+            raise SilentError(f"{WHOSE} did not answer for {NEWS_S:.0f} s; {GOES_ON}")
         if self._asked is None and time.monotonic() - self._asked_at >= ASK_S:
             self._asked, self._asked_at = self._recorders.views.remote(), time.monotonic()
         return answer
