@@ -61,6 +61,7 @@ chaos: $(INSTALLED_TEST)  ## ROUNDS=200 seeded faults of fifteen kinds, kills am
 ROUNDS ?= 10
 
 bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
+	$(BIN)/python -m tests.benchmarks.commands
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.first_step
 	$(BIN)/python -m tests.benchmarks.watching
@@ -72,7 +73,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.million
 	$(BIN)/python -m tests.benchmarks.tables
 	$(BIN)/python -m tests.benchmarks.orders
-	$(BIN)/python -m tests.benchmarks.restart --kills worker --workers 2,3,4 --rounds $(ROUNDS) --calm 20
+	$(BIN)/python -m tests.benchmarks.restart --kills worker --workers 2,3,4 --rounds $(ROUNDS) --per-run 5 --calm 20
 	$(BIN)/python -m tests.benchmarks.restart --kills node
 	$(BIN)/python -m tests.benchmarks.sweeps
 	$(BIN)/python -m tests.benchmarks.trials

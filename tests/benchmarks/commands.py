@@ -1,0 +1,189 @@
+"""The commands that people type, whole: `lockstep train`, on Ray and with its record, beside five peers, in turn.
+
+    python -m tests.benchmarks.commands [--cases tiny,gpt] [--workers 1,2,4] [--rounds 3] [--steps N] [--json FILE]
+
+Peers: hand-written DDP under torchrun (twice: how far the second is from the first is the noise), Accelerate, Lightning and a bare Ray Train script, which
+train the same model on batches of the same size: `programs.py`. They save, evaluate and record nothing; Lockstep does all that it does by default,
+into SQLite. A step is the mean time from the end of one to the end of the next, without the first tenth of them. Peers that are not
+installed (`pip install lockstep-train[peers]`) are named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import yaml
+
+from lockstep.record.rows_so_far import RowsSoFar
+from tests.benchmarks.programs import CASES, CLIP_NORM, LR, SEED
+
+ROOT = Path(__file__).parents[2]
+AGAIN = "ddp again"
+
+
+class Run(NamedTuple):
+    """What one command took."""
+
+    step_ms: float
+    first_step_s: float
+    """From the command to the end of the first step."""
+    whole_s: float
+    peak_mb: float
+    """The most memory that rank 0 held."""
+
+
+def lockstep(folder: Path, case: str, steps: int, workers: int) -> Run:
+    """`lockstep train` on a local Ray cluster of its own."""
+    chosen = CASES[case]
+    spec = {
+        "job": {"use": chosen.use, "params": chosen.params}, "seed": SEED, "length": {"steps": steps}, "threads": 1,
+        "batch": {"global": chosen.batch, "micro": chosen.batch // workers}, "data": {"drop_last": True},
+        "optimizer": {"name": "adamw", "lr": LR}, "clip_norm": CLIP_NORM,
+        "workers": {"min": workers, "max": workers, "cpus_each": min(1.0, 2 / workers)}, "checkpoint": {"storage": f"{folder}/runs"},
+    }  # fmt: skip
+    (folder / "train.yaml").write_text(yaml.safe_dump(spec))
+    words = [
+        "-m", "lockstep", "train", str(folder / "train.yaml"), "--address", "local", "--uri", f"sqlite:///{folder}/mlflow.db", "--json",
+    ]  # fmt: skip
+    began, ended = run([sys.executable, *words], folder)
+    (run_folder,) = {path.parent for path in folder.glob("runs/*/spec.yaml")}
+    peaks = json.loads((run_folder / "memory.json").read_text())["peak_bytes_by_rank"]
+    return told([row.wall_clock for row in RowsSoFar(run_folder).steps()], peaks[0], began, ended)
+
+
+def peer(name: str) -> Callable[[Path, str, int, int], Run]:
+    """One of `programs.py`, as it is started by hand."""
+
+    def call(folder: Path, case: str, steps: int, workers: int) -> Run:
+        out = folder / "out.json"
+        program = ["-m", "tests.benchmarks.programs", name, case, str(steps), str(out)]
+        launch = {
+            "ddp": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), *program],
+            "accelerate": [
+                "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(workers), "--num_machines", "1", "--mixed_precision", "no",
+                "--dynamo_backend", "no", *program,
+            ],
+        }  # fmt: skip
+        if workers == 1:
+            launch["ddp"] = program
+        began, ended = run([sys.executable, *launch.get(name, [*program, str(workers)])], folder)
+        found = json.loads(out.read_text())
+        return told(found["times"], found["peak_bytes"], began, ended)
+
+    return call
+
+
+def told(ends: list[float], peak_bytes: int, began: float, ended: float) -> Run:
+    warm = len(ends) // 10
+    step_s = (ends[-1] - ends[warm]) / (len(ends) - 1 - warm)
+    return Run(1e3 * step_s, ends[0] - began, ended - began, peak_bytes / 1e6)
+
+
+def run(command: list[str], folder: Path) -> tuple[float, float]:
+    """When the command began, and when it ended."""
+    path = os.pathsep.join([str(ROOT / "platform"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONHASHSEED", None)  # a person's shell has none
+    began = time.time()
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=900, check=False
+        )
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{(folder / 'log').read_text()[-4000:]}"
+        )
+    return began, time.time()
+
+
+def contestants() -> dict[str, Callable[[Path, str, int, int], Run]]:
+    found: dict[str, Callable[[Path, str, int, int], Run]] = {
+        "ddp": peer("ddp"),
+        "lockstep": lockstep,
+        "ray": peer("ray"),
+    }
+    for name in ("accelerate", "lightning"):
+        if importlib.util.find_spec(name) is None:
+            print(f"{name} is not installed, and left out: pip install lockstep-train[peers]")
+        else:
+            found[name] = peer(name)
+    return {**found, AGAIN: peer("ddp")}
+
+
+def measure(case: str, workers: int, rounds: int, steps: int) -> dict[str, list[Run]]:
+    """The runs of each contestant, a round after the other; each round begins with another one."""
+    every = contestants()
+    found: dict[str, list[Run]] = {name: [] for name in every}
+    for number in range(rounds):
+        names = [*every][number % len(every) :] + [*every][: number % len(every)]
+        for name in names:
+            with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
+                found[name].append(every[name](Path(folder), case, steps, workers))
+    return found
+
+
+def lines(found: dict[str, list[Run]]) -> list[str]:
+    """A line each, as the median over the rounds; a ratio is to `ddp` of the same round, with its least and its greatest."""
+    told = [
+        f"  {'':10}  ms a step   of ddp                 first step s   of ray   whole s   of ray   peak MB"
+    ]
+    for name, runs in found.items():
+        ratios = sorted(one.step_ms / ddp.step_ms for one, ddp in zip(runs, found["ddp"], strict=True))
+        first, whole = (
+            median(
+                getattr(one, field) / getattr(bare, field)
+                for one, bare in zip(runs, found["ray"], strict=True)
+            )
+            for field in ("first_step_s", "whole_s")
+        )
+        step, begun, over, peak = (median(one[i] for one in runs) for i in range(4))
+        told.append(
+            f"  {name:10}  {step:9.2f}   {median(ratios):5.2f} ({ratios[0]:.2f} … {ratios[-1]:.2f})   "
+            f"{begun:14.1f}   {first:6.2f}   {over:7.1f}   {whole:6.2f}   {peak:7.0f}"
+        )
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--workers", default="1,2,4")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="in place of the case's own number")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    kept: list[dict[str, Any]] = []
+    for case in given.cases.split(","):
+        for workers in map(int, given.workers.split(",")):
+            steps = given.steps or CASES[case].steps
+            found = measure(case, workers, given.rounds, steps)
+            print(
+                f"{case}, {workers} workers, {steps} steps, {given.rounds} rounds, load {os.getloadavg()[0]:.1f}:"
+            )
+            print("\n".join(lines(found)), flush=True)
+            kept.append(
+                {
+                    "case": case,
+                    "workers": workers,
+                    "runs": {name: [one._asdict() for one in runs] for name, runs in found.items()},
+                }
+            )
+    if given.json:
+        given.json.write_text(json.dumps(kept, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The trainings of `commands.py` as people write them without Lockstep, each a program: `python -m tests.benchmarks.programs PEER CASE STEPS OUT [WORKERS]`.
+
+`ddp` and `accelerate` are one rank each, as `torchrun` and `accelerate launch` start it; `lightning` and `ray` start their ranks themselves. All draw
+batches of samples, clip the norm of gradients and update with AdamW, one thread a rank; none saves, evaluates or records. Rank 0 writes to OUT when
+each step ended, in seconds since the epoch, and the most memory that it held, in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lockstep.job.interface import Job
+from lockstep.job.loading import load_job
+from tests.benchmarks.handwritten import MeanLoss, classification, in_ddp, language
+
+LR, CLIP_NORM, SEED = 1e-3, 1.0, 17
+
+
+class Case(NamedTuple):
+    """What is trained: a job's model and data, its loss as a mean, and the global batch in samples."""
+
+    use: str
+    params: dict[str, Any]
+    mean_loss: MeanLoss
+    batch: int
+    steps: int
+
+    @property
+    def job(self) -> Job:
+        return load_job(self.use, self.params)
+
+
+CASES = {
+    "tiny": Case("tests.benchmarks.mlp:MLP", {}, classification, 256, 2000),
+    # Its samples are ragged: each batch is padded to its longest.
+    "gpt": Case("jobs.stdlib_gpt.job:StdlibGPT", {"corpus_bytes": 400_000}, language, 32, 120),
+}
+
+
+class Log:
+    """When each step ended."""
+
+    def __init__(self, out: str, steps: int) -> None:
+        self._out, self.steps = Path(out), steps
+        self._times: list[float] = []
+
+    def step(self, loss: Tensor) -> bool:
+        """A step has ended, with this loss, which is read as a progress line would. Whether it was the last."""
+        loss.item()
+        self._times.append(time.time())
+        return len(self._times) == self.steps
+
+    def write(self, rank: int) -> None:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if rank == 0:
+            self._out.write_text(json.dumps({"times": self._times, "peak_bytes": peak}))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def ddp(case: Case, log: Log, workers: int) -> None:
+    """DistributedDataParallel, DistributedSampler and DataLoader, as PyTorch's tutorial has them."""
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(SEED)
+    job = case.job
+    model = job.model()
+    wrapped = in_ddp(model) if world > 1 else model
+    optimizer, data = adamw(model), job.train_data()
+    sampler = DistributedSampler(data, world, rank, seed=SEED, drop_last=True)
+    loader = DataLoader(data, case.batch // world, sampler=sampler, collate_fn=job.collate, drop_last=True)
+    for batch in epochs(loader, sampler.set_epoch):
+        optimizer.zero_grad()
+        loss = case.mean_loss(wrapped, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        if log.step(loss):
+            break
+    log.write(rank)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def epochs(loader: Any, begin: Callable[[int], object]) -> Iterator[Any]:
+    """The batches of one epoch after the other, without end."""
+    for epoch in count():
+        begin(epoch)
+        yield from loader
+
+
+def accelerate(case: Case, log: Log, workers: int) -> None:
+    """Hugging Face's Accelerate."""
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    set_seed(SEED)
+    accelerator, job = Accelerator(cpu=True), case.job
+    loader = DataLoader(
+        job.train_data(), case.batch // accelerator.num_processes, shuffle=True, collate_fn=job.collate, drop_last=True
+    )  # fmt: skip
+    model = job.model()
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
+    for batch in epochs(loader, lambda epoch: None):
+        optimizer.zero_grad()
+        loss = case.mean_loss(model, batch)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        if log.step(loss):
+            break
+    log.write(accelerator.process_index)
+    accelerator.end_training()
+
+
+def lightning(case: Case, log: Log, workers: int) -> None:
+    """Lightning's Trainer, without its checkpoints, logs and progress bar."""
+    import lightning as L
+
+    class Module(L.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = case.job.model()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return case.mean_loss(self.model, batch)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            log.step(outputs["loss"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self)
+
+    L.seed_everything(SEED, verbose=False)
+    job = case.job
+    loader = DataLoader(
+        job.train_data(), case.batch // workers, shuffle=True, collate_fn=job.collate, drop_last=True
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", devices=workers, strategy="ddp" if workers > 1 else "auto", max_steps=log.steps, max_epochs=-1,
+        gradient_clip_val=CLIP_NORM, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), loader)
+    log.write(trainer.global_rank)
+
+
+def in_ray(config: dict[str, Any]) -> None:
+    """What a worker of `ray` runs."""
+    import ray.train
+    from ray.train.torch import prepare_data_loader, prepare_model
+
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    case = CASES[config["case"]]
+    log, job, context = Log(config["out"], config["steps"]), case.job, ray.train.get_context()
+    loader = prepare_data_loader(
+        DataLoader(job.train_data(), case.batch // context.get_world_size(), shuffle=True, collate_fn=job.collate, drop_last=True)
+    )  # fmt: skip
+    model = prepare_model(job.model())
+    optimizer = adamw(model)
+    for batch in epochs(loader, lambda epoch: None):
+        optimizer.zero_grad()
+        loss = case.mean_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        if log.step(loss):
+            break
+    log.write(context.get_world_rank())
+
+
+def ray(name: str, steps: int, out: str, workers: int) -> None:
+    """Ray Train's TorchTrainer on a local cluster of its own."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    ray.init(address="local")
+    TorchTrainer(
+        in_ray,
+        train_loop_config={"case": name, "steps": steps, "out": out},
+        scaling_config=ScalingConfig(
+            num_workers=workers, resources_per_worker={"CPU": min(1.0, 2 / workers)}
+        ),
+        run_config=RunConfig(storage_path=str(Path(out).parent / "results")),
+    ).fit()
+
+
+PEERS = {"ddp": ddp, "accelerate": accelerate, "lightning": lightning}
+
+
+def main() -> None:
+    peer, name, steps, out, *more = sys.argv[1:]
+    workers = int(more[0]) if more else 1
+    if peer == "ray":
+        ray(name, int(steps), out, workers)
+    else:
+        torch.set_num_threads(1)
+        PEERS[peer](CASES[name], Log(out, int(steps)), workers)
+
+
+if __name__ == "__main__":
+    main()
