@@ -6,13 +6,16 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep import train
-from lockstep.errors import SpecError
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, SpecError
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +165,36 @@ def test_a_node_that_is_lost_while_it_is_asked_is_left_out(tmp_path: Path) -> No
     (tmp_path / "probe").touch()
     probes = {"seen": str(tmp_path / "probe"), "unseen": str(tmp_path / "nothing")}
     here = ray.get_runtime_context().get_node_id()
-    assert _seen_from({"127.0.0.1": here, "192.0.2.7": "0" * len(here)}, probes) == {"127.0.0.1": ["unseen"]}
+    nodes = {"127.0.0.1": here, "192.0.2.7": "0" * len(here)}
+    assert _seen_from(nodes, probes, 60.0, StopSignal(), print) == {"127.0.0.1": ["unseen"]}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_node_that_does_not_answer_is_told_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the spec waits for workers, unless the run is asked to stop: what starts there may have an environment to install."""
+    import ray
+
+    from lockstep.attempts import shared_files
+
+    def silent(probes: dict[str, str]) -> list[str]:
+        time.sleep(8.0)
+        return []
+
+    monkeypatch.setattr(shared_files, "unseen", silent)
+    monkeypatch.setattr(shared_files, "TOLD_S", 0.5)
+    node = {"192.0.2.7": ray.get_runtime_context().get_node_id()}
+    said: list[str] = []
+    with pytest.raises(
+        ClusterError, match=r"^192\.0\.2\.7 did not say within 2 s \(faults\.wait_for_workers_s\)"
+    ):
+        shared_files._seen_from(node, {}, 2.0, StopSignal(), said.append)
+    (line,) = said
+    assert line.startswith("waiting for 192.0.2.7, where a process starts")
+
+    stop = StopSignal()
+    threading.Timer(0.5, stop.ask).start()
+    assert shared_files._seen_from(node, {}, 600.0, stop, said.append) == {}
+    assert shared_files._seen_from(node, {}, 600.0, StopSignal(), said.append) == {"192.0.2.7": []}
 
 
 @pytest.mark.usefixtures("cluster")
@@ -181,8 +213,8 @@ def test_a_folder_that_another_node_does_not_see_is_refused(
     with pytest.raises(
         SpecError, match=rf"'/proc/self/cwd/runs' on this node is another folder on {re.escape(other)}, "
     ):
-        check_shared(load_spec(spec("/proc/self/cwd/runs")))
-    check_shared(load_spec(spec(str(tmp_path / "runs"))))
+        check_shared(load_spec(spec("/proc/self/cwd/runs")), StopSignal())
+    check_shared(load_spec(spec(str(tmp_path / "runs"))), StopSignal())
     assert not list(tmp_path.glob("runs/.lockstep-*"))
 
 

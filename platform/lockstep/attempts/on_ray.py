@@ -34,7 +34,7 @@ def train_on_ray(
         from lockstep.attempts.supervisor import Supervisor
 
         environment = {} if own_cluster else WORKER_ENVIRONMENT
-        for text in (found := [*warnings_of_ray(), *check_shared(spec)]):
+        for text in (found := [*warnings_of_ray(), *check_shared(spec, stop, say)]):
             say(f"warning: {text}")
 
         def tell(run_id: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lockstep.attempts.shared_files import PATIENCE_S, check_shared
+from lockstep.attempts.shared_files import check_shared, patience_s
 from lockstep.checks.findings import Finding, advised, told
 from lockstep.checks.from_here import Sight, compared, look_from_here
 from lockstep.clusters.connection import connected
+from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, SpecError, first_line
 from lockstep.spec.fields import Spec
 
@@ -18,7 +19,7 @@ def seen_from_nodes(spec: Spec, address: str | None) -> list[Finding]:
     with connected(address, verbose=False, for_workers=True):
         findings = []
         try:
-            findings += [advised("folders", text) for text in check_shared(spec)]
+            findings += [advised("folders", text) for text in check_shared(spec, StopSignal())]
         except SpecError as error:  # the spec is right for another cluster
             findings.append(told("folders", error))
         return [*findings, *compared(_asked(spec))]
@@ -38,13 +39,13 @@ def _asked(spec: Spec) -> dict[str, Sight]:
             asked[node["NodeManagerAddress"]] = look.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_gpus=gpus
             ).remote(spec.document())
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + patience_s(spec)
     sights = {}
     for address, answer in asked.items():
         try:
             sights[address] = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except ray.exceptions.RayError as error:
-            line = f"it did not answer within {PATIENCE_S:.0f} s ({first_line(error)}); look at the nodes with ray list nodes"
+            line = f"it did not answer within {patience_s(spec):g} s ({first_line(error)}); look at the nodes with ray list nodes"
             sights[address] = Sight({"answer": line})
     return sights
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.errors import ClusterError, SpecError
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, SpecError, first_line
 from lockstep.spec.fields import Spec
 
 PATIENCE_S = 60.0
-"""How long a node may take to answer: it starts a process for it."""
+"""How long a node may take to answer, at least: it starts a process for it."""
+
+TOLD_S = 15.0
+"""After so long it is said which nodes are waited for."""
 
 
 def local_folders(spec: Spec) -> dict[str, str]:
@@ -24,8 +28,16 @@ def local_folders(spec: Spec) -> dict[str, str]:
     return folders
 
 
-def check_shared(spec: Spec) -> list[str]:
-    """SpecError where a worker could be placed on a machine that does not see a folder of the run; warnings for the rest."""
+def patience_s(spec: Spec) -> float:
+    """How long a node may take to answer: a job's environment may have to be installed there first."""
+    return max(PATIENCE_S, spec.faults.wait_for_workers_s)
+
+
+def check_shared(spec: Spec, stop: StopSignal, say: Callable[[str], None] = lambda text: None) -> list[str]:
+    """SpecError where a worker could be placed on a machine that does not see a folder of the run; warnings for the rest.
+
+    Nodes that have not answered when `stop` is asked for are left out; ClusterError where one does not answer in time.
+    """
     import ray
 
     here = ray.util.get_node_ip_address()
@@ -37,7 +49,7 @@ def check_shared(spec: Spec) -> list[str]:
     if not others:
         return _fleeting(spec)
     with _probes(local_folders(spec)) as probes:
-        for address, unseen in _seen_from(others, probes).items():
+        for address, unseen in _seen_from(others, probes, patience_s(spec), stop, say).items():
             for field in unseen:
                 raise SpecError(
                     f"{field}: {local_folders(spec)[field]!r} on this node is another folder on {address}, where workers run; "
@@ -61,34 +73,52 @@ def _probes(folders: Mapping[str, str]) -> Iterator[dict[str, str]]:
             Path(path).unlink(missing_ok=True)
 
 
-def _seen_from(others: Mapping[str, str], probes: Mapping[str, str]) -> dict[str, list[str]]:
+def _seen_from(
+    others: Mapping[str, str],
+    probes: Mapping[str, str],
+    limit_s: float,
+    stop: StopSignal,
+    say: Callable[[str], None],
+) -> dict[str, list[str]]:
     """For each address the fields whose probe is not there. A node that is lost meanwhile is left out: no worker will be placed there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     look = ray.remote(num_cpus=0, max_retries=0)(unseen)
     asked = {
-        address: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
             dict(probes)
-        )
+        ): address
         for address, node in others.items()
     }
     found: dict[str, list[str]] = {}
-    until = time.monotonic() + PATIENCE_S
-    for address, answer in asked.items():
-        try:
-            found[address] = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
-        except (
-            ray.exceptions.TaskUnschedulableError,
-            ray.exceptions.NodeDiedError,
-            ray.exceptions.WorkerCrashedError,
-        ):
-            continue
-        except ray.exceptions.RayError as error:
+    began, told = time.monotonic(), False
+    while asked and not stop.asked:
+        for answer in ray.wait([*asked], num_returns=len(asked), timeout=min(1.0, limit_s))[0]:
+            address = asked.pop(answer)
+            try:
+                found[address] = ray.get(answer)
+            except (
+                ray.exceptions.TaskUnschedulableError,
+                ray.exceptions.NodeDiedError,
+                ray.exceptions.WorkerCrashedError,
+            ):
+                continue
+            except ray.exceptions.RayError as error:
+                raise ClusterError(
+                    f"{address} could not say whether it sees the run's folders: {first_line(error)}; look at the nodes with ray list nodes"
+                ) from error
+        waited_s, silent = time.monotonic() - began, " and ".join(sorted(asked.values()))
+        if asked and waited_s > limit_s:
             raise ClusterError(
-                f"{address} did not say within {PATIENCE_S:.0f} s whether it sees the run's folders: "
-                f"{type(error).__name__}; look at the nodes with ray list nodes"
-            ) from error
+                f"{silent} did not say within {limit_s:g} s (faults.wait_for_workers_s) whether the run's folders are seen there; "
+                "look at the nodes with ray list nodes"
+            )
+        if asked and waited_s > TOLD_S and not told:
+            say(
+                f"waiting for {silent}, where a process starts that is asked whether it sees the run's folders"
+            )
+            told = True
     return found
 
 

@@ -171,7 +171,7 @@ class _Driver:
         from lockstep.sweeps.recorders import recorders_here
 
         concurrency, bundles = self._places()
-        for text in (found := check_shared(self.spec.base)):
+        for text in (found := check_shared(self.spec.base, self.stop, self.progress.say)):
             self.progress.say(f"warning: {text}")
         self.warnings += found
         with ExitStack() as stack, recorders_here(concurrency) as recorders:
