@@ -6,19 +6,20 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 
-# One process runs the tests that start Ray, the other all the rest.
-TEST_PROCESSES ?= 2
+# One process runs the tests that start Ray, the others all the rest: it waits now and then.
+TEST_PROCESSES ?= 3
+TESTS = $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 # What `determinism: strict` needs in a process before python starts.
 export PYTHONHASHSEED := 0
 
-.PHONY: train test lint types imports unit guard wheel-check docs pictures exact chaos bench gpu newest-ray clean
+.PHONY: train test lint types imports unit scenarios guard wheel-check docs pictures exact chaos bench gpu newest-ray clean
 
 train: $(INSTALLED)  ## train handwritten digits on two local workers
 	$(BIN)/lockstep train jobs/digits/train.yaml
 
 # Beside the tests, which wait for each other now and then.
-test: $(INSTALLED_TEST)  ## everything that has to hold
+test: $(INSTALLED_TEST)  ## what has to hold, or a covering part of it
 	@$(MAKE) --no-print-directory --jobs=2 unit lint types imports guard
 
 lint: $(INSTALLED_TEST)
@@ -32,7 +33,10 @@ imports: $(INSTALLED_TEST)
 	$(BIN)/lint-imports
 
 unit: $(INSTALLED_TEST)
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+	$(TESTS)
+
+scenarios: $(INSTALLED_TEST)  ## whole commands and clusters, killed, stopped and resumed, which a change has to pass before it lands
+	$(TESTS) -m "scenario and not exact"
 
 # A commit that changes bits on purpose says "changes bits" in its message.
 guard: $(INSTALLED_TEST)  ## the working tree trains the bits of the commit before the newest
@@ -50,7 +54,7 @@ pictures: $(INSTALLED_TEST)  ## the pictures of the README, made anew of a run a
 	$(BIN)/python -m tests.pictures
 
 exact: $(INSTALLED_TEST)  ## the full product of every exactness matrix (long)
-	$(BIN)/python -m pytest -q -m exact -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+	$(TESTS) -m exact
 
 chaos: ROUNDS = 200
 chaos: $(INSTALLED_TEST)  ## ROUNDS=200 seeded faults of fifteen kinds, kills among them, held against runs and sweeps left alone (hours)

@@ -75,10 +75,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Togethe
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the full products to `-m exact`; the default run has a covering part of each."""
-    if "exact" in config.option.markexpr:
+    """Leave scenarios and full products to `-m scenario` and `-m exact`; the default run has a covering part of each."""
+    if config.option.markexpr:
         return
-    left = [item for item in items if item.get_closest_marker("exact")]
+    left = [item for item in items if {"scenario", "exact"} & {mark.name for mark in item.iter_markers()}]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]

@@ -40,6 +40,7 @@ def strangers(silent: Listener) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.scenario
 def test_sigterm_to_the_driver_ends_the_run_as_killed(
     tmp_path: Path, strangers: Path, silent: Listener
 ) -> None:

@@ -36,6 +36,7 @@ SHORT = [
 ]  # fmt: skip
 
 pytestmark = [
+    pytest.mark.scenario,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),

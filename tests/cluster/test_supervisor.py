@@ -281,7 +281,8 @@ def test_a_rank_that_keeps_the_other_waiting_is_named(tmp_path: Path) -> None:
     assert columns(result) == columns(even)
 
 
-@pytest.mark.parametrize("mailbox", ["kept", pytest.param("lost", marks=pytest.mark.exact)])
+@pytest.mark.scenario
+@pytest.mark.parametrize("mailbox", ["kept", "lost"])
 def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path, mailbox: str) -> None:
     """SIGSTOP to one of two: no error, no end, only silence. Its peer's stacks tell where it waited.
 

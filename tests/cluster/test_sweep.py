@@ -79,6 +79,7 @@ def all_is_given_back() -> None:
     raise AssertionError(f"left: {left}, {ray.available_resources()}")
 
 
+@pytest.mark.scenario
 def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Path) -> None:
     """One of the processes that train is killed meanwhile."""
     space = {"optimizer.lr": {"loguniform": [1e-4, 3e-2]}, "precision": {"grid": ["fp32", "bf16"]}}

@@ -79,7 +79,7 @@ def recorders() -> list[psutil.Process]:
     return [process for process in children if "ray::RecordersActor" in " ".join(process.cmdline())]
 
 
-@pytest.mark.exact  # a minute
+@pytest.mark.scenario
 def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
     """No trial is told to have failed of it."""
     expected = sweep(document(tmp_path / "undisturbed", concurrency=1))

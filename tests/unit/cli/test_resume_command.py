@@ -222,6 +222,7 @@ def test_an_unknown_run_is_one_line(
     assert not (folder / "no.db").exists()
 
 
+@pytest.mark.scenario
 def test_a_run_asked_to_stop_says_how_to_go_on_and_does(
     stopped: tuple[Path, str, str],
     tmp_path: Path,

@@ -211,7 +211,10 @@ EXACT = pytest.mark.exact
 # a fresh start, a run that was killed, one that lives
 @pytest.mark.parametrize(
     ("seed", "place"),
-    [(5, "disk"), *(pytest.param(*each, marks=EXACT) for each in [(2, "disk"), (2, "s3"), (5, "s3"), (7, "disk"), (7, "s3")])],
+    [
+        (5, "disk"), pytest.param(7, "s3", marks=pytest.mark.scenario),
+        *(pytest.param(*each, marks=EXACT) for each in [(2, "disk"), (2, "s3"), (5, "s3"), (7, "disk")]),
+    ],
     indirect=["place"],
 )  # fmt: skip
 def test_of_several_commands_at_once_one_goes_on(

@@ -55,6 +55,7 @@ def elsewhere() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.scenario
 def test_a_crash_in_the_middle_of_a_copy_leaves_no_ready_model(database: str, elsewhere: Path) -> None:
     """SIGKILL while the second file is sent; the same checkpoint sent again is whole, and the torn one gone."""
     store = MlflowStore(database, "crash", "r")

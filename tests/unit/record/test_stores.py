@@ -120,7 +120,7 @@ def postgresql() -> Iterator[str]:
         yield uri
 
 
-@pytest.mark.exact  # test_a_server has one on SQLite
+@pytest.mark.scenario  # test_a_server has one on SQLite
 def test_postgresql_and_a_server_before_it_with_files_in_s3(
     postgresql: str, tmp_path: Path, spec: Specs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         yield Shown(Pages(f"http://127.0.0.1:{port}"), link, json.loads(out))
 
 
+@pytest.mark.scenario
 def test_the_link_opens_the_training_pages_of_the_store(shown: Shown) -> None:
     parts = urlsplit(shown.link)
     assert f"{parts.scheme}://{parts.netloc}" == shown.pages.uri
@@ -140,6 +141,7 @@ def test_the_link_opens_the_training_pages_of_the_store(shown: Shown) -> None:
     assert {"key": "mlflow.experimentKind", "value": "custom_model_development"} in own["tags"]
 
 
+@pytest.mark.scenario
 def test_the_table_of_runs_has_what_is_compared(shown: Shown) -> None:
     """Status, figures, parameters, source and the data with their context."""
     (found,) = all_runs(shown)
@@ -170,6 +172,7 @@ def all_runs(shown: Shown) -> list[dict[str, Any]]:
     return runs
 
 
+@pytest.mark.scenario
 def test_the_overview_begins_with_the_verdict_and_its_figures_are_there(shown: Shown) -> None:
     run_id = shown.result["run_id"]
     run = shown.pages.get("runs/get", run_id=run_id)["run"]
@@ -182,6 +185,7 @@ def test_the_overview_begins_with_the_verdict_and_its_figures_are_there(shown: S
         assert shown.pages.raw(image).startswith(PNG)
 
 
+@pytest.mark.scenario
 def test_the_charts_have_every_step_with_the_ledgers_bits(shown: Shown) -> None:
     ledger = read_parquet(Path(shown.result["folder"], "ledger.parquet"))
     for key, column in (("train/loss", "loss"), ("train/grad_norm", "grad_norm")):
@@ -197,6 +201,7 @@ def test_the_charts_have_every_step_with_the_ledgers_bits(shown: Shown) -> None:
     assert [point["step"] for point in whole["metrics"]] == [11, 22]
 
 
+@pytest.mark.scenario
 def test_the_files_that_the_docs_name_can_be_opened(shown: Shown) -> None:
     """Those of a run that finished, whole: the page gets the bytes that are in the folder."""
     run_id, folder = shown.result["run_id"], Path(shown.result["folder"])
@@ -211,6 +216,7 @@ def test_the_files_that_the_docs_name_can_be_opened(shown: Shown) -> None:
         assert shown.pages.artifact(run_id, path) == (folder / path).read_bytes(), path
 
 
+@pytest.mark.scenario
 def test_the_models_page_has_the_final_model_and_the_checkpoints(shown: Shown) -> None:
     """READY, linked to their steps, with files; the final one says what it takes and gives."""
     (found,) = all_runs(shown)
