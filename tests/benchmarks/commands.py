@@ -1,10 +1,12 @@
 """The commands that people type, whole: `lockstep train`, on Ray and with its record, beside five peers, in turn.
 
-    python -m tests.benchmarks.commands [--cases tiny,gpt] [--workers 1,2,4] [--rounds 3] [--steps N] [--json FILE]
+    python -m tests.benchmarks.commands [--cases tiny,gpt,rows] [--workers 1,2,4] [--rounds 3] [--steps N] [--json FILE]
 
-Peers: hand-written DDP under torchrun (twice: how far the second is from the first is the noise), Accelerate, Lightning and a bare Ray Train script, which
+Cases: `tiny`, a small MLP; `gpt`, a language model of 0.9 M parameters on ragged texts; `rows`, 2 M rows of 64 numbers in Parquet files.
+Peers: hand-written DDP under torchrun, Accelerate, Lightning and a bare Ray Train script, which
 train the same model on batches of the same size: `programs.py`. They save, evaluate and record nothing; Lockstep does all that it does by default,
-into SQLite. A step is the mean time from the end of one to the end of the next, without the first tenth of them. Peers that are not
+into SQLite. Of `rows` there is one more, a DDP loop that gathers rows from tensors in memory, without a loader. The first peer runs twice: how far the
+second time is from the first is the noise. A step is the mean time from the end of one to the end of the next, without the first tenth of them. Peers that are not
 installed (`pip install lockstep-train[peers]`) are named and left out.
 """
 
@@ -25,11 +27,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from jobs.tabular.sample import write_sample
 from lockstep.record.rows_so_far import RowsSoFar
-from tests.benchmarks.programs import CASES, CLIP_NORM, LR, SEED
+from tests.benchmarks.programs import CLIP_NORM, LR, SEED, TABLE, cases
+from tests.benchmarks.tables import FEATURES
 
 ROOT = Path(__file__).parents[2]
-AGAIN = "ddp again"
+ROWS = 2_000_000
 
 
 class Run(NamedTuple):
@@ -45,7 +49,7 @@ class Run(NamedTuple):
 
 def lockstep(folder: Path, case: str, steps: int, workers: int) -> Run:
     """`lockstep train` on a local Ray cluster of its own."""
-    chosen = CASES[case]
+    chosen = cases()[case]
     spec = {
         "job": {"use": chosen.use, "params": chosen.params}, "seed": SEED, "length": {"steps": steps}, "threads": 1,
         "batch": {"global": chosen.batch, "micro": chosen.batch // workers}, "data": {"drop_last": True},
@@ -68,15 +72,15 @@ def peer(name: str) -> Callable[[Path, str, int, int], Run]:
     def call(folder: Path, case: str, steps: int, workers: int) -> Run:
         out = folder / "out.json"
         program = ["-m", "tests.benchmarks.programs", name, case, str(steps), str(out)]
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), *program]
+        torchrun = several if workers > 1 else program
         launch = {
-            "ddp": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), *program],
+            "ddp": torchrun, "gather": torchrun,
             "accelerate": [
                 "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(workers), "--num_machines", "1", "--mixed_precision", "no",
                 "--dynamo_backend", "no", *program,
             ],
         }  # fmt: skip
-        if workers == 1:
-            launch["ddp"] = program
         began, ended = run([sys.executable, *launch.get(name, [*program, str(workers)])], folder)
         found = json.loads(out.read_text())
         return told(found["times"], found["peak_bytes"], began, ended)
@@ -107,10 +111,12 @@ def run(command: list[str], folder: Path) -> tuple[float, float]:
     return began, time.time()
 
 
-def contestants() -> dict[str, Callable[[Path, str, int, int], Run]]:
+def contestants(against: str) -> dict[str, Callable[[Path, str, int, int], Run]]:
+    """Those of a case whose steps are measured against that peer's, which comes first, and again at the end."""
     found: dict[str, Callable[[Path, str, int, int], Run]] = {
-        "ddp": peer("ddp"),
+        against: peer(against),
         "lockstep": lockstep,
+        "ddp": peer("ddp"),
         "ray": peer("ray"),
     }
     for name in ("accelerate", "lightning"):
@@ -118,12 +124,12 @@ def contestants() -> dict[str, Callable[[Path, str, int, int], Run]]:
             print(f"{name} is not installed, and left out: pip install lockstep-train[peers]")
         else:
             found[name] = peer(name)
-    return {**found, AGAIN: peer("ddp")}
+    return {**found, f"{against} again": peer(against)}
 
 
 def measure(case: str, workers: int, rounds: int, steps: int) -> dict[str, list[Run]]:
     """The runs of each contestant, a round after the other; each round begins with another one."""
-    every = contestants()
+    every = contestants(cases()[case].against)
     found: dict[str, list[Run]] = {name: [] for name in every}
     for number in range(rounds):
         names = [*every][number % len(every) :] + [*every][: number % len(every)]
@@ -134,13 +140,14 @@ def measure(case: str, workers: int, rounds: int, steps: int) -> dict[str, list[
 
 
 def lines(found: dict[str, list[Run]]) -> list[str]:
-    """A line each, as the median over the rounds; a ratio is to `ddp` of the same round, with its least and its greatest."""
+    """A line each, as the median over the rounds; a ratio is to the first peer of the same round, with its least and its greatest."""
+    first = next(iter(found))
     told = [
-        f"  {'':10}  ms a step   of ddp                 first step s   of ray   whole s   of ray   peak MB"
+        f"  {'':12}  ms a step   of {first:6}              first step s   of ray   whole s   of ray   peak MB"
     ]
     for name, runs in found.items():
-        ratios = sorted(one.step_ms / ddp.step_ms for one, ddp in zip(runs, found["ddp"], strict=True))
-        first, whole = (
+        ratios = sorted(one.step_ms / other.step_ms for one, other in zip(runs, found[first], strict=True))
+        begun_of_ray, whole_of_ray = (
             median(
                 getattr(one, field) / getattr(bare, field)
                 for one, bare in zip(runs, found["ray"], strict=True)
@@ -149,8 +156,8 @@ def lines(found: dict[str, list[Run]]) -> list[str]:
         )
         step, begun, over, peak = (median(one[i] for one in runs) for i in range(4))
         told.append(
-            f"  {name:10}  {step:9.2f}   {median(ratios):5.2f} ({ratios[0]:.2f} … {ratios[-1]:.2f})   "
-            f"{begun:14.1f}   {first:6.2f}   {over:7.1f}   {whole:6.2f}   {peak:7.0f}"
+            f"  {name:12}  {step:9.2f}   {median(ratios):5.2f} ({ratios[0]:.2f} … {ratios[-1]:.2f})   "
+            f"{begun:14.1f}   {begun_of_ray:6.2f}   {over:7.1f}   {whole_of_ray:6.2f}   {peak:7.0f}"
         )
     return told
 
@@ -159,28 +166,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(cases()))
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="in place of the case's own number")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     kept: list[dict[str, Any]] = []
-    for case in given.cases.split(","):
-        for workers in map(int, given.workers.split(",")):
-            steps = given.steps or CASES[case].steps
-            found = measure(case, workers, given.rounds, steps)
-            print(
-                f"{case}, {workers} workers, {steps} steps, {given.rounds} rounds, load {os.getloadavg()[0]:.1f}:"
-            )
-            print("\n".join(lines(found)), flush=True)
-            kept.append(
-                {
-                    "case": case,
-                    "workers": workers,
-                    "runs": {name: [one._asdict() for one in runs] for name, runs in found.items()},
-                }
-            )
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as table:
+        os.environ[TABLE] = table
+        if "rows" in given.cases.split(","):
+            write_sample(Path(table, "all"), ROWS, FEATURES)
+        for case in given.cases.split(","):
+            for workers in map(int, given.workers.split(",")):
+                steps = given.steps or cases()[case].steps
+                found = measure(case, workers, given.rounds, steps)
+                print(
+                    f"{case}, {workers} workers, {steps} steps, {given.rounds} rounds, load {os.getloadavg()[0]:.1f}:"
+                )
+                print("\n".join(lines(found)), flush=True)
+                kept.append(
+                    {
+                        "case": case,
+                        "workers": workers,
+                        "runs": {name: [one._asdict() for one in runs] for name, runs in found.items()},
+                    }
+                )
     if given.json:
         given.json.write_text(json.dumps(kept, indent=1))
 

@@ -1,7 +1,7 @@
 """The trainings of `commands.py` as people write them without Lockstep, each a program: `python -m tests.benchmarks.programs PEER CASE STEPS OUT [WORKERS]`.
 
-`ddp` and `accelerate` are one rank each, as `torchrun` and `accelerate launch` start it; `lightning` and `ray` start their ranks themselves. All draw
-batches of samples, clip the norm of gradients and update with AdamW, one thread a rank; none saves, evaluates or records. Rank 0 writes to OUT when
+`ddp`, `gather` and `accelerate` are one rank each, as `torchrun` and `accelerate launch` start it; `lightning` and `ray` start their ranks themselves.
+All draw batches of samples (`gather` by one indexing of tensors in memory, without a loader), clip the norm of gradients and update with AdamW, one thread a rank; none saves, evaluates or records. Rank 0 writes to OUT when
 each step ended, in seconds since the epoch, and the most memory that it held, in bytes.
 """
 
@@ -19,14 +19,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from tests.benchmarks.handwritten import MeanLoss, classification, in_ddp, language
+from tests.benchmarks.tables import FEATURES, in_memory
 
 LR, CLIP_NORM, SEED = 1e-3, 1.0, 17
+
+
+TABLE = "LOCKSTEP_BENCH_TABLE"
+"""The environment's name for the folder whose `all` has the table of `rows`."""
 
 
 class Case(NamedTuple):
@@ -37,17 +43,43 @@ class Case(NamedTuple):
     mean_loss: MeanLoss
     batch: int
     steps: int
+    tensors: Callable[[], tuple[Tensor, Tensor]] | None = None
+    """The peers' data, where those of the job are no data set whose samples are fetched one at a time."""
+    against: str = "ddp"
+    """The peer that the others are measured against."""
 
     @property
     def job(self) -> Job:
         return load_job(self.use, self.params)
 
+    def loader(self, ranks: int, **more: Any) -> DataLoader[Any]:
+        """The peers' DataLoader, of batches for one of so many ranks."""
+        if self.tensors is None:
+            data, collate = self.job.train_data(), self.job.collate
+        else:
+            data, collate = TensorDataset(*self.tensors()), None
+        return DataLoader(data, self.batch // ranks, collate_fn=collate, drop_last=True, **more)
 
-CASES = {
-    "tiny": Case("tests.benchmarks.mlp:MLP", {}, classification, 256, 2000),
-    # Its samples are ragged: each batch is padded to its longest.
-    "gpt": Case("jobs.stdlib_gpt.job:StdlibGPT", {"corpus_bytes": 400_000}, language, 32, 120),
-}
+
+def rows_in_memory() -> tuple[Tensor, Tensor]:
+    return in_memory(os.environ[TABLE])
+
+
+def two_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean binary cross entropy over the rows of a batch."""
+    x, y = batch
+    return F.binary_cross_entropy_with_logits(model(x).squeeze(1), y)
+
+
+def cases() -> dict[str, Case]:
+    """Every case by its name."""
+    table = {"train": f"{os.environ.get(TABLE, '')}/all", "evaluation": None, "inputs": FEATURES}
+    return {
+        "tiny": Case("tests.benchmarks.mlp:MLP", {}, classification, 256, 2000),
+        # Its samples are ragged: each batch is padded to its longest.
+        "gpt": Case("jobs.stdlib_gpt.job:StdlibGPT", {"corpus_bytes": 400_000}, language, 32, 120),
+        "rows": Case("jobs.tabular.job:Tabular", table, two_classes, 8192, 480, rows_in_memory, against="gather"),
+    }  # fmt: skip
 
 
 class Log:
@@ -75,17 +107,40 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def ddp(case: Case, log: Log, workers: int) -> None:
     """DistributedDataParallel, DistributedSampler and DataLoader, as PyTorch's tutorial has them."""
+
+    def batches(world: int, rank: int) -> Iterator[Any]:
+        loader = case.loader(world)
+        sampler = DistributedSampler(loader.dataset, world, rank, seed=SEED, drop_last=True)
+        yield from epochs(case.loader(world, sampler=sampler), sampler.set_epoch)
+
+    by_hand(case, log, batches)
+
+
+def gather(case: Case, log: Log, workers: int) -> None:
+    """DistributedDataParallel over tensors in memory, without a loader: a batch is one indexing of them."""
+    assert case.tensors is not None, "gather: this case has no tensors"
+    x, y = case.tensors()
+
+    def batches(world: int, rank: int) -> Iterator[Any]:
+        size = case.batch // world
+        for epoch in count():
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(SEED + epoch))
+            own = order[rank::world].contiguous()
+            for ids in own[: len(own) // size * size].split(size):
+                yield x.index_select(0, ids), y.index_select(0, ids)
+
+    by_hand(case, log, batches)
+
+
+def by_hand(case: Case, log: Log, batches: Callable[[int, int], Iterator[Any]]) -> None:
+    """A loop by hand on the batches of this rank: `batches(world, rank)`."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(SEED)
-    job = case.job
-    model = job.model()
-    wrapped = in_ddp(model) if world > 1 else model
-    optimizer, data = adamw(model), job.train_data()
-    sampler = DistributedSampler(data, world, rank, seed=SEED, drop_last=True)
-    loader = DataLoader(data, case.batch // world, sampler=sampler, collate_fn=job.collate, drop_last=True)
-    for batch in epochs(loader, sampler.set_epoch):
+    model = case.job.model()
+    wrapped, optimizer = in_ddp(model) if world > 1 else model, adamw(model)
+    for batch in batches(world, rank):
         optimizer.zero_grad()
         loss = case.mean_loss(wrapped, batch)
         loss.backward()
@@ -111,11 +166,8 @@ def accelerate(case: Case, log: Log, workers: int) -> None:
     from accelerate.utils import set_seed
 
     set_seed(SEED)
-    accelerator, job = Accelerator(cpu=True), case.job
-    loader = DataLoader(
-        job.train_data(), case.batch // accelerator.num_processes, shuffle=True, collate_fn=job.collate, drop_last=True
-    )  # fmt: skip
-    model = job.model()
+    accelerator = Accelerator(cpu=True)
+    model, loader = case.job.model(), case.loader(accelerator.num_processes, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
     for batch in epochs(loader, lambda epoch: None):
         optimizer.zero_grad()
@@ -148,10 +200,7 @@ def lightning(case: Case, log: Log, workers: int) -> None:
             return adamw(self)
 
     L.seed_everything(SEED, verbose=False)
-    job = case.job
-    loader = DataLoader(
-        job.train_data(), case.batch // workers, shuffle=True, collate_fn=job.collate, drop_last=True
-    )
+    loader = case.loader(workers, shuffle=True)
     trainer = L.Trainer(
         accelerator="cpu", devices=workers, strategy="ddp" if workers > 1 else "auto", max_steps=log.steps, max_epochs=-1,
         gradient_clip_val=CLIP_NORM, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -167,12 +216,10 @@ def in_ray(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    case = CASES[config["case"]]
-    log, job, context = Log(config["out"], config["steps"]), case.job, ray.train.get_context()
-    loader = prepare_data_loader(
-        DataLoader(job.train_data(), case.batch // context.get_world_size(), shuffle=True, collate_fn=job.collate, drop_last=True)
-    )  # fmt: skip
-    model = prepare_model(job.model())
+    case = cases()[config["case"]]
+    log, context = Log(config["out"], config["steps"]), ray.train.get_context()
+    loader = prepare_data_loader(case.loader(context.get_world_size(), shuffle=True))
+    model = prepare_model(case.job.model())
     optimizer = adamw(model)
     for batch in epochs(loader, lambda epoch: None):
         optimizer.zero_grad()
@@ -202,7 +249,7 @@ def ray(name: str, steps: int, out: str, workers: int) -> None:
     ).fit()
 
 
-PEERS = {"ddp": ddp, "accelerate": accelerate, "lightning": lightning}
+PEERS = {"ddp": ddp, "gather": gather, "accelerate": accelerate, "lightning": lightning}
 
 
 def main() -> None:
@@ -212,7 +259,7 @@ def main() -> None:
         ray(name, int(steps), out, workers)
     else:
         torch.set_num_threads(1)
-        PEERS[peer](CASES[name], Log(out, int(steps)), workers)
+        PEERS[peer](cases()[name], Log(out, int(steps)), workers)
 
 
 if __name__ == "__main__":
