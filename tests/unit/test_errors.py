@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
 from lockstep import errors
 from lockstep.errors import LockstepError, SpecError, nearest
+from lockstep.job.frames import place_in_job
 
 
 def tree(root: type[LockstepError]) -> list[type[LockstepError]]:
@@ -53,3 +56,17 @@ def test_nearest_suggests_one_name_or_lists_them_all() -> None:
     assert nearest("worker", ["seed", "workers", "batch"]) == "; did you mean 'workers'?"
     assert nearest("zzz", ["seed", "batch"]) == "; known here: batch, seed"
     assert nearest("zzz", []) == ""
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "theirs"])
+def test_a_place_is_in_the_jobs_code_wherever_libraries_lie(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages of the system lie below those of a virtual environment; a folder of any other name is the person's."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"helper_{folder[0]}.py").write_text("def fail():\n    raise ValueError\n")
+    monkeypatch.syspath_prepend(str(tmp_path / folder))
+    with pytest.raises(ValueError) as raised:
+        importlib.import_module(f"helper_{folder[0]}").fail()
+    where = place_in_job(raised.value)
+    assert (Path(__file__).name in where) == (folder != "theirs"), where

@@ -8,6 +8,9 @@ import traceback
 from functools import cache
 from pathlib import Path
 
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+"""Folders of what is installed, wherever the interpreter finds them: its own, or those below a virtual environment."""
+
 
 def place_in_job(error: BaseException) -> str:
     """`, jobs/digits/job.py:41 in loss`, or nothing where no frame of the traceback is the job's."""
@@ -20,15 +23,18 @@ def place_in_job(error: BaseException) -> str:
 @cache
 def _is_theirs(file: str) -> bool:
     path = os.path.realpath(file)
-    return not file.startswith("<") and not any(path.startswith(folder + os.sep) for folder in _not_theirs())
+    installed = not _PACKAGES.isdisjoint(Path(path).parts)
+    return not (file.startswith("<") or installed or path.startswith(_not_theirs()))
 
 
 @cache
 def _not_theirs() -> tuple[str, ...]:
-    """The folders of Python, of what is installed, and of Lockstep."""
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = {os.path.realpath(sysconfig.get_path(name)) for name in names}
-    return (*installed, os.path.realpath(Path(__file__).parents[1]))
+    """The folders of Python and of Lockstep, each with a separator at its end."""
+    folders = [
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
+        str(Path(__file__).parents[1]),
+    ]
+    return tuple(os.path.realpath(folder) + os.sep for folder in folders)
 
 
 def _shown(file: str) -> str:
