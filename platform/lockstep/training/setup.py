@@ -165,7 +165,8 @@ def prepare(
     evaluates = eval_data is not None and has_evaluation_loss(job)
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
-    rehearsal, extent = StepRehearsal(job, spec, plan, state, batches, group.device, warn)()
+    first_step = StepRehearsal(job, spec, plan, state, batches, group.device, warn)
+    rehearsal, extent = first_step()
     learning = [name for phase in phases_of(job, model) for name in phase.names]
     FrozenRule(job, model, spec.seed).check(plan.total_steps, learning)
     evaluate = None
@@ -179,7 +180,10 @@ def prepare(
             seed=spec.seed,
             processes=spec.data.loader_processes,
         )
-        check_metric(spec, evaluate.rehearse(model, repeat=extent != "off", warn=warn))
+        names = evaluate.rehearse(
+            model, repeat=extent != "off", warn=warn, training=first_step.first_micro_batch
+        )
+        check_metric(spec, names)
     check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)

@@ -33,6 +33,9 @@ LARGEST = 1 << 22
 MOST = 50_000
 """Objects that are looked at; a job that holds more is seen in part."""
 
+NOTHING = "NoneType None"
+"""What `values` has for None."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CLOSED = (
     frozenset(sys.stdlib_module_names)
@@ -64,6 +67,7 @@ class Memory:
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._alive: list[Any] = list(apart)  # an id means something only while its object lives
+        self._places: dict[int, str] = {}
         seen = {id(one) for one in self._alive}
         waiting = deque(roots.items())
         while waiting and len(self._alive) < MOST:
@@ -74,13 +78,25 @@ class Memory:
             if id(value) in seen:
                 continue
             seen.add(id(value))
+            self._places[id(value)] = path
             self._alive.append(value)
             waiting.extend(self._look(path, value))
 
-    def changed_since(self, before: Memory) -> list[str]:
-        """The places that hold another value than they held then, in the order in which they are met."""
+    def changed_since(self, before: Memory, *, beside: Iterable[Any] = ()) -> list[str]:
+        """The places that hold another value than they held then, in the order in which they are met; not those in the objects `beside`."""
         places = {**before.values, **self.values}
-        return [path for path in places if before.values.get(path) != self.values.get(path)]
+        roots = [root for one in beside if (root := self._places.get(id(one))) is not None]
+        left_out = tuple(f"{root}{mark}" for root in roots for mark in ".[")
+        return [
+            path
+            for path in places
+            if before.values.get(path) != self.values.get(path) and not path.startswith(left_out)
+        ]
+
+    def keeps(self, place: str, *later: Mapping[str, str]) -> bool:
+        """Whether a place keeps something of what was done since. A cache does not: there was nothing, and all `later` values are the same."""
+        there = self.values.get(place, NOTHING) != NOTHING
+        return there or len({values.get(place) for values in later}) > 1
 
     def restore(self) -> None:
         """Put back what was seen: every container its elements, every array its numbers, every generator its state."""

@@ -102,9 +102,8 @@ class StepRehearsal:
         """
         keys = self._keys()
         batch = self._fetched_twice(keys)
-        model = self.state.model
         compiled = self.state.compiled
-        modules = [LossModule(self.job, model, phase, compiled) for phase in phases_of(self.job, model)]
+        modules = self._modules()
         self._give_shapes(modules, keys[0])
         firsts = []
         for module in modules:
@@ -131,6 +130,17 @@ class StepRehearsal:
             return found, extent
         finally:
             held.restore()
+
+    def first_micro_batch(self) -> list[Computed]:
+        """Micro-batch 0 of each phase, computed once more."""
+        key = self._keys()[0]
+        return [self._compute(module, key) for module in self._modules()]
+
+    def _modules(self) -> list[LossModule]:
+        model = self.state.model
+        return [
+            LossModule(self.job, model, phase, self.state.compiled) for phase in phases_of(self.job, model)
+        ]
 
     def _compare_with_eager(
         self,

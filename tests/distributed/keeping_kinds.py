@@ -1,0 +1,234 @@
+"""Jobs that keep something beside the weights: of an evaluation, of an update, of the optimizer. Sound ones, and those that are refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import nn
+
+from lockstep import Loss
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
+
+# --- sound ----------------------------------------------------------------------------------------------------
+
+
+class Scored(Kind):
+    """Its evaluation gives the class that the model says, and the right one."""
+
+    def outputs(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"preds": model(x), "target": y}
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"right": right(outputs)}
+
+
+def right(outputs: Any) -> float:
+    return float((outputs["preds"].argmax(1) == outputs["target"]).float().mean())
+
+
+class MetricObjects(Scored):
+    """A collection of torchmetrics, which notes which of its members share their state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        every = [
+            torchmetrics.classification.MulticlassPrecision(CLASSES),
+            torchmetrics.classification.MulticlassRecall(CLASSES),
+        ]
+        self.collected = torchmetrics.MetricCollection(every)
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"all": self.collected}
+
+
+class CachesForItsFigures(Scored):
+    """What its figures need is made when it is first asked for."""
+
+    weights: Any = None
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        return [f"class {i}" for i in range(CLASSES)]
+
+    def figures(self, outputs: Any) -> dict[str, Any]:
+        if self.weights is None:
+            self.weights = torch.ones(CLASSES)
+        counts = torch.bincount(outputs["target"], self.weights[outputs["target"]], minlength=CLASSES)
+        return {"counts.txt": "\n".join(f"{n} {c:g}" for n, c in zip(self.names, counts, strict=True))}
+
+
+class MaskMadeInEvaluation(Kind):
+    """A constant that only evaluation needs, made there when it is first needed."""
+
+    mask: Any = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        if model.training:
+            return loss
+        if self.mask is None:
+            self.mask = torch.ones(())
+        return Loss(loss.total * self.mask, loss.weight, loss.parts)
+
+
+# --- what is kept of an evaluation ----------------------------------------------------------------------------
+
+
+class WeighsByTheBest(Scored):
+    """The loss goes by the best evaluation, which rank 0 alone knows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.best = -1.0
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        self.best = max(self.best, right(outputs))
+        return {"best": self.best}
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * (2 + self.best), loss.weight, loss.parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.best = state["best"]
+
+
+class BestSoFar(Scored):
+    """The same, where there is none at first."""
+
+    best: float | None = None
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        score = float(outputs["preds"].sum())
+        if self.best is None or score > self.best:
+            self.best = score
+        return {"best": self.best}
+
+
+class PhaseByFigures(Scored):
+    """Each evaluation's figures are numbered, and the loss goes by the number."""
+
+    number = 0
+
+    def figures(self, outputs: Any) -> dict[str, Any]:
+        PhaseByFigures.number += 1
+        return {"number.txt": str(self.number)}
+
+
+class ScheduledByScore(Scored):
+    rate = 1.0
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        self.rate *= 0.5
+        return {"right": right(outputs)}
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return lambda update: self.rate
+
+
+class ThawsByScore(Scored):
+    score = -1.0
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        self.score = right(outputs)
+        return {"right": self.score}
+
+    def frozen_parameters(self, model: nn.Module, step: int) -> list[str]:
+        return [] if self.score >= 0 else ["0"]
+
+
+class AddsUpScores:
+    """A metric object that cannot be reset."""
+
+    total = 0.0
+
+    def update(self, preds: torch.Tensor) -> None:
+        self.total += float(preds.sum())
+
+    def compute(self) -> float:
+        return self.total
+
+
+class MetricWithoutReset(Scored):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.streamed = AddsUpScores()
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"streamed": self.streamed}
+
+
+class Remembering(nn.Module):
+    """Counts its forwards of an evaluation, and centres by the first batch of one."""
+
+    def __init__(self, centres: bool) -> None:
+        super().__init__()
+        self.body = perceptron(FEATURES, CLASSES)
+        self.seen = 0
+        self.centre: torch.Tensor | None = None
+        self.centres = centres
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and self.centres and self.centre is None:
+            self.centre = x.mean(0)
+        if not self.training and not self.centres:
+            self.seen += 1
+        found: torch.Tensor = self.body(x if self.centre is None else x - self.centre)
+        return found if self.seen < 12 else 1.3 * found
+
+
+class CentresByTheFirstEvaluation(Kind):
+    def model(self) -> nn.Module:
+        return Remembering(centres=True)
+
+
+class CountsEvaluations(Kind):
+    """Exact for as long as nothing reads the count: it is warned of."""
+
+    def model(self) -> nn.Module:
+        return Remembering(centres=False)
+
+
+class FollowsItsEvaluations(Kind):
+    """The mean loss of evaluation, kept on each worker of its own share, tempers the training loss."""
+
+    mean = 1.0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        total = F.cross_entropy(model(x), y, reduction="sum")
+        if model.training:
+            return Loss(total * self.mean, len(y))
+        self.mean = float(total) / len(y)
+        return Loss(total, len(y))
+
+
+EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
+
+REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    WeighsByTheBest: (f"job.best {EVALUATIONS}", "job.after_step(model, step)"),
+    BestSoFar: (f"job.best {EVALUATIONS}",),
+    PhaseByFigures: (f"PhaseByFigures.number {EVALUATIONS}",),
+    ScheduledByScore: (f"job.rate {EVALUATIONS}",),
+    ThawsByScore: (f"job.score {EVALUATIONS}",),
+    MetricWithoutReset: (f"job.streamed.total {EVALUATIONS}",),
+    CentresByTheFirstEvaluation: ("model.centre is left behind by an evaluation", "the loss of the first training micro-batch"),
+    FollowsItsEvaluations: ("job.mean is left behind by an evaluation", "the loss of the first training micro-batch"),
+}  # fmt: skip
+"""Jobs that are refused, and words of the line that says why."""
+
+TOLD: dict[type[Kind], tuple[str, ...]] = {
+    CountsEvaluations: ("model.seen changes with every micro-batch of it",),
+}
+"""Jobs that are warned of something, and words of the warning."""
+
+HELD = [kind for kind in held_in(__name__, REFUSED) if kind not in TOLD]
+"""Jobs whose bits do not depend on who runs them."""
