@@ -76,6 +76,35 @@ class MaskMadeInEvaluation(Kind):
         return Loss(loss.total * self.mask, loss.weight, loss.parts)
 
 
+class HeadFirst(Kind):
+    """Groups in an order of their own, which is the same in each process."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        head, *rest = reversed(list(model.children()))
+        groups = [
+            {"params": list(head.parameters()), "lr": 0.05},
+            {"params": [p for one in rest for p in one.parameters()]},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+# --- the order of an optimizer --------------------------------------------------------------------------------
+
+
+class Sets(Kind):
+    """Parameters from a set: their order goes by their addresses."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            *[nn.Linear(FEATURES, FEATURES) for _ in range(12)], nn.Linear(FEATURES, CLASSES)
+        )
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        head = set(model[-1].parameters())  # type: ignore[index]
+        groups = [{"params": list(set(model.parameters()) - head)}, {"params": list(head), "lr": 0.003}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
 # --- what is kept of an evaluation ----------------------------------------------------------------------------
 
 
@@ -214,6 +243,7 @@ class FollowsItsEvaluations(Kind):
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    Sets: ("job.optimizer: parameter", "of group 0 is", "when the optimizer is made again", "give parameters in a list"),
     WeighsByTheBest: (f"job.best {EVALUATIONS}", "job.after_step(model, step)"),
     BestSoFar: (f"job.best {EVALUATIONS}",),
     PhaseByFigures: (f"PhaseByFigures.number {EVALUATIONS}",),

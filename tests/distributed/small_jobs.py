@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -284,3 +285,12 @@ class Unseeded(Plain):
         with torch.no_grad():
             next(model.parameters()).mul_(1 + int.from_bytes(os.urandom(4), "little") / 2**32)
         return model
+
+
+class OrderOfProcess(Plain):
+    """Its optimizer holds the parameters in an order of each process's own."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        random.Random(os.getpid()).shuffle(parameters)
+        return torch.optim.Adam(parameters, lr=0.01)

@@ -432,6 +432,11 @@ def test_model_from_an_unseeded_source_is_refused(pool: Pool) -> None:
         pool.run(2, train, document("tests.distributed.small_jobs:Unseeded"))
 
 
+def test_an_optimizer_in_another_order_on_another_worker_is_refused(pool: Pool) -> None:
+    with told(JobError, "job.optimizer: parameter 0 of group 0 is", "on rank 0", "on rank 1", "in a list"):
+        pool.run(2, train, document("tests.distributed.small_jobs:OrderOfProcess"))
+
+
 SCRIPT = """
 import torch
 from lockstep.training.determinism import determinism

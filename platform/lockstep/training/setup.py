@@ -57,6 +57,7 @@ from lockstep.training.job_phases import (
     phases_of,
 )
 from lockstep.training.optimizer import make_optimizer
+from lockstep.training.order import check_same_order
 from lockstep.training.parameters import short_parameters
 from lockstep.training.precision import Precision
 from lockstep.training.recheck import Recheck
@@ -194,6 +195,7 @@ def prepare(
         facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
     losses = " ".join(one.loss.hex() for one in rehearsal.values())
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": losses}, spec)
+    check_same_order(group, state.order)
     history = History()
     if start is not None:
         if origin is None or origin.replay is None:  # a replay compares them by itself

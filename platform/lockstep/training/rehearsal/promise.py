@@ -37,6 +37,8 @@ from lockstep.training.digest import tree_digest
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.job_data import make_sampler
 from lockstep.training.job_phases import optimizers_of, phases_of
+from lockstep.training.optimizer import make_optimizer
+from lockstep.training.order import check_order, is_of_model, order_of
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.phase_step import LossModule
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
@@ -127,6 +129,7 @@ class StepRehearsal:
             for module, first in zip(modules, firsts, strict=True):
                 extent = self._compare(module, keys, first, extent)
             self._compare_behind(modules, keys)
+            self._compare_order()
             return found, extent
         finally:
             held.restore()
@@ -161,6 +164,16 @@ class StepRehearsal:
                 "compile: the second micro-batch has other shapes than the first, and only batches with the shapes of the first are "
                 "compiled; the others run eager: have collate pad to one length, and give plain numbers as tensors"
             )
+
+    def _compare_order(self) -> None:
+        """Refuse an optimizer that holds the parameters of the same model in another order. One in the model's order is not made again."""
+        state, seed = self.state, self.spec.seed
+        if is_of_model(state.order, state.model):
+            return
+        seed_all(seed, "model")
+        model = self.job.model()
+        again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
+        check_order(state.order, "once", again, "when the optimizer is made again")
 
     # --- what is fetched --------------------------------------------------------------------------------------
 
