@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep import Loss
 from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
+from tests.fading import Fading
 
 # --- sound ----------------------------------------------------------------------------------------------------
 
@@ -86,6 +90,177 @@ class HeadFirst(Kind):
             {"params": [p for one in rest for p in one.parameters()]},
         ]
         return torch.optim.AdamW(groups, lr=0.01)
+
+
+class Tempered(nn.Module):
+    """Its temperature is no tensor: it is kept by the extra state of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(FEATURES, CLASSES)
+        self.heat = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(x) / self.heat
+        return found
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"heat": self.heat}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.heat = state["heat"]
+
+
+class ExtraState(Kind):
+    def model(self) -> nn.Module:
+        return Tempered()
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.heat *= 0.9  # type: ignore[assignment, operator]
+
+
+class LargeMemory(Kind):
+    """State of more than four megabytes, to which each step adds in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts = torch.zeros(1_200_000)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.counts += 0.01 * step
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * (1 + self.counts[-1]), loss.weight, loss.parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.counts = state["counts"]
+
+
+class StateOfItsOptimizer(Kind):
+    """The job saves what its optimizer keeps to itself."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.fading = Fading(model.parameters(), lr=0.05)
+        return self.fading
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.fading.taken}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.fading.taken = state["taken"]
+
+
+# --- what no checkpoint keeps ---------------------------------------------------------------------------------
+
+
+class SavesHalf(Kind):
+    """Two things change with each step, and one of them is saved."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.scale, self.pull = 1.0, 1.0
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.scale, self.pull = 0.9 * self.scale, 0.8 * self.pull
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        scores = model(x)
+        total = self.scale * F.cross_entropy(scores, y, reduction="sum") + self.pull * scores.pow(2).sum()
+        return Loss(total, len(y))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+class ForgetsToTakeBack(SavesHalf):
+    """Both are saved, and one is taken back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "pull": self.pull}
+
+
+class HiddenTeacher(Kind):
+    """A teacher in a list, which no checkpoint has; the step is counted in one."""
+
+    step = 0
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.teacher = [copy.deepcopy(model).requires_grad_(False)]
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.step = step
+        for mine, other in zip(self.teacher[0].parameters(), model.parameters(), strict=True):
+            mine.lerp_(other, 0.1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        x, _ = batch
+        far = (model(x) - self.teacher[0](x)).pow(2).sum()
+        return Loss(loss.total + (far if self.step > 3 else 0.0), loss.weight, loss.parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.step = state["step"]
+
+
+class OwnStateDict(Fading):
+    """Its `state_dict` has something of its own, and not what it goes by."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kind": "fading"}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict({name: value for name, value in state.items() if name != "kind"})
+
+
+class ForgetfulOptimizer(Kind):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return OwnStateDict(model.parameters(), lr=0.05)
+
+
+class NumbersOfNumPy(Kind):
+    def state_dict(self) -> dict[str, Any]:
+        return {"heat": np.float32(0.1)}
+
+
+# --- what the data read ---------------------------------------------------------------------------------------
+
+
+class Staged(TensorDataset):
+    stage = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * (1 + self.stage), y
+
+
+class StageOfTheData(Kind):
+    """Each step tells its dataset a stage, which batches that are fetched ahead do not see."""
+
+    def train_data(self) -> Any:
+        self.staged = Staged(*super().train_data().tensors)  # type: ignore[attr-defined]
+        return self.staged
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.staged.stage = step / 10
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self.staged.stage}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.staged.stage = state["stage"]
 
 
 # --- the order of an optimizer --------------------------------------------------------------------------------
@@ -243,6 +418,8 @@ class FollowsItsEvaluations(Kind):
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
+    StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
     Sets: ("job.optimizer: parameter", "of group 0 is", "when the optimizer is made again", "give parameters in a list"),
     WeighsByTheBest: (f"job.best {EVALUATIONS}", "job.after_step(model, step)"),
     BestSoFar: (f"job.best {EVALUATIONS}",),
@@ -255,7 +432,13 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
 }  # fmt: skip
 """Jobs that are refused, and words of the line that says why."""
 
+UNSAVED = "changes with an update, and no checkpoint keeps it"
+
 TOLD: dict[type[Kind], tuple[str, ...]] = {
+    SavesHalf: (f"job.pull {UNSAVED}",),
+    ForgetsToTakeBack: (f"job.pull {UNSAVED}",),
+    HiddenTeacher: (f"job.teacher[0].0.weight and 3 more {UNSAVED}",),
+    ForgetfulOptimizer: (f"optimizer.taken {UNSAVED}",),
     CountsEvaluations: ("model.seen changes with every micro-batch of it",),
 }
 """Jobs that are warned of something, and words of the warning."""

@@ -49,7 +49,8 @@ class Memory:
 
     `values`: for each place, such as `job.metric.total`, what is there as a text that two equal values share.
     `apart` are objects that are not looked into. Of the modules `watched`, the model's, parameters and buffers are left
-    out: they are watched by other means.
+    out: they are watched by other means. Arrays of more than `largest` bytes are neither hashed nor copied. With `datasets`
+    the plain values of datasets are seen as well, and not put back: `of_datasets` are their places.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class Memory:
         apart: Iterable[Any] = (),
         watched: Iterable[nn.Module] = (),
         largest: int = LARGEST,
+        datasets: bool = False,
     ) -> None:
         self.values: dict[str, str] = {}
+        self.of_datasets: set[str] = set()
+        self._datasets = datasets
         self._largest, self._watched = largest, {id(module) for module in watched}
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
@@ -106,6 +110,9 @@ class Memory:
             for tensor, value, version in self._tensors:
                 if tensor._version != version or not same_bits(tensor, value):
                     tensor.detach().copy_(value)
+                    torch._C._autograd._unsafe_set_version_counter(
+                        (tensor,), (version,)
+                    )  # as it was written then
         for array, kept in self._arrays:
             if array.flags.writeable:
                 array[...] = kept
@@ -140,6 +147,10 @@ class Memory:
             yield path, value.__self__
         elif isinstance(value, functools.partial):
             yield from ((path, held) for held in (value.func, *value.args, *value.keywords.values()))
+        elif self._datasets and isinstance(value, Dataset):
+            plain = {f"{path}.{name}": held for name, held in vars(value).items() if isinstance(held, _PLAIN)}
+            self.of_datasets |= plain.keys()
+            yield from plain.items()
         elif _is_open(value):
             yield from self._see_object(path, value)
 
