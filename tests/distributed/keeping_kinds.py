@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,61 @@ class NumbersOfNumPy(Kind):
         return {"heat": np.float32(0.1)}
 
 
+class Wraps(torch.optim.Optimizer):
+    """A wrapper of another optimizer that is none itself."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+
+class WrapsAsAnOptimizer(Wraps):
+    """It is one, and holds on to a state that the inner one has replaced once it is loaded."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        torch.optim.Optimizer.__init__(self, inner.param_groups, inner.defaults)
+        super().__init__(inner)
+
+
+class WrappedOptimizer(Kind):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Wraps(torch.optim.Adam(model.parameters()))
+
+
+class WrappedStateThatIsLost(Kind):
+    """Its counter has the state taken up again before training."""
+
+    calls = 0
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return WrapsAsAnOptimizer(torch.optim.Adam(model.parameters()))
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.calls += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class Scripted(Kind):
+    def model(self) -> nn.Module:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            scripted: nn.Module = torch.jit.script(super().model())
+        return scripted
+
+
 # --- what the data read ---------------------------------------------------------------------------------------
 
 
@@ -418,6 +474,9 @@ class FollowsItsEvaluations(Kind):
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    WrappedOptimizer: ("job.optimizer: Wraps does not call super().__init__(params, defaults)",),
+    WrappedStateThatIsLost: ("taking back the state that it gives after the first update", "KeyError"),
+    Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
     NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
     StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
     Sets: ("job.optimizer: parameter", "of group 0 is", "when the optimizer is made again", "give parameters in a list"),

@@ -294,3 +294,23 @@ class OrderOfProcess(Plain):
         parameters = list(model.parameters())
         random.Random(os.getpid()).shuffle(parameters)
         return torch.optim.Adam(parameters, lr=0.01)
+
+
+class FailsOnOne(Plain):
+    """Its loss fails in the process that is the first to make the file `Params.claim`."""
+
+    class Params(Plain.Params):
+        claim: str
+
+    def model(self) -> nn.Module:
+        try:
+            os.close(os.open(self.params.claim, os.O_CREAT | os.O_EXCL))
+            self.fails = True
+        except FileExistsError:
+            self.fails = False
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        if self.fails:
+            raise ValueError("only here")
+        return super().loss(model, batch)

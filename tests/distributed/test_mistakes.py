@@ -437,6 +437,21 @@ def test_an_optimizer_in_another_order_on_another_worker_is_refused(pool: Pool) 
         pool.run(2, train, document("tests.distributed.small_jobs:OrderOfProcess"))
 
 
+def test_what_one_worker_refuses_all_tell(pool: Pool, tmp_path: Path) -> None:
+    """Instead of a lost connection, which rank is asked first does not matter."""
+    use = "tests.distributed.small_jobs:FailsOnOne"
+    told_by = pool.run(2, refusal, document(use, {"claim": str(tmp_path / "claim")}))
+    assert told_by[0] == told_by[1]
+    assert told_by[0].startswith("JobError: the job failed (first micro-batch, before training")
+    assert told_by[0].endswith("ValueError: only here")
+
+
+def refusal(document: Document) -> str:
+    with pytest.raises(LockstepError) as info:
+        train(document)
+    return f"{type(info.value).__name__}: {info.value}"
+
+
 SCRIPT = """
 import torch
 from lockstep.training.determinism import determinism

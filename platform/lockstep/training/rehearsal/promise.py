@@ -446,14 +446,20 @@ class StepRehearsal:
             changed_inside = [place for place in changed_inside if not place.startswith(_IN_STATE_DICT)]
         if not changed and not changed_inside:
             return
-        saved = unpack(packed.skeleton, {name: tensor.clone() for name, tensor in packed.tensors.items()})
+        copies = {name: one.clone() for name, one in packed.tensors.items() if isinstance(one, Tensor)}
+        saved = unpack(packed.skeleton, copies)
         held.restore()
         inside.restore()
-        model.load_state_dict(saved["model"])
-        restore_optimizer(optimizer, saved["optimizer"], fork=False)
-        schedule.load_state_dict(saved["schedule"], fork=False)
-        if saved["job"]:
-            job.load_state_dict(saved["job"])
+        try:
+            model.load_state_dict(saved["model"])
+            restore_optimizer(optimizer, saved["optimizer"], fork=False)
+            schedule.load_state_dict(saved["schedule"], fork=False)
+            if saved["job"]:
+                job.load_state_dict(saved["job"])
+        except (Exception, SystemExit) as error:
+            raise as_lockstep_error(
+                error, "taking back the state that it gives after the first update, before training"
+            ) from error
         lost = [place for place in self._whole_memory().changed_since(after) if place in changed]
         lost += [p for p in self._inside(optimizer).changed_since(after_inside) if p in changed_inside]
         if lost:
