@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -284,3 +285,32 @@ class Unseeded(Plain):
         with torch.no_grad():
             next(model.parameters()).mul_(1 + int.from_bytes(os.urandom(4), "little") / 2**32)
         return model
+
+
+class OrderOfProcess(Plain):
+    """Its optimizer holds the parameters in an order of each process's own."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        random.Random(os.getpid()).shuffle(parameters)
+        return torch.optim.Adam(parameters, lr=0.01)
+
+
+class FailsOnOne(Plain):
+    """Its loss fails in the process that is the first to make the file `Params.claim`."""
+
+    class Params(Plain.Params):
+        claim: str
+
+    def model(self) -> nn.Module:
+        try:
+            os.close(os.open(self.params.claim, os.O_CREAT | os.O_EXCL))
+            self.fails = True
+        except FileExistsError:
+            self.fails = False
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        if self.fails:
+            raise ValueError("only here")
+        return super().loss(model, batch)

@@ -14,7 +14,7 @@ import torch
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.errors import LockstepError
 from lockstep.record.events import Event, StepRow
-from tests.distributed import further_kinds, kinds, phase_kinds, step_kinds, training
+from tests.distributed import further_kinds, keeping_kinds, kinds, phase_kinds, step_kinds, training
 from tests.distributed.kinds import (
     BackPropagationThroughTime,
     Kind,
@@ -28,8 +28,9 @@ from tests.distributed.training import Kept, train, train_updates_forgotten
 from tests.fading import Fading
 from tests.forked import Forked
 
-HELD = [*kinds.HELD, *further_kinds.HELD, *step_kinds.HELD, *phase_kinds.HELD]
-REFUSED = {**kinds.REFUSED, **further_kinds.REFUSED, **step_kinds.REFUSED, **phase_kinds.REFUSED}
+EVERY = [kinds, further_kinds, step_kinds, phase_kinds, keeping_kinds]
+HELD = [kind for module in EVERY for kind in module.HELD]
+REFUSED = {kind: words for module in EVERY for kind, words in module.REFUSED.items()}
 
 ALL = [kind for kind in HELD if kind is not BackPropagationThroughTime]
 """Jobs that several workers can share; the other one has a single micro-batch a step."""
@@ -324,3 +325,15 @@ def test_what_an_update_changes_and_no_checkpoint_keeps_is_told(kind: type[Kind]
         assert [
             f"{place} changes with an update, and no checkpoint keeps it" in text for text in warnings
         ] == [True]
+
+
+@pytest.mark.parametrize("kind", keeping_kinds.TOLD, ids=lambda kind: kind.__name__)
+def test_what_is_kept_out_of_sight_of_the_first_steps_is_told(kind: type[Kind]) -> None:
+    (text,) = train(document(kind, rehearsal="full")).warnings
+    assert "\n" not in text
+    assert [word for word in keeping_kinds.TOLD[kind] if word not in text] == [], text
+
+
+@pytest.mark.parametrize("kind", keeping_kinds.HELD, ids=lambda kind: kind.__name__)
+def test_what_is_kept_and_makes_no_difference_is_not_told(kind: type[Kind]) -> None:
+    assert train(document(kind, rehearsal="full")).warnings == ()

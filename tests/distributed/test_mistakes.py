@@ -432,6 +432,26 @@ def test_model_from_an_unseeded_source_is_refused(pool: Pool) -> None:
         pool.run(2, train, document("tests.distributed.small_jobs:Unseeded"))
 
 
+def test_an_optimizer_in_another_order_on_another_worker_is_refused(pool: Pool) -> None:
+    with told(JobError, "job.optimizer: parameter 0 of group 0 is", "on rank 0", "on rank 1", "in a list"):
+        pool.run(2, train, document("tests.distributed.small_jobs:OrderOfProcess"))
+
+
+def test_what_one_worker_refuses_all_tell(pool: Pool, tmp_path: Path) -> None:
+    """Instead of a lost connection, which rank is asked first does not matter."""
+    use = "tests.distributed.small_jobs:FailsOnOne"
+    told_by = pool.run(2, refusal, document(use, {"claim": str(tmp_path / "claim")}))
+    assert told_by[0] == told_by[1]
+    assert told_by[0].startswith("JobError: the job failed (first micro-batch, before training")
+    assert told_by[0].endswith("ValueError: only here")
+
+
+def refusal(document: Document) -> str:
+    with pytest.raises(LockstepError) as info:
+        train(document)
+    return f"{type(info.value).__name__}: {info.value}"
+
+
 SCRIPT = """
 import torch
 from lockstep.training.determinism import determinism

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from lockstep.training.job_phases import own_phases
 from lockstep.training.means import means_alone, means_of
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.precision import Precision
+from lockstep.training.rehearsal.memory import Memory
+from lockstep.training.rehearsal.micro_batch import Computed
 from lockstep.training.rehearsal.promise import memory_of, named
 
 Row = dict[str, tuple[float, float]]
@@ -78,6 +81,9 @@ class Evaluation:
         """What the job drew of the newest evaluation, as texts by the name of their file; on rank 0."""
         self._gives_outputs = whole_set.has_outputs(job)
         self._has_loss = has_evaluation_loss(job)
+        self._repeats = False
+        self._values: list[Mapping[str, str]] = []
+        """What was held after the functions over the whole set, where that was more than before."""
 
     def join(self, group: Group) -> None:
         """Share the micro-batches out among the workers of `group` from now on."""
@@ -99,12 +105,12 @@ class Evaluation:
             for name, (total, weight) in totals.items()
         }
         if self._gives_outputs:
-            over_all = self._over_the_whole_set(outputs)
+            over_all = self._over_the_whole_set(model, outputs)
             whole_set.check_names(over_all, totals)
             metrics |= {f"eval/{name}": value for name, value in over_all.items()}
         return metrics
 
-    def _over_the_whole_set(self, own: whole_set.Outputs) -> Mapping[str, float]:
+    def _over_the_whole_set(self, model: nn.Module, own: whole_set.Outputs) -> Mapping[str, float]:
         """Metrics over the outputs of all ranks, in micro-batch order: computed on rank 0, known to all, as is what went wrong."""
         every = self.group.gather_first(own)
         found: whole_set.WholeSet | None = None
@@ -112,7 +118,7 @@ class Evaluation:
         if every is not None:
             try:
                 outputs = whole_set.joined([outputs for outputs in every if outputs])
-                found = whole_set.compute(self.job, outputs, seed=self.seed)
+                found = self._over_all(model, outputs)
             except LockstepError as error:
                 wrong = error
         self.figures = found.figures if found is not None else {}
@@ -122,13 +128,20 @@ class Evaluation:
         return dict(metrics)
 
     def rehearse(
-        self, model: nn.Module, *, repeat: bool = False, warn: Callable[[str], None] = lambda _: None
+        self,
+        model: nn.Module,
+        *,
+        repeat: bool = False,
+        warn: Callable[[str], None] = lambda _: None,
+        training: Callable[[], list[Computed]] = list,
     ) -> list[str] | None:
         """The names of the metrics, from the first micro-batch: what is wrong with it is told before training.
 
-        With `repeat` it is computed again, the last one between, and must come out the same. Buffers are put back. None
-        where the names are not known yet: a metric of the whole set may fail on one micro-batch, which is warned of.
+        With `repeat` it is computed again, the last one between, and must come out the same; what it leaves behind must not
+        show in the first micro-batch of `training`. Buffers are put back. None where the names are not known yet: a metric
+        of the whole set may fail on one micro-batch, which is warned of.
         """
+        self._repeats = repeat
         before, self.restore_buffers = self.restore_buffers, KeptBuffers(model).restore
         held = memory_of(self.job, model) if repeat else None
         try:
@@ -136,7 +149,9 @@ class Evaluation:
                 once, outputs = self._computed(model, 0)
                 if repeat:
                     self._check_repeats(model)
-            over_all = self._tried(outputs, warn)
+            if held is not None:
+                self._check_left(model, held, training, warn)
+            over_all = self._tried(model, outputs, warn)
         finally:
             self.restore_buffers = before
             if held is not None:
@@ -146,11 +161,13 @@ class Evaluation:
         whole_set.check_names(over_all, once)
         return [f"eval/{name}" for name in (*once, *over_all)]
 
-    def _tried(self, outputs: whole_set.Outputs, warn: Callable[[str], None]) -> Mapping[str, float] | None:
+    def _tried(
+        self, model: nn.Module, outputs: whole_set.Outputs, warn: Callable[[str], None]
+    ) -> Mapping[str, float] | None:
         if not self._gives_outputs:
             return {}
         try:
-            return whole_set.compute(self.job, outputs, seed=self.seed).metrics
+            return self._over_all(model, outputs, partial(self._after_others, model)).metrics
         except LockstepError as error:
             if error.__cause__ is None:  # not the job's failure on so few samples, but a wrong kind of value
                 raise
@@ -160,12 +177,86 @@ class Evaluation:
             )
             return None
 
+    def _over_all(
+        self,
+        model: nn.Module,
+        outputs: whole_set.Outputs,
+        others: Callable[[Memory], Iterable[Mapping[str, str]]] = lambda _: (),
+    ) -> whole_set.WholeSet:
+        """What the job makes of some outputs. JobError where it keeps something of them: rank 0 alone would have it.
+
+        `others` are the values of what is held after other outputs, given what was held before.
+        """
+        if not self._repeats:
+            return whole_set.compute(self.job, outputs, seed=self.seed)
+        before = memory_of(self.job, model)
+        found = whole_set.compute(self.job, outputs, seed=self.seed)
+        after = memory_of(self.job, model)
+        changed = after.changed_since(before, beside=found.objects)
+        if changed:
+            self._values = [*self._values, after.values, *others(before)]
+        kept = [place for place in changed if before.keeps(place, after.values, *self._values)]
+        if kept:
+            raise JobError(
+                f"evaluation: {named(kept)} is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls, so no other "
+                "worker has it; keep nothing in them: return what is to be recorded, and compute what training goes by in "
+                "job.after_step(model, step), on every worker"
+            )
+        return found
+
+    def _after_others(self, model: nn.Module, held: Memory) -> Iterator[Mapping[str, str]]:
+        """What is held after the metrics of the last micro-batch as well, and after these alone."""
+        with evaluating(model):
+            _, outputs = self._computed(model, self._last)
+        whole_set.compute(self.job, outputs, seed=self.seed)
+        yield memory_of(self.job, model).values
+        held.restore()
+        whole_set.compute(self.job, outputs, seed=self.seed)
+        yield memory_of(self.job, model).values
+
+    def _check_left(
+        self,
+        model: nn.Module,
+        held: Memory,
+        training: Callable[[], list[Computed]],
+        warn: Callable[[str], None],
+    ) -> None:
+        """Refuse what evaluation leaves behind where the first micro-batch of training shows it, and warn of any other."""
+        after = memory_of(self.job, model)
+        left = after.changed_since(held)
+        if not left:
+            return
+        with_it = training()
+        held.restore()
+        for one, other in zip(with_it, training(), strict=True):
+            difference = one.first_difference(other)
+            if difference is not None:
+                raise JobError(
+                    f"evaluation: {named(left)} is left behind by an evaluation, and {difference} of the first training micro-batch "
+                    "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
+                    "else; keep nothing in evaluation that training reads"
+                )
+        held.restore()
+        with evaluating(model):
+            self._computed(model, self._last)
+        alone = memory_of(self.job, model)
+        kept = [place for place in left if held.keeps(place, after.values, alone.values)]
+        if kept:
+            warn(
+                f"evaluation: {named(kept)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
+                "keeps it; no loss, gradient or update may ever depend on it"
+            )
+
+    @property
+    def _last(self) -> int:
+        """The number of the last micro-batch."""
+        return -(-self.samples // self.micro_batch) - 1
+
     def _check_repeats(self, model: nn.Module) -> None:
         again = self._texts(model, 0)
         between = memory_of(self.job, model)
-        last = -(-self.samples // self.micro_batch) - 1
-        if last:
-            self._computed(model, last)
+        if self._last:
+            self._computed(model, self._last)
         third = self._texts(model, 0)
         differing = [name for name, value in again.items() if third.get(name) != value]
         if not differing:

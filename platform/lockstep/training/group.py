@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from lockstep.errors import ClusterError
+from lockstep.errors import ClusterError, LockstepError
+from lockstep.failure_kinds import kind_of
 from lockstep.spec.fields import Spec
 from lockstep.training.connections import Sockets, close, connected, opened_since, shared, shut
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others in one collective before it gives up."""
@@ -135,6 +138,24 @@ class Group:
         given = [value if self.rank == source else None]
         dist.broadcast_object_list(given, group_src=source, group=self.channel)
         return given[0]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """What `action`, which is no collective, gives on this rank. A fault of the job on any rank is raised on all: their own, or the first.
+
+        Of a rank that leaves alone the others know only that its connection is closed. They do so where its machine failed:
+        that is told of the machine alone.
+        """
+        wrong: LockstepError | None = None
+        try:
+            found = action()
+        except LockstepError as error:
+            if kind_of(error).kind != "job":
+                raise
+            wrong = error
+        first = next((error for error in self.gather(wrong) if error is not None), None)
+        if first is not None:
+            raise wrong or first
+        return found
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on every rank with that of rank 0."""

@@ -88,6 +88,11 @@ def _checked(
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"{told}: returned {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise JobError(
+            f"{told}: {type(optimizer).__name__} does not call super().__init__(params, defaults), so it has neither hooks nor a state of "
+            "its own; call it in __init__, with the parameters of the optimizer that it wraps"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(

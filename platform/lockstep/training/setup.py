@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,11 @@ from lockstep.training.job_phases import (
     phases_of,
 )
 from lockstep.training.optimizer import make_optimizer
+from lockstep.training.order import check_same_order
 from lockstep.training.parameters import short_parameters
 from lockstep.training.precision import Precision
 from lockstep.training.recheck import Recheck
-from lockstep.training.rehearsal.micro_batch import check_model
+from lockstep.training.rehearsal.micro_batch import Rehearsal, check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
 from lockstep.training.schedule import make_schedule
@@ -165,21 +167,9 @@ def prepare(
     evaluates = eval_data is not None and has_evaluation_loss(job)
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
     batches = MicroBatches(train_data, job.collate, seed=spec.seed, purpose="data")
-    rehearsal, extent = StepRehearsal(job, spec, plan, state, batches, group.device, warn)()
-    learning = [name for phase in phases_of(job, model) for name in phase.names]
-    FrozenRule(job, model, spec.seed).check(plan.total_steps, learning)
-    evaluate = None
-    if eval_data is not None:
-        evaluate = Evaluation(
-            job,
-            eval_data,
-            group,
-            state.precision,
-            micro_batch=plan.micro_batch,
-            seed=spec.seed,
-            processes=spec.data.loader_processes,
-        )
-        check_metric(spec, evaluate.rehearse(model, repeat=extent != "off", warn=warn))
+    rehearsal, evaluate = group.together(
+        partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
+    )
     check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
     facts = _facts(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
@@ -190,6 +180,7 @@ def prepare(
         facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
     losses = " ".join(one.loss.hex() for one in rehearsal.values())
     _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": losses}, spec)
+    check_same_order(group, state.order)
     history = History()
     if start is not None:
         if origin is None or origin.replay is None:  # a replay compares them by itself
@@ -207,6 +198,42 @@ def prepare(
         evaluate.restore_buffers = step.buffers.restore
     tell(StageEnded("preparation", time.time()))
     return Run(spec, job, plan, group, state, step, evaluate, batches, facts, start, history)
+
+
+def rehearse(
+    spec: Spec,
+    job: Job,
+    plan: Plan,
+    state: TrainState,
+    batches: MicroBatches,
+    eval_data: Any,
+    group: Group,
+    warn: Callable[[str], None],
+) -> tuple[dict[str, Rehearsal], Evaluation | None]:
+    """Rehearse the first step, which parameters rest, and the evaluation; what the first micro-batch showed, and what evaluates.
+
+    Each rank by itself.
+    """
+    first_step = StepRehearsal(job, spec, plan, state, batches, group.device, warn)
+    found, extent = first_step()
+    learning = [name for phase in phases_of(job, state.model) for name in phase.names]
+    FrozenRule(job, state.model, spec.seed).check(plan.total_steps, learning)
+    if eval_data is None:
+        return found, None
+    evaluate = Evaluation(
+        job,
+        eval_data,
+        group,
+        state.precision,
+        micro_batch=plan.micro_batch,
+        seed=spec.seed,
+        processes=spec.data.loader_processes,
+    )
+    names = evaluate.rehearse(
+        state.model, repeat=extent != "off", warn=warn, training=first_step.first_micro_batch
+    )
+    check_metric(spec, names)
+    return found, evaluate
 
 
 def watch_bits(

@@ -19,6 +19,7 @@ from lockstep.spec.fields import EarlyStop
 from lockstep.training.average import Average
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
+from lockstep.training.order import Order, check_order, order_of
 from lockstep.training.precision import Precision
 from lockstep.training.schedule import FunctionOfUpdates, RateSchedule
 from lockstep.training.sharding import ShardedOptimizer
@@ -92,7 +93,11 @@ class TrainState:
     compiled: CompiledLosses | None = None
     """What computes the losses, where the spec has `compile`."""
 
+    order: Order = field(init=False)
+    """In which order the optimizers hold which parameters: their state is by place."""
+
     def __post_init__(self) -> None:
+        self.order = order_of(self.optimizer, self.model)
         if self.schedule is None:
             self.schedule = FunctionOfUpdates(self.optimizer_of(""), lambda _: 1.0)
 
@@ -122,7 +127,11 @@ class TrainState:
     def sections(self) -> dict[str, Any]:
         """The state as trees of tensors and plain values, by name: what a checkpoint holds. Nothing is copied."""
         return {
-            "model": {"state": self.model.state_dict(), "unlisted_buffers": unlisted_buffers(self.model)},
+            "model": {
+                "state": self.model.state_dict(),
+                "unlisted_buffers": unlisted_buffers(self.model),
+                "order": self.order,
+            },
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.state_dict(),
             "counters": asdict(self.counters),
@@ -143,8 +152,12 @@ class TrainState:
     def restore(self, sections: Mapping[str, Any], *, fork: bool = False) -> None:
         """Take over what `sections` gave, in place. A `fork` keeps the optimizer's own hyperparameters.
 
-        StorageError where the state does not fit this model or optimizer, SpecError where a fork asks for another optimizer.
+        StorageError where the state does not fit this model or optimizer, SpecError where a fork asks for another optimizer,
+        JobError where the optimizer holds its parameters in another order.
         """
+        saved_order = sections["model"].get("order", {})  # none in one of an older version
+        if not fork or saved_order.keys() == self.order.keys():
+            check_order(self.order, "here", saved_order, "in the state that is taken over")
         try:
             self.model.load_state_dict(sections["model"]["state"])
             with torch.no_grad():

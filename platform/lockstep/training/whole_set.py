@@ -34,6 +34,8 @@ class WholeSet(NamedTuple):
 
     metrics: Mapping[str, float]
     figures: Mapping[str, str]
+    objects: Sequence[Any] = ()
+    """Those with `update`, `compute` and `reset` that metrics came from; they are reset."""
 
 
 def has_outputs(job: Job) -> bool:
@@ -110,7 +112,11 @@ def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
         for name, value in found["whole_set_metrics"].items()
         for pair in _numbers(str(name), value, outputs)
     )
-    return WholeSet(metrics, dict(_figure(str(name), value) for name, value in found["figures"].items()))
+    figures = dict(_figure(str(name), value) for name, value in found["figures"].items())
+    objects = list(_objects(found["whole_set_metrics"]))
+    for name, metric in objects:
+        _called(f"{name}.reset", metric.reset)  # as before the next evaluation: nothing is kept until then
+    return WholeSet(metrics, figures, [metric for _, metric in objects])
 
 
 def _called(name: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -128,7 +134,7 @@ def _called(name: str, function: Callable[..., Any], *given: Any, **named: Any) 
 
 def _numbers(name: str, value: Any, outputs: Outputs) -> Iterator[tuple[str, float]]:
     """A metric as numbers by name: one, or one for each element, key or class."""
-    if callable(getattr(value, "update", None)) and callable(getattr(value, "compute", None)):
+    if _is_metric(value):
         yield from _numbers(name, _computed(name, value, outputs), outputs)
     elif isinstance(value, Mapping):
         for key, inner in value.items():
@@ -144,6 +150,20 @@ def _numbers(name: str, value: Any, outputs: Outputs) -> Iterator[tuple[str, flo
             f"job.whole_set_metrics: {name!r} is {got}, wanted a number, some in a row or by name, or an object with update() and "
             "compute(); give a matrix in figures"
         )
+
+
+def _is_metric(value: Any) -> bool:
+    """Whether it is an object with `update` and `compute`, as torchmetrics has them."""
+    return callable(getattr(value, "update", None)) and callable(getattr(value, "compute", None))
+
+
+def _objects(given: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """The objects with `update`, `compute` and `reset` among the metrics that a job gives, by their names."""
+    for name, value in given.items():
+        if _is_metric(value) and callable(getattr(value, "reset", None)):
+            yield str(name), value
+        elif isinstance(value, Mapping):
+            yield from _objects(value)
 
 
 def _computed(name: str, metric: Any, outputs: Outputs) -> Any:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.errors import JobError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop
+from lockstep.training.digest import tree_digest
 from lockstep.training.precision import Precision
 from lockstep.training.state import Best, TrainState, power_of_two
 
@@ -90,3 +92,41 @@ def test_counters_move_together() -> None:
 def test_power_of_two_is_the_one_at_or_below(weight: float, exponent: int) -> None:
     assert power_of_two(weight) == exponent
     assert 2.0**exponent <= weight < 2.0 ** (exponent + 1)
+
+
+class TwoAlike(Job):
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+def state_over(names: list[str]) -> TrainState:
+    """A model of parameters of one shape, of which the optimizer has those of `names` in this order, after an update."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    every = dict(model.named_parameters())
+    optimizer = torch.optim.Adam([every[name] for name in names], lr=0.1)
+    for i, parameter in enumerate(every.values()):
+        parameter.grad = torch.full_like(parameter, float(i))
+    optimizer.step()
+    return TrainState(TwoAlike(), model, optimizer, Precision("fp32", torch.device("cpu")))
+
+
+def test_an_optimizer_with_its_parameters_in_another_order_takes_no_state() -> None:
+    """Shapes are equal, so torch itself would give each parameter the moments of another one."""
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    saved = state_over(names).sections()
+    state_over(names).restore(saved)
+    other = state_over(["1.weight", "0.bias", "0.weight", "1.bias"])
+    before = tree_digest(other.sections())
+    with pytest.raises(JobError) as info:
+        other.restore(saved)
+    assert str(info.value).startswith(
+        "job.optimizer: parameter 0 of group 0 is '1.weight' here and '0.weight' in the state that is taken over: "
+    )
+    assert "a set has another order" in str(info.value)
+    assert tree_digest(other.sections()) == before
+
+
+def test_a_state_of_an_older_version_has_no_order() -> None:
+    saved = state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).sections()
+    del saved["model"]["order"]
+    state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).restore(saved)

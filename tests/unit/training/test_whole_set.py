@@ -221,3 +221,25 @@ def test_names_are_known_before_training_or_it_is_told_why_not() -> None:
     assert "ZeroDivisionError" in told[0]
     with pytest.raises(JobError, match="'x' is of 2 dimensions"):
         evaluation(Given({"x": torch.eye(2)})).rehearse(nn.Linear(1, 1), warn=told.append)
+
+
+def test_what_rank_0_alone_would_keep_is_refused_whenever_it_begins() -> None:
+    """The rehearsal sees one micro-batch, each evaluation all outputs."""
+    seen: list[int] = []
+
+    class Keeps(Given):
+        def whole_set_metrics(self, outputs: Any) -> Any:
+            if len(outputs["ids"]) > 4:
+                self.given["n"] = len(outputs["ids"])
+            seen.append(len(outputs["ids"]))
+            return {}
+
+    message = "job.given.* is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
+    evaluate = evaluation(Keeps())
+    assert evaluate.rehearse(nn.Linear(1, 1), repeat=True) == ["eval/loss"]
+    with pytest.raises(JobError, match=message):
+        evaluate(nn.Linear(1, 1))
+    unchecked = evaluation(Keeps())
+    unchecked.rehearse(nn.Linear(1, 1), repeat=False)
+    assert unchecked(nn.Linear(1, 1)) == {"eval/loss": 4.5}
+    assert seen == [4, 10, 4, 10]

@@ -33,6 +33,9 @@ LARGEST = 1 << 22
 MOST = 50_000
 """Objects that are looked at; a job that holds more is seen in part."""
 
+NOTHING = "NoneType None"
+"""What `values` has for None."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CLOSED = (
     frozenset(sys.stdlib_module_names)
@@ -46,7 +49,8 @@ class Memory:
 
     `values`: for each place, such as `job.metric.total`, what is there as a text that two equal values share.
     `apart` are objects that are not looked into. Of the modules `watched`, the model's, parameters and buffers are left
-    out: they are watched by other means.
+    out: they are watched by other means. Arrays of more than `largest` bytes are neither hashed nor copied. With `datasets`
+    the plain values of datasets are seen as well, and not put back: `of_datasets` are their places.
     """
 
     def __init__(
@@ -56,14 +60,18 @@ class Memory:
         apart: Iterable[Any] = (),
         watched: Iterable[nn.Module] = (),
         largest: int = LARGEST,
+        datasets: bool = False,
     ) -> None:
         self.values: dict[str, str] = {}
+        self.of_datasets: set[str] = set()
+        self._datasets = datasets
         self._largest, self._watched = largest, {id(module) for module in watched}
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._alive: list[Any] = list(apart)  # an id means something only while its object lives
+        self._places: dict[int, str] = {}
         seen = {id(one) for one in self._alive}
         waiting = deque(roots.items())
         while waiting and len(self._alive) < MOST:
@@ -74,13 +82,25 @@ class Memory:
             if id(value) in seen:
                 continue
             seen.add(id(value))
+            self._places[id(value)] = path
             self._alive.append(value)
             waiting.extend(self._look(path, value))
 
-    def changed_since(self, before: Memory) -> list[str]:
-        """The places that hold another value than they held then, in the order in which they are met."""
+    def changed_since(self, before: Memory, *, beside: Iterable[Any] = ()) -> list[str]:
+        """The places that hold another value than they held then, in the order in which they are met; not those in the objects `beside`."""
         places = {**before.values, **self.values}
-        return [path for path in places if before.values.get(path) != self.values.get(path)]
+        roots = [root for one in beside if (root := self._places.get(id(one))) is not None]
+        left_out = tuple(f"{root}{mark}" for root in roots for mark in ".[")
+        return [
+            path
+            for path in places
+            if before.values.get(path) != self.values.get(path) and not path.startswith(left_out)
+        ]
+
+    def keeps(self, place: str, *later: Mapping[str, str]) -> bool:
+        """Whether a place keeps something of what was done since. A cache does not: there was nothing, and all `later` values are the same."""
+        there = self.values.get(place, NOTHING) != NOTHING
+        return there or len({values.get(place) for values in later}) > 1
 
     def restore(self) -> None:
         """Put back what was seen: every container its elements, every array its numbers, every generator its state."""
@@ -90,6 +110,9 @@ class Memory:
             for tensor, value, version in self._tensors:
                 if tensor._version != version or not same_bits(tensor, value):
                     tensor.detach().copy_(value)
+                    torch._C._autograd._unsafe_set_version_counter(
+                        (tensor,), (version,)
+                    )  # as it was written then
         for array, kept in self._arrays:
             if array.flags.writeable:
                 array[...] = kept
@@ -124,6 +147,10 @@ class Memory:
             yield path, value.__self__
         elif isinstance(value, functools.partial):
             yield from ((path, held) for held in (value.func, *value.args, *value.keywords.values()))
+        elif self._datasets and isinstance(value, Dataset):
+            plain = {f"{path}.{name}": held for name, held in vars(value).items() if isinstance(held, _PLAIN)}
+            self.of_datasets |= plain.keys()
+            yield from plain.items()
         elif _is_open(value):
             yield from self._see_object(path, value)
 

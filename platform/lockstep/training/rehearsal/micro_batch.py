@@ -52,6 +52,11 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 f"job.model: {name or 'the model'!r} is compiled by the job itself, with settings that no identity covers; take "
                 "torch.compile out of the job, and set compile=true in the spec"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise JobError(
+                f"job.model: {name or 'the model'!r} is compiled by torch.jit, which keeps its parameters out of sight; return the module "
+                "as it is, and set compile=true in the spec"
+            )
         if isinstance(module, nn.SyncBatchNorm):
             raise JobError(
                 f"job.model: {name!r} is a SyncBatchNorm, whose statistics depend on how many workers share a step; "

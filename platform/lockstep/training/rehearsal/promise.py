@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
 from lockstep.data.dataset import is_fingerprinted
 from lockstep.data.fingerprint import check_repeats
@@ -33,17 +34,18 @@ from lockstep.training.after_step import call_after_step, has_after_step
 from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
-from lockstep.training.digest import tree_digest
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.job_data import make_sampler
 from lockstep.training.job_phases import optimizers_of, phases_of
+from lockstep.training.optimizer import make_optimizer
+from lockstep.training.order import check_order, is_of_model, order_of
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.phase_step import LossModule
-from lockstep.training.rehearsal.memory import Memory, tensor_digest
+from lockstep.training.rehearsal.memory import LARGEST, Memory, tensor_digest
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
 from lockstep.training.rehearsal.sums import check_sum
 from lockstep.training.sharding import ShardedOptimizer
-from lockstep.training.state import TrainState
+from lockstep.training.state import TrainState, restore_optimizer
 
 FULL_S, FULL_BYTES = 0.5, 1 << 28
 """`auto` is full where the first micro-batch takes at most so long and the parameters take at most so much memory."""
@@ -54,8 +56,15 @@ QUICK_BYTES = 1 << 32
 Extent = Literal["full", "quick", "off"]
 
 
-def memory_of(job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Memory:
-    """What a job, its module, its model and the hooks of its optimizers hold."""
+def memory_of(
+    job: Job,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    largest: int = LARGEST,
+    datasets: bool = False,
+) -> Memory:
+    """What a job, its module, its model and the hooks of its optimizers hold; `largest` and `datasets` as in `Memory`."""
     kinds = [kind for kind in type(job).__mro__ if kind not in {Job, object}]
     module = sys.modules.get(type(job).__module__)
     hooks = [vars(optimizer).get(name) for optimizer in optimizers for name in _HOOKS]
@@ -69,7 +78,7 @@ def memory_of(job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optim
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group["params"]]
     apart = [*parameters, *model.parameters(), *model.buffers(), *optimizers]
-    return Memory(roots, apart=apart, watched=model.modules())
+    return Memory(roots, apart=apart, watched=model.modules(), largest=largest, datasets=datasets)
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -94,17 +103,19 @@ class StepRehearsal:
     batches: MicroBatches
     device: torch.device
     warn: Callable[[str], None]
+    _staged: list[str] = field(default_factory=list, init=False)
+    """What of the data the first update changes."""
 
     def __call__(self) -> tuple[dict[str, Rehearsal], Extent]:
         """What the run needs to know of its first micro-batch, by the names of the phases, and how far the rehearsal went.
 
         Raises JobError or DeterminismError where the job breaks the promise, and names what does.
         """
+        pack(dict(self.job.state_dict()), "job")  # what no checkpoint could hold is told now
         keys = self._keys()
         batch = self._fetched_twice(keys)
-        model = self.state.model
         compiled = self.state.compiled
-        modules = [LossModule(self.job, model, phase, compiled) for phase in phases_of(self.job, model)]
+        modules = self._modules()
         self._give_shapes(modules, keys[0])
         firsts = []
         for module in modules:
@@ -128,9 +139,21 @@ class StepRehearsal:
             for module, first in zip(modules, firsts, strict=True):
                 extent = self._compare(module, keys, first, extent)
             self._compare_behind(modules, keys)
+            self._compare_order()
             return found, extent
         finally:
             held.restore()
+
+    def first_micro_batch(self) -> list[Computed]:
+        """Micro-batch 0 of each phase, computed once more."""
+        key = self._keys()[0]
+        return [self._compute(module, key) for module in self._modules()]
+
+    def _modules(self) -> list[LossModule]:
+        model = self.state.model
+        return [
+            LossModule(self.job, model, phase, self.state.compiled) for phase in phases_of(self.job, model)
+        ]
 
     def _compare_with_eager(
         self,
@@ -151,6 +174,16 @@ class StepRehearsal:
                 "compile: the second micro-batch has other shapes than the first, and only batches with the shapes of the first are "
                 "compiled; the others run eager: have collate pad to one length, and give plain numbers as tensors"
             )
+
+    def _compare_order(self) -> None:
+        """Refuse an optimizer that holds the parameters of the same model in another order. One in the model's order is not made again."""
+        state, seed = self.state, self.spec.seed
+        if is_of_model(state.order, state.model):
+            return
+        seed_all(seed, "model")
+        model = self.job.model()
+        again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
+        check_order(state.order, "once", again, "when the optimizer is made again")
 
     # --- what is fetched --------------------------------------------------------------------------------------
 
@@ -279,6 +312,12 @@ class StepRehearsal:
                 "micro-batches get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
                 "updates it, or change it once a step in job.after_step(model, step)"
             )
+        if difference is not None and self._staged:
+            raise JobError(
+                f"data: {named(self._staged)} is changed by an update, and {difference} depends on it: a batch is fetched before the step "
+                "that it is for, and in other processes where data.loader_processes says so, so which batch sees the change is not settled; "
+                "let after_step(model, step) change nothing that the data read"
+            )
         if difference is not None:
             raise DeterminismError(
                 f"determinism strict: {difference}, computed again under one seed, has other bits; an operator is not "
@@ -291,9 +330,13 @@ class StepRehearsal:
                 "keeps it; no loss, gradient or update may ever depend on it"
             )
 
-    def _memory(self) -> Memory:
+    def _memory(self, **more: Any) -> Memory:
         optimizers = list(optimizers_of(self.state.optimizer).values())
-        return memory_of(self.job, self.state.model, optimizers)
+        return memory_of(self.job, self.state.model, optimizers, **more)
+
+    def _whole_memory(self) -> Memory:
+        """With large arrays, which an update may write to and which are then put back."""
+        return self._memory(largest=FULL_BYTES, datasets=True)
 
     def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
         """The loss of a batch, forward only; buffers are put back. Seed 0 is that of the first micro-batch."""
@@ -346,10 +389,9 @@ class StepRehearsal:
         if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in gradients):
             return None
         model = state.model
-        held, buffers = self._memory(), KeptBuffers(model)
-        inside = Memory({"optimizer": optimizer}, apart=model.parameters(), largest=FULL_BYTES)
+        held, buffers = self._whole_memory(), KeptBuffers(model)
+        inside = self._inside(optimizer)
         values = [parameter.detach().clone() for parameter in model.parameters()]
-        kept = tree_digest(dict(self.job.state_dict()))
         try:
             for parameter, gradient in zip(module.parameters_that_learn, gradients, strict=True):
                 parameter.grad = gradient / weight
@@ -365,12 +407,11 @@ class StepRehearsal:
                 call_after_step(state, 1, seed=spec.seed, cuda=cuda)
             watch.check_asking("after the first update, before training")
             watch.check_places()
-            if tell:
-                pack(optimizer.state_dict(), "optimizer")  # what no checkpoint could hold is told now
-                own = Memory({"optimizer": optimizer}, apart=model.parameters()).changed_since(inside)
-                self._tell_unsaved(optimizer, self._memory().changed_since(held), kept, own)
             named_tensors = [*model.named_parameters(), *model.named_buffers()]
-            return {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
+            found = {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
+            if tell:
+                self._tell_unsaved(module, optimizer, held, inside)
+            return found
         finally:
             model.zero_grad(set_to_none=True)
             with torch.no_grad():
@@ -380,28 +421,61 @@ class StepRehearsal:
             inside.restore()
             held.restore()
 
-    def _tell_unsaved(
-        self, optimizer: torch.optim.Optimizer, changed: Sequence[str], kept: str, own: Sequence[str]
-    ) -> None:
-        """Warn of what an update changes beside the model and the optimizer's state, unless the job or the optimizer saves it.
+    def _inside(self, optimizer: torch.optim.Optimizer) -> Memory:
+        return Memory({"optimizer": optimizer}, apart=self.state.model.parameters(), largest=FULL_BYTES)
 
-        `own` are the places in the optimizer that changed, of which its `state_dict` has two.
+    def _tell_unsaved(
+        self, module: LossModule, optimizer: torch.optim.Optimizer, held: Memory, inside: Memory
+    ) -> None:
+        """Warn of what an update has changed, and is not as the update left it once a checkpoint is taken up.
+
+        `held` and `inside` are what the job and the optimizer held before the update, as a resumed run would begin with.
         """
-        if tree_digest(dict(self.job.state_dict())) != kept:
-            changed = []
+        job, model, schedule = self.job, self.state.model, self.state.schedule_of(module.phase.name)
+        sections = {
+            "optimizer": optimizer.state_dict(),
+            "job": dict(job.state_dict()),
+            "model": model.state_dict(),
+            "schedule": schedule.state_dict(),
+        }
+        packed = pack(sections, "state")  # what no checkpoint could hold is told now
+        after, after_inside = self._whole_memory(), self._inside(optimizer)
+        changed, changed_inside = after.changed_since(held), after_inside.changed_since(inside)
+        self._staged = [place for place in changed if place in after.of_datasets]
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-            saved = (
-                "optimizer._opt_called",
-                "optimizer.state",
-                "optimizer.param_groups",
-                *(f"optimizer.{name}" for name in _HOOKS),
-            )
-            changed = [*changed, *(place for place in own if not place.startswith(saved))]
-        if changed:
+            changed_inside = [place for place in changed_inside if not place.startswith(_IN_STATE_DICT)]
+        if not changed and not changed_inside:
+            return
+        copies = {name: one.clone() for name, one in packed.tensors.items() if isinstance(one, Tensor)}
+        saved = unpack(packed.skeleton, copies)
+        held.restore()
+        inside.restore()
+        try:
+            model.load_state_dict(saved["model"])
+            restore_optimizer(optimizer, saved["optimizer"], fork=False)
+            schedule.load_state_dict(saved["schedule"], fork=False)
+            if saved["job"]:
+                job.load_state_dict(saved["job"])
+        except (Exception, SystemExit) as error:
+            raise as_lockstep_error(
+                error, "taking back the state that it gives after the first update, before training"
+            ) from error
+        lost = [place for place in self._whole_memory().changed_since(after) if place in changed]
+        lost += [p for p in self._inside(optimizer).changed_since(after_inside) if p in changed_inside]
+        if lost:
             self.warn(
-                f"rehearsal: {named(changed)} changes with an update, and no checkpoint keeps it: a resumed run would start it anew; "
+                f"rehearsal: {named(lost)} changes with an update, and no checkpoint keeps it: a resumed run would start it anew; "
                 "give it in job.state_dict() and take it back in job.load_state_dict(), or keep it in the optimizer's state"
             )
+
+
+_IN_STATE_DICT = (
+    "optimizer._opt_called",
+    "optimizer.state",
+    "optimizer.param_groups",
+    *(f"optimizer.{name}" for name in _HOOKS),
+)
+"""Places of an optimizer that its `state_dict` has, or that a process makes by itself."""
 
 
 def _bytes(model: nn.Module) -> int:

@@ -1,0 +1,506 @@
+"""Jobs that keep something beside the weights: of an evaluation, of an update, of the optimizer. Sound ones, and those that are refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep import Loss
+from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
+from tests.fading import Fading
+
+# --- sound ----------------------------------------------------------------------------------------------------
+
+
+class Scored(Kind):
+    """Its evaluation gives the class that the model says, and the right one."""
+
+    def outputs(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"preds": model(x), "target": y}
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"right": right(outputs)}
+
+
+def right(outputs: Any) -> float:
+    return float((outputs["preds"].argmax(1) == outputs["target"]).float().mean())
+
+
+class MetricObjects(Scored):
+    """A collection of torchmetrics, which notes which of its members share their state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        every = [
+            torchmetrics.classification.MulticlassPrecision(CLASSES),
+            torchmetrics.classification.MulticlassRecall(CLASSES),
+        ]
+        self.collected = torchmetrics.MetricCollection(every)
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"all": self.collected}
+
+
+class CachesForItsFigures(Scored):
+    """What its figures need is made when it is first asked for."""
+
+    weights: Any = None
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        return [f"class {i}" for i in range(CLASSES)]
+
+    def figures(self, outputs: Any) -> dict[str, Any]:
+        if self.weights is None:
+            self.weights = torch.ones(CLASSES)
+        counts = torch.bincount(outputs["target"], self.weights[outputs["target"]], minlength=CLASSES)
+        return {"counts.txt": "\n".join(f"{n} {c:g}" for n, c in zip(self.names, counts, strict=True))}
+
+
+class MaskMadeInEvaluation(Kind):
+    """A constant that only evaluation needs, made there when it is first needed."""
+
+    mask: Any = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        if model.training:
+            return loss
+        if self.mask is None:
+            self.mask = torch.ones(())
+        return Loss(loss.total * self.mask, loss.weight, loss.parts)
+
+
+class HeadFirst(Kind):
+    """Groups in an order of their own, which is the same in each process."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        head, *rest = reversed(list(model.children()))
+        groups = [
+            {"params": list(head.parameters()), "lr": 0.05},
+            {"params": [p for one in rest for p in one.parameters()]},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+class Tempered(nn.Module):
+    """Its temperature is no tensor: it is kept by the extra state of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(FEATURES, CLASSES)
+        self.heat = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(x) / self.heat
+        return found
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"heat": self.heat}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.heat = state["heat"]
+
+
+class ExtraState(Kind):
+    def model(self) -> nn.Module:
+        return Tempered()
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.heat *= 0.9  # type: ignore[assignment, operator]
+
+
+class LargeMemory(Kind):
+    """State of more than four megabytes, to which each step adds in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts = torch.zeros(1_200_000)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.counts += 0.01 * step
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * (1 + self.counts[-1]), loss.weight, loss.parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.counts = state["counts"]
+
+
+class StateOfItsOptimizer(Kind):
+    """The job saves what its optimizer keeps to itself."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.fading = Fading(model.parameters(), lr=0.05)
+        return self.fading
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.fading.taken}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.fading.taken = state["taken"]
+
+
+# --- what no checkpoint keeps ---------------------------------------------------------------------------------
+
+
+class SavesHalf(Kind):
+    """Two things change with each step, and one of them is saved."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.scale, self.pull = 1.0, 1.0
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.scale, self.pull = 0.9 * self.scale, 0.8 * self.pull
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        scores = model(x)
+        total = self.scale * F.cross_entropy(scores, y, reduction="sum") + self.pull * scores.pow(2).sum()
+        return Loss(total, len(y))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+class ForgetsToTakeBack(SavesHalf):
+    """Both are saved, and one is taken back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "pull": self.pull}
+
+
+class HiddenTeacher(Kind):
+    """A teacher in a list, which no checkpoint has; the step is counted in one."""
+
+    step = 0
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.teacher = [copy.deepcopy(model).requires_grad_(False)]
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.step = step
+        for mine, other in zip(self.teacher[0].parameters(), model.parameters(), strict=True):
+            mine.lerp_(other, 0.1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        x, _ = batch
+        far = (model(x) - self.teacher[0](x)).pow(2).sum()
+        return Loss(loss.total + (far if self.step > 3 else 0.0), loss.weight, loss.parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.step = state["step"]
+
+
+class OwnStateDict(Fading):
+    """Its `state_dict` has something of its own, and not what it goes by."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kind": "fading"}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict({name: value for name, value in state.items() if name != "kind"})
+
+
+class ForgetfulOptimizer(Kind):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return OwnStateDict(model.parameters(), lr=0.05)
+
+
+class NumbersOfNumPy(Kind):
+    def state_dict(self) -> dict[str, Any]:
+        return {"heat": np.float32(0.1)}
+
+
+class Wraps(torch.optim.Optimizer):
+    """A wrapper of another optimizer that is none itself."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+
+class WrapsAsAnOptimizer(Wraps):
+    """It is one, and holds on to a state that the inner one has replaced once it is loaded."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        torch.optim.Optimizer.__init__(self, inner.param_groups, inner.defaults)
+        super().__init__(inner)
+
+
+class WrappedOptimizer(Kind):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Wraps(torch.optim.Adam(model.parameters()))
+
+
+class WrappedStateThatIsLost(Kind):
+    """Its counter has the state taken up again before training."""
+
+    calls = 0
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return WrapsAsAnOptimizer(torch.optim.Adam(model.parameters()))
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.calls += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class Scripted(Kind):
+    def model(self) -> nn.Module:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            scripted: nn.Module = torch.jit.script(super().model())
+        return scripted
+
+
+# --- what the data read ---------------------------------------------------------------------------------------
+
+
+class Staged(TensorDataset):
+    stage = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * (1 + self.stage), y
+
+
+class StageOfTheData(Kind):
+    """Each step tells its dataset a stage, which batches that are fetched ahead do not see."""
+
+    def train_data(self) -> Any:
+        self.staged = Staged(*super().train_data().tensors)  # type: ignore[attr-defined]
+        return self.staged
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.staged.stage = step / 10
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self.staged.stage}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.staged.stage = state["stage"]
+
+
+# --- the order of an optimizer --------------------------------------------------------------------------------
+
+
+class Sets(Kind):
+    """Parameters from a set: their order goes by their addresses."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            *[nn.Linear(FEATURES, FEATURES) for _ in range(12)], nn.Linear(FEATURES, CLASSES)
+        )
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        head = set(model[-1].parameters())  # type: ignore[index]
+        groups = [{"params": list(set(model.parameters()) - head)}, {"params": list(head), "lr": 0.003}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+# --- what is kept of an evaluation ----------------------------------------------------------------------------
+
+
+class WeighsByTheBest(Scored):
+    """The loss goes by the best evaluation, which rank 0 alone knows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.best = -1.0
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        self.best = max(self.best, right(outputs))
+        return {"best": self.best}
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * (2 + self.best), loss.weight, loss.parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.best = state["best"]
+
+
+class BestSoFar(Scored):
+    """The same, where there is none at first."""
+
+    best: float | None = None
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        score = float(outputs["preds"].sum())
+        if self.best is None or score > self.best:
+            self.best = score
+        return {"best": self.best}
+
+
+class PhaseByFigures(Scored):
+    """Each evaluation's figures are numbered, and the loss goes by the number."""
+
+    number = 0
+
+    def figures(self, outputs: Any) -> dict[str, Any]:
+        PhaseByFigures.number += 1
+        return {"number.txt": str(self.number)}
+
+
+class ScheduledByScore(Scored):
+    rate = 1.0
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        self.rate *= 0.5
+        return {"right": right(outputs)}
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return lambda update: self.rate
+
+
+class ThawsByScore(Scored):
+    score = -1.0
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        self.score = right(outputs)
+        return {"right": self.score}
+
+    def frozen_parameters(self, model: nn.Module, step: int) -> list[str]:
+        return [] if self.score >= 0 else ["0"]
+
+
+class AddsUpScores:
+    """A metric object that cannot be reset."""
+
+    total = 0.0
+
+    def update(self, preds: torch.Tensor) -> None:
+        self.total += float(preds.sum())
+
+    def compute(self) -> float:
+        return self.total
+
+
+class MetricWithoutReset(Scored):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.streamed = AddsUpScores()
+
+    def whole_set_metrics(self, outputs: Any) -> dict[str, Any]:
+        return {"streamed": self.streamed}
+
+
+class Remembering(nn.Module):
+    """Counts its forwards of an evaluation, and centres by the first batch of one."""
+
+    def __init__(self, centres: bool) -> None:
+        super().__init__()
+        self.body = perceptron(FEATURES, CLASSES)
+        self.seen = 0
+        self.centre: torch.Tensor | None = None
+        self.centres = centres
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and self.centres and self.centre is None:
+            self.centre = x.mean(0)
+        if not self.training and not self.centres:
+            self.seen += 1
+        found: torch.Tensor = self.body(x if self.centre is None else x - self.centre)
+        return found if self.seen < 12 else 1.3 * found
+
+
+class CentresByTheFirstEvaluation(Kind):
+    def model(self) -> nn.Module:
+        return Remembering(centres=True)
+
+
+class CountsEvaluations(Kind):
+    """Exact for as long as nothing reads the count: it is warned of."""
+
+    def model(self) -> nn.Module:
+        return Remembering(centres=False)
+
+
+class FollowsItsEvaluations(Kind):
+    """The mean loss of evaluation, kept on each worker of its own share, tempers the training loss."""
+
+    mean = 1.0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        total = F.cross_entropy(model(x), y, reduction="sum")
+        if model.training:
+            return Loss(total * self.mean, len(y))
+        self.mean = float(total) / len(y)
+        return Loss(total, len(y))
+
+
+EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
+
+REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    WrappedOptimizer: ("job.optimizer: Wraps does not call super().__init__(params, defaults)",),
+    WrappedStateThatIsLost: ("taking back the state that it gives after the first update", "KeyError"),
+    Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
+    NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
+    StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
+    Sets: ("job.optimizer: parameter", "of group 0 is", "when the optimizer is made again", "give parameters in a list"),
+    WeighsByTheBest: (f"job.best {EVALUATIONS}", "job.after_step(model, step)"),
+    BestSoFar: (f"job.best {EVALUATIONS}",),
+    PhaseByFigures: (f"PhaseByFigures.number {EVALUATIONS}",),
+    ScheduledByScore: (f"job.rate {EVALUATIONS}",),
+    ThawsByScore: (f"job.score {EVALUATIONS}",),
+    MetricWithoutReset: (f"job.streamed.total {EVALUATIONS}",),
+    CentresByTheFirstEvaluation: ("model.centre is left behind by an evaluation", "the loss of the first training micro-batch"),
+    FollowsItsEvaluations: ("job.mean is left behind by an evaluation", "the loss of the first training micro-batch"),
+}  # fmt: skip
+"""Jobs that are refused, and words of the line that says why."""
+
+UNSAVED = "changes with an update, and no checkpoint keeps it"
+
+TOLD: dict[type[Kind], tuple[str, ...]] = {
+    SavesHalf: (f"job.pull {UNSAVED}",),
+    ForgetsToTakeBack: (f"job.pull {UNSAVED}",),
+    HiddenTeacher: (f"job.teacher[0].0.weight and 3 more {UNSAVED}",),
+    ForgetfulOptimizer: (f"optimizer.taken {UNSAVED}",),
+    CountsEvaluations: ("model.seen changes with every micro-batch of it",),
+}
+"""Jobs that are warned of something, and words of the warning."""
+
+HELD = [kind for kind in held_in(__name__, REFUSED) if kind not in TOLD]
+"""Jobs whose bits do not depend on who runs them."""
