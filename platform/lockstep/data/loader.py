@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_convert
 
+from lockstep.data import inherited
 from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
@@ -121,6 +122,7 @@ class MicroBatches(Dataset[Any]):
 def _told(error: BaseException, batch: MicroBatch, what: str) -> JobError:
     """What the job's code raised, with the samples and the step."""
     text = " ".join(str(error).split()) or "no message"
+    text += inherited.told(error)
     where = f"step {batch.step + 1}, micro-batch {batch.micro_batch}"
     if batch.step < 0:
         where = f"evaluation micro-batch {batch.micro_batch}"
@@ -261,7 +263,7 @@ def _data_loader(
             num_workers=processes,
             # A fork shares the dataset's memory and needs no pickling.
             multiprocessing_context="fork" if processes else None,
-            worker_init_fn=partial(_begin, begun, forked),
+            worker_init_fn=partial(_begin, begun, forked, inherited.opened()),
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )
@@ -291,13 +293,17 @@ def nothing_collected_in_children() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _begin(begun: Semaphore, forked: Callable[[], None], _number: int) -> None:
-    """The first thing that a loader process does.
+def _begin(
+    begun: Semaphore, forked: Callable[[], None], opened: Sequence[inherited.Opened], _number: int
+) -> None:
+    """The first thing that a loader process does. `opened` is what its parent had open before it made any for it.
 
     A dataset sees no worker info: what it gave by the number of its process would be another sample without processes.
     """
     torch.utils.data._utils.worker._worker_info = None
     forked()
+    inherited.make_own(opened)
+    inherited.look_for_waits(MicroBatches.__getitem__.__code__)
     begun.release()
 
 
