@@ -33,7 +33,7 @@ import lockstep
 from lockstep.data import loader as loader_module
 from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors, moved
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import ClusterError, JobError, LockstepError
+from lockstep.errors import ClusterError, JobError, LockstepError, SpecError
 
 CPU = torch.device("cpu")
 KEYS = [MicroBatch(step, m, [4 * step + 2 * m, 4 * step + 2 * m + 1]) for step in range(3) for m in range(2)]
@@ -421,6 +421,58 @@ def test_a_loader_process_destroys_nothing_of_its_parents(
     assert len(list(tmp_path.iterdir())) == (0 if frozen else 2)
     gc.collect()
     assert (tmp_path / str(os.getpid())).exists()
+
+
+class Remembers:
+    """Leaves behind what it has computed when it is pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.squared: int | None = number**2
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"number": self.number, "squared": None}
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_micro_batch_that_is_fetched_here_as_well_is_the_same(processes: int) -> None:
+    """Every one of them, whatever it holds; nothing of it is seen in what the loader gives."""
+
+    def sample(index: int) -> Any:
+        return {"drawn": drawn(index), "held": Remembers(index), "ids": (index, str(index))}
+
+    dataset = MicroBatches(Samples(sample), list, seed=3, purpose="data")
+    loader = Loader(dataset, KEYS, CPU, processes, compared=lambda key: True)
+    compared = list(loader)
+    loader.close()
+    alone = fetched(Samples(sample), collate=list)
+    assert [torch.equal(a["drawn"], b["drawn"]) for x, y in zip(compared, alone, strict=True) for a, b in zip(x, y, strict=True)] == [True] * 12  # fmt: skip
+
+
+def test_a_micro_batch_that_depends_on_its_process_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"got 1, and step 1, micro-batch 0, differs .* or on the process"):
+        dataset = MicroBatches(Samples(lambda _: os.getpid()), list, seed=3, purpose="data")
+        loader = Loader(dataset, KEYS, CPU, 1, compared=lambda key: True)
+        try:
+            next(loader)
+        finally:
+            loader.close()
+
+
+def test_an_error_of_what_is_fetched_here_as_well_is_told() -> None:
+    here = os.getpid()
+
+    def sample(index: int) -> int:
+        if os.getpid() == here:
+            raise ValueError("torn")
+        return index
+
+    loader = Loader(
+        MicroBatches(Samples(sample), list, seed=3, purpose="data"), KEYS, CPU, 1, compared=lambda key: True
+    )
+    with pytest.raises(JobError, match=r"sample 0 failed \(step 1, micro-batch 0, .*ValueError: torn"):
+        next(loader)
+    loader.close()
 
 
 # --- what is open, and what threads there are, when loader processes are forked -------------------------------
