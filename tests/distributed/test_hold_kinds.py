@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError, SpecError
 from lockstep.record.events import Event, StepRow
+from lockstep.training.rehearsal import promise
 from tests.distributed import further_kinds, kinds, phase_kinds, step_kinds, training
 from tests.distributed.kinds import (
     BackPropagationThroughTime,
@@ -301,6 +303,13 @@ def test_state_of_truncated_back_propagation_is_told() -> None:
     assert train(document(BackPropagationThroughTime)).warnings == ()
 
 
+def test_in_their_usual_order_draws_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: by luck the first micro-batch repeats."""
+    monkeypatch.setattr(promise, "out_of_order", nullcontext)
+    monkeypatch.setattr(further_kinds.DrawingInThreads, "apart_s", 0.05)
+    assert train(document(further_kinds.DrawsInThreads, rehearsal="off")).warnings == ()
+
+
 class NoiseInCollation(Kind):
     """Noise that grows weaker with each step, added where the samples are put together."""
 
@@ -376,7 +385,11 @@ def test_samples_that_depend_on_training_are_exact_without_loader_processes(
     pool: Pool, alone: Alone, tmp_path: Path
 ) -> None:
     """Stopped, and taken up by another number of workers; with loader processes where the loss does it in their place."""
-    for kind, processes in ((NoiseInCollation, 0), (NoiseInTheLoss, 1)):
+    for kind, processes in (
+        (NoiseInCollation, 0),
+        (NoiseInTheLoss, 1),
+        (further_kinds.KeyedDrawsInThreads, 2),
+    ):
         run = {**on(kind, processes, tmp_path), "rehearsal": "off"}
         begun = attempts(pool, 2, [(run, AttemptOrigin())], 1)
         ended = attempts(pool, 1, [(run, taken_up(run))], None)

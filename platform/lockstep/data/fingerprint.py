@@ -79,8 +79,8 @@ def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:
     if place is not None:
         raise JobError(
             f"data: the first micro-batch, fetched twice under one seed, differs{place}; "
-            "the dataset keeps something from one fetch to the next or draws from a generator of its own: "
-            "draw from the default generators or from lockstep.rng()"
+            "the dataset keeps something from one fetch to the next, draws in threads or draws from a generator of its own: "
+            "draw from the default generators or from lockstep.rng(), in the thread that fetches"
         )
 
 
