@@ -6,8 +6,10 @@ import copy
 import functools
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -1378,6 +1380,47 @@ class CachingKeyedDraws(CachingDraws):
         return self.kept[i]
 
 
+class KeyedDrawsInThreads(Kind):
+    """Each sample is made by a thread of a pool, from a seed that the fetch draws for it."""
+
+    def data(self, samples: int, seed: int) -> Dataset[Any]:
+        return MakingInThreads(numbers(samples, FEATURES, seed=seed))
+
+
+class MakingInThreads(Augmenting):
+    pool: ThreadPoolExecutor | None = None
+
+    def __getitems__(self, ids: Sequence[int]) -> list[Any]:
+        self.pool = self.pool or ThreadPoolExecutor(3)
+        seeds = [int(lockstep.rng(f"{i}").integers(2**32)) for i in ids]
+        return list(self.pool.map(self.made, ids, seeds))
+
+    def made(self, i: int, seed: int) -> Any:
+        noise = torch.from_numpy(np.random.default_rng(seed).normal(size=FEATURES)).float()
+        return self.rows[i] + noise, int(self.rows[i, :3].argmax())
+
+
+class DrawsInThreads(Kind):
+    """Threads that draw from the default generators: which one is first is chance."""
+
+    def data(self, samples: int, seed: int) -> Dataset[Any]:
+        return DrawingInThreads(numbers(samples, FEATURES, seed=seed))
+
+
+class DrawingInThreads(MakingInThreads):
+    """Each one draws as soon as its sample is read, which here takes a little longer for each: they come in order, by luck."""
+
+    apart_s = 0.002
+
+    def __getitems__(self, ids: Sequence[int]) -> list[Any]:
+        self.pool = self.pool or ThreadPoolExecutor(3)
+        return list(self.pool.map(self.made, ids, range(len(ids))))
+
+    def made(self, i: int, seed: int) -> Any:
+        time.sleep(self.apart_s * seed)
+        return self.rows[i] + 0.1 * torch.randn(FEATURES), int(self.rows[i, :3].argmax())
+
+
 class CountingData(Kind):
     def data(self, samples: int, seed: int) -> Dataset[Any]:
         return Counting(numbers(samples, FEATURES, seed=seed))
@@ -1520,6 +1563,10 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ComplexWeights: ("parameter 'filter' is torch.complex64", "view_as_complex"),
     CachedDraws: ("data: ", "keeps what it drew", "train_data"),
     CachedKeyedDraws: ("data: ", "keeps what it drew"),
+    DrawsInThreads: (
+        "data: the first micro-batch, fetched twice under one seed, differs in batch[0]",
+        "in threads",
+    ),
     CountingData: ("data: the first micro-batch, fetched twice under one seed, differs",),
     WritesIntoItsData: ("computed again under one seed, has other bits",),
     OwnBackward: ("job.loss: it has called backward()", "Lockstep does"),

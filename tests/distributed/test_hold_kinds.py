@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,8 +14,10 @@ import pytest
 import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.errors import LockstepError
+from lockstep.data.loader import Loader
+from lockstep.errors import LockstepError, SpecError
 from lockstep.record.events import Event, StepRow
+from lockstep.training.rehearsal import promise
 from tests.distributed import further_kinds, keeping_kinds, kinds, phase_kinds, step_kinds, training
 from tests.distributed.kinds import (
     BackPropagationThroughTime,
@@ -298,6 +302,100 @@ def test_state_of_truncated_back_propagation_is_told() -> None:
         for text in train(split).warnings
     )
     assert train(document(BackPropagationThroughTime)).warnings == ()
+
+
+def test_in_their_usual_order_draws_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: by luck the first micro-batch repeats."""
+    monkeypatch.setattr(promise, "out_of_order", nullcontext)
+    monkeypatch.setattr(further_kinds.DrawingInThreads, "apart_s", 0.05)
+    assert train(document(further_kinds.DrawsInThreads, rehearsal="off")).warnings == ()
+
+
+class NoiseInCollation(Kind):
+    """Noise that grows weaker with each step, added where the samples are put together."""
+
+    level, begins = 1.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.level = state["level"]
+
+    def after_step(self, model: torch.nn.Module, step: int) -> None:
+        if step > self.begins:
+            self.level *= 0.8
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        x, y = super().collate(samples)
+        return x + self.level * torch.randn_like(x), y
+
+
+class NoiseThatFadesLater(NoiseInCollation):
+    begins = 4
+
+
+class NoiseInTheLoss(NoiseInCollation):
+    """The same, where it may depend on the step."""
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return Kind.collate(self, samples)
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> kinds.Loss:
+        x, y = batch
+        return super().loss(model, (x + self.level * torch.randn_like(x), y))
+
+
+def by_processes(kind: type[Kind], processes: int, **more: Any) -> dict[str, Any]:
+    return document(kind, data={"drop_last": False, "loader_processes": processes}, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "more"),
+    [
+        (NoiseInCollation, 2, {}),
+        (NoiseInCollation, 2, {"rehearsal": "off"}),
+        (NoiseThatFadesLater, 9, {"length": {"epochs": 4}}),
+        (NoiseThatFadesLater, 6, {"length": {"epochs": 2}}),
+    ],
+)
+def test_samples_that_depend_on_training_are_refused_in_loader_processes(
+    kind: type[Kind], step: int, more: dict[str, Any]
+) -> None:
+    """At the first step that has other ones, or at a later one; the last step of the run is looked at in any case."""
+    with pytest.raises(SpecError) as info:
+        train(by_processes(kind, 1, **more))
+    text = str(info.value)
+    assert "\n" not in text
+    assert text.startswith(
+        f"data.loader_processes: got 1, and step {step}, micro-batch 0, differs in batch[0] from what the worker fetches itself; "
+    )
+    assert "job.after_step" in text
+
+
+def test_without_the_look_they_get_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: loader processes go on with what they were forked with."""
+    monkeypatch.setattr(Loader, "_compare", lambda *_: None)
+    runs = [train(by_processes(NoiseInCollation, processes)) for processes in (0, 1)]
+    assert runs[0].identity == runs[1].identity
+    assert runs[0].digests[0] == runs[1].digests[0]
+    assert runs[0].digests[1] != runs[1].digests[1]
+
+
+def test_samples_that_depend_on_training_are_exact_without_loader_processes(
+    pool: Pool, alone: Alone, tmp_path: Path
+) -> None:
+    """Stopped, and taken up by another number of workers; with loader processes where the loss does it in their place."""
+    for kind, processes in (
+        (NoiseInCollation, 0),
+        (NoiseInTheLoss, 1),
+        (further_kinds.KeyedDrawsInThreads, 2),
+    ):
+        run = {**on(kind, processes, tmp_path), "rehearsal": "off"}
+        begun = attempts(pool, 2, [(run, AttemptOrigin())], 1)
+        ended = attempts(pool, 1, [(run, taken_up(run))], None)
+        check(kind, alone[kind], [rank[0] for rank in begun], 0, 1)
+        check(kind, alone[kind], [rank[0] for rank in ended], 1, 3)
 
 
 class Forgetful(Kind):

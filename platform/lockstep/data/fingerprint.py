@@ -75,13 +75,25 @@ def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:
             f"data: the first micro-batch holds a {error.kind}, whose content cannot be read ({error.reason}), so nothing shows "
             "whether it repeats; collate to tensors, arrays or objects that pickle takes, or give the dataset a fingerprint()"
         ) from error
+    place = _first_difference(pairs)
+    if place is not None:
+        raise JobError(
+            f"data: the first micro-batch, fetched twice under one seed, differs{place}; "
+            "the dataset keeps something from one fetch to the next, draws in threads or draws from a generator of its own: "
+            "draw from the default generators or from lockstep.rng(), in the thread that fetches"
+        )
+
+
+def difference(once: Any, again: Any) -> str | None:
+    """Where two micro-batches differ first, as a message goes on; what cannot be looked into counts by its type."""
+    return _first_difference(zip(leaves(once, opaque=True), leaves(again, opaque=True), strict=False))
+
+
+def _first_difference(pairs: Iterable[tuple[tuple[str, str], tuple[str, str]]]) -> str | None:
     for (path, first), (_, second) in pairs:
         if first != second:
-            raise JobError(
-                f"data: the first micro-batch, fetched twice under one seed, differs{f' in batch{path}' if path else ''}; "
-                "the dataset keeps something from one fetch to the next or draws from a generator of its own: "
-                "draw from the default generators or from lockstep.rng()"
-            )
+            return f" in batch{path}" if path else ""
+    return None
 
 
 # --- files ------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A micro-batch is fetched and collated in one call by one process, after that process seeded its generators from
 (seed, "data", step, m): neither the number of loader processes nor where a run was resumed can change a draw.
-Without loader processes the training thread fetches: a background thread would draw from the same generators. Only
+What samples are may not depend on what training changes, which a loader process sees as it was when it was forked: now and then the worker
+fetches a micro-batch itself as well, and compares. Without loader processes the training thread fetches: a background thread would draw from the same generators. Only
 what a dataset that draws nothing fetches comes from a thread, ahead of time; its collation stays where it was. Rows that
 are in memory already and are computed on the processor need none: it would take a core from those that compute.
 The fetch has one intra-op thread, as a forked process must, so that sums in a dataset are the same bits as well.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
@@ -27,10 +29,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_convert
 
+from lockstep.data import inherited
 from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
+from lockstep.data.fingerprint import difference
 from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import ClusterError, JobError, LockstepError
+from lockstep.errors import ClusterError, DeterminismError, JobError, LockstepError, SpecError
 from lockstep.job.frames import place_in_job
 from lockstep.randomness import seed_all
 
@@ -121,6 +125,7 @@ class MicroBatches(Dataset[Any]):
 def _told(error: BaseException, batch: MicroBatch, what: str) -> JobError:
     """What the job's code raised, with the samples and the step."""
     text = " ".join(str(error).split()) or "no message"
+    text += inherited.told(error)
     where = f"step {batch.step + 1}, micro-batch {batch.micro_batch}"
     if batch.step < 0:
         where = f"evaluation micro-batch {batch.micro_batch}"
@@ -141,10 +146,18 @@ class Loader:
         device: torch.device,
         processes: int = 0,
         forked: Callable[[], None] = lambda: None,
+        compared: Callable[[MicroBatch], bool] | None = None,
     ) -> None:
-        """`forked` is called first in each loader process."""
+        """`forked` is called first in each loader process. `compared` names micro-batches that, where they are fetched ahead of their
+        time or in another process, are fetched here as well when their time has come, and must be the same.
+        """
         self.device = device
         self.waited_s = 0.0
+        self._dataset, self._processes = dataset, processes
+        self._compared: Callable[[MicroBatch], bool] = compared or (lambda _: False)
+        self._noted: Noted | None = None
+        if compared is not None and (processes or (device.type == "cuda" and not dataset.draws_nothing)):
+            self._noted = batches = Noted(batches)
         self._fetched: Iterator[Any]
         if processes:
             self._fetched = _data_loader(dataset, batches, device, processes, forked)
@@ -175,7 +188,32 @@ class Loader:
         if self.device.type == "cpu":
             batch = map_tensors(batch, aligned)
         self.waited_s += time.perf_counter() - began
+        if self._noted is not None and self._compared(key := self._noted.given.popleft()):
+            self._compare(key, batch)
         return batch
+
+    def _compare(self, key: MicroBatch, batch: Any) -> None:
+        """Refuse a micro-batch that is another one when it is fetched now. Raises SpecError or DeterminismError, which no other attempt can mend."""
+        own = default_convert(self._dataset[key._replace(due=())])  # type: ignore[no-untyped-call]
+        if isinstance(own, LockstepError):
+            raise own
+        if self._processes:
+            own = _handed_over(own)
+        if self.device.type == "cuda":
+            own = next(_copied_ahead(iter([own]), self.device))
+        place = difference(batch, own)
+        if place is None:
+            return
+        where = f"step {key.step + 1}, micro-batch {key.micro_batch}, differs{place} from what the worker fetches itself"
+        advice = (
+            "samples or their collation depend on what training changes, such as an attribute that job.after_step sets, or on the process: let "
+            "them depend on the seed, the epoch and the sample alone, and do in job.loss what changes with the step"
+        )
+        if self._processes:
+            raise SpecError(
+                f"data.loader_processes: got {self._processes}, and {where}; {advice}, or set it to 0"
+            )
+        raise DeterminismError(f"data: {where}, for it was fetched ahead of its time; {advice}")
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -186,6 +224,28 @@ class Loader:
             self._fetched.close()
         else:
             self._fetched._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class Noted:
+    """Micro-batches as they are asked for, and which of them are `given` next."""
+
+    def __init__(self, batches: Iterable[MicroBatch]) -> None:
+        self._batches = batches
+        self.given: deque[MicroBatch] = deque()
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.given.clear()  # loader processes that never began are asked again
+        for batch in self._batches:
+            self.given.append(batch)
+            yield batch
+
+
+def _handed_over(value: Any) -> Any:
+    """What another process would get of it: an object may leave behind what pickle does not take along."""
+    try:
+        return pickle.loads(pickle.dumps(value))
+    except (pickle.PicklingError, TypeError, AttributeError):  # torch hands over more than pickle alone does
+        return value
 
 
 def _fetched_ahead(dataset: MicroBatches, batches: Iterable[MicroBatch]) -> Iterator[Any]:
@@ -261,7 +321,7 @@ def _data_loader(
             num_workers=processes,
             # A fork shares the dataset's memory and needs no pickling.
             multiprocessing_context="fork" if processes else None,
-            worker_init_fn=partial(_begin, begun, forked),
+            worker_init_fn=partial(_begin, begun, forked, inherited.opened()),
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )
@@ -291,13 +351,17 @@ def nothing_collected_in_children() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _begin(begun: Semaphore, forked: Callable[[], None], _number: int) -> None:
-    """The first thing that a loader process does.
+def _begin(
+    begun: Semaphore, forked: Callable[[], None], opened: Sequence[inherited.Opened], _number: int
+) -> None:
+    """The first thing that a loader process does. `opened` is what its parent had open before it made any for it.
 
     A dataset sees no worker info: what it gave by the number of its process would be another sample without processes.
     """
     torch.utils.data._utils.worker._worker_info = None
     forked()
+    inherited.make_own(opened)
+    inherited.look_for_waits(MicroBatches.__getitem__.__code__)
     begun.release()
 
 

@@ -20,6 +20,7 @@ from lockstep.data.dataset import is_table
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.sampler import MicroBatch
 from lockstep.errors import DriftError, JobError, SpecError, nearest
 from lockstep.job.identity import identity_digest, identity_fields
 from lockstep.job.interface import Job, overrides
@@ -110,9 +111,19 @@ class Run:
         """The worker's micro-batches from the state's step to the end of the run."""
         samples, start = self.batches.samples, self.state.counters.step
         sampler = make_sampler(self.spec, self.plan, samples, self.step.assigned, start)
-        return Loader(
-            self.batches, sampler, self.group.device, self.spec.data.loader_processes, self.group.let_go
-        )
+        processes = self.spec.data.loader_processes
+        compared = self._compared(start) if self.spec.determinism == "strict" else None
+        return Loader(self.batches, sampler, self.group.device, processes, self.group.let_go, compared)
+
+    def _compared(self, start: int) -> Callable[[MicroBatch], bool]:
+        """Whether a micro-batch is fetched twice: the worker's first one of the steps 1, 2, 4, 8 … after `start`, and of the last step."""
+        first, last = self.step.assigned.start, self.plan.total_steps - 1
+
+        def compared(key: MicroBatch) -> bool:
+            done = key.step - start
+            return key.micro_batch == first and done > 0 and (done & (done - 1) == 0 or key.step == last)
+
+        return compared
 
     def ahead(self, over: bool) -> Iterator[Position]:
         """The steps that are still to be taken: none where the run is `over`."""

@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import queue
 import random
 import signal
+import socket
+import subprocess
+import threading
 import time
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +33,7 @@ import lockstep
 from lockstep.data import loader as loader_module
 from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors, moved
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import ClusterError, JobError, LockstepError
+from lockstep.errors import ClusterError, JobError, LockstepError, SpecError
 
 CPU = torch.device("cpu")
 KEYS = [MicroBatch(step, m, [4 * step + 2 * m, 4 * step + 2 * m + 1]) for step in range(3) for m in range(2)]
@@ -415,3 +421,327 @@ def test_a_loader_process_destroys_nothing_of_its_parents(
     assert len(list(tmp_path.iterdir())) == (0 if frozen else 2)
     gc.collect()
     assert (tmp_path / str(os.getpid())).exists()
+
+
+class Remembers:
+    """Leaves behind what it has computed when it is pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.squared: int | None = number**2
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"number": self.number, "squared": None}
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_micro_batch_that_is_fetched_here_as_well_is_the_same(processes: int) -> None:
+    """Every one of them, whatever it holds; nothing of it is seen in what the loader gives."""
+
+    def sample(index: int) -> Any:
+        return {"drawn": drawn(index), "held": Remembers(index), "ids": (index, str(index))}
+
+    dataset = MicroBatches(Samples(sample), list, seed=3, purpose="data")
+    loader = Loader(dataset, KEYS, CPU, processes, compared=lambda key: True)
+    compared = list(loader)
+    loader.close()
+    alone = fetched(Samples(sample), collate=list)
+    assert [torch.equal(a["drawn"], b["drawn"]) for x, y in zip(compared, alone, strict=True) for a, b in zip(x, y, strict=True)] == [True] * 12  # fmt: skip
+
+
+def test_a_micro_batch_that_depends_on_its_process_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"got 1, and step 1, micro-batch 0, differs .* or on the process"):
+        dataset = MicroBatches(Samples(lambda _: os.getpid()), list, seed=3, purpose="data")
+        loader = Loader(dataset, KEYS, CPU, 1, compared=lambda key: True)
+        try:
+            next(loader)
+        finally:
+            loader.close()
+
+
+def test_an_error_of_what_is_fetched_here_as_well_is_told() -> None:
+    here = os.getpid()
+
+    def sample(index: int) -> int:
+        if os.getpid() == here:
+            raise ValueError("torn")
+        return index
+
+    loader = Loader(
+        MicroBatches(Samples(sample), list, seed=3, purpose="data"), KEYS, CPU, 1, compared=lambda key: True
+    )
+    with pytest.raises(JobError, match=r"sample 0 failed \(step 1, micro-batch 0, .*ValueError: torn"):
+        next(loader)
+    loader.close()
+
+
+# --- what is open, and what threads there are, when loader processes are forked -------------------------------
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    path = tmp_path / "numbers.bin"
+    np.arange(4800, dtype=np.float32).tofile(path)
+    return path
+
+
+MANY = [MicroBatch(0, m, list(range(24 * m, 24 * m + 24))) for m in range(200)]
+"""Micro-batches of so many samples that two processes read at once."""
+
+
+class OfAFile(Dataset[Any]):
+    """Numbers read by position from a file that is opened at the first fetch, or before it."""
+
+    def __init__(self, path: Path, *, buffered: bool, mode: str = "rb", eager: bool = False) -> None:
+        self.path, self.mode, self.buffering = path, mode, -1 if buffered else 0
+        self.file: Any = self.opened() if eager else None
+
+    def opened(self) -> Any:
+        return self.path.open(self.mode, buffering=self.buffering)
+
+    def __len__(self) -> int:
+        return 4800
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.file is None:
+            self.file = self.opened()
+        self.file.seek(4 * index)
+        time.sleep(0)  # lets another process come between
+        return torch.tensor(np.frombuffer(self.file.read(4), np.float32)[0])
+
+
+def fetched_after_a_look(
+    samples: Dataset[Any], processes: int, keys: Sequence[MicroBatch] | None = None
+) -> Tensor:
+    """All of it, after the process itself has fetched one micro-batch, as a run does before its first step."""
+    keys = MANY if keys is None else keys
+    fetched(samples, keys=keys[-1:])
+    return torch.cat(fetched(samples, processes=processes, keys=keys))
+
+
+OPENINGS = [
+    {"buffered": False},
+    {"buffered": True},
+    {"buffered": False, "eager": True},
+    {"buffered": True, "eager": True},
+    {"buffered": True, "mode": "r+b"},
+]
+
+
+@pytest.mark.parametrize("opening", OPENINGS, ids=str)
+def test_loader_processes_read_a_file_that_was_open_before_them(numbers: Path, opening: Any) -> None:
+    """Each by a position of its own, whether the dataset opened it as it was made or at its first fetch."""
+    samples = OfAFile(numbers, **opening)
+    assert torch.equal(fetched_after_a_look(samples, 2), torch.arange(4800.0))
+    samples.file.close()
+
+
+def test_with_one_position_for_all_they_read_other_samples(
+    numbers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: processes that share what was open before them."""
+    monkeypatch.setattr(loader_module.inherited, "make_own", lambda opened: None)
+    samples = OfAFile(numbers, buffered=False)
+    try:
+        got = fetched_after_a_look(samples, 2)
+    except JobError:  # one that has read at the end of the file
+        return
+    finally:
+        samples.file.close()
+    assert not torch.equal(got, torch.arange(4800.0))
+
+
+def test_what_a_reader_holds_in_its_buffer_goes_on_where_it_stood(numbers: Path) -> None:
+    """Of a file that is read from its beginning to its end, with no seek between."""
+
+    class Onwards(OfAFile):
+        def __getitem__(self, index: int) -> Tensor:
+            if index == 0:
+                self.file = self.opened()
+            return torch.tensor(np.frombuffer(self.file.read(4), np.float32)[0])
+
+    samples = Onwards(numbers, buffered=True)
+    fetched(samples, keys=MANY[:1])
+    assert torch.equal(torch.cat(fetched(samples, processes=1, keys=MANY[1:])), torch.arange(24.0, 4800.0))
+    assert torch.equal(torch.cat(fetched(samples, keys=MANY[1:])), torch.arange(24.0, 4800.0)), "nor here"
+    samples.file.close()
+
+
+def test_a_file_that_cannot_be_opened_again_is_told(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, by the sample that is read from it: it is not read by a position that others move."""
+
+    def refuses(path: Any, *arguments: Any, whole: Any = os.open) -> int:
+        if str(path).startswith("/proc/self/fd/"):
+            raise PermissionError(13, "Permission denied")
+        return int(whole(path, *arguments))
+
+    samples = OfAFile(numbers, buffered=False)
+    fetched(samples, keys=MANY[:1])
+    monkeypatch.setattr(loader_module.inherited.os, "open", refuses)
+    with pytest.raises(JobError) as info:
+        fetched(samples, processes=1, keys=MANY[:1])
+    text = one_line(info.value)
+    assert text.startswith("data: sample 0 failed (step 1, micro-batch 0, tests/unit/data/test_loader.py:")
+    assert f"the file {str(numbers)!r} (Permission denied)" in text
+    assert "or set data.loader_processes=0" in text
+    samples.file.close()
+
+
+class Asked(Dataset[Any]):
+    """Samples that another process or thread answers, one after another, by a connection that was made before."""
+
+    def __init__(self, ask: Callable[[bytes], bytes]) -> None:
+        self.ask = ask
+
+    def __len__(self) -> int:
+        return 4800
+
+    def __getitem__(self, index: int) -> Tensor:
+        answer = self.ask(f"{index:07}\n".encode())
+        if not answer:
+            raise ConnectionError("the server has hung up")
+        return torch.tensor(float(answer))
+
+
+def answered(connection: socket.socket) -> None:
+    """Give back each line that is received."""
+    with connection:
+        while line := connection.recv(8, socket.MSG_WAITALL):
+            connection.sendall(line)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=answered, args=[listening.accept()[0]], daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listening.getsockname()
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_that_was_made_before_loader_processes_is_told(server: tuple[str, int]) -> None:
+    """Two that asked by one connection would get each other's answers. The process itself goes on with it."""
+    with socket.create_connection(server) as connection:
+
+        def ask(line: bytes) -> bytes:
+            connection.sendall(line)
+            return connection.recv(8, socket.MSG_WAITALL)
+
+        samples = Asked(ask)
+        fetched(samples, keys=MANY[:1])
+        with pytest.raises(JobError) as info:
+            fetched(samples, processes=2, keys=MANY)
+        assert f"the connection to ('127.0.0.1', {server[1]})" in one_line(info.value)
+        assert "in each process (os.getpid()) its own" in str(info.value)
+        assert torch.equal(torch.cat(fetched(samples, keys=MANY)), torch.arange(4800.0))
+
+
+def test_a_client_that_connects_anew_is_right_in_loader_processes(server: tuple[str, int]) -> None:
+    held: list[socket.socket] = []
+
+    def ask(line: bytes) -> bytes:
+        for _ in range(2):
+            with suppress(ConnectionError):
+                held[:] = held or [socket.create_connection(server)]
+                held[0].sendall(line)
+                if answer := held[0].recv(8, socket.MSG_WAITALL):
+                    return answer
+            held.pop().close()
+        raise AssertionError
+
+    assert torch.equal(fetched_after_a_look(Asked(ask), 2), torch.arange(4800.0))
+    held[0].close()
+
+
+def test_another_error_says_nothing_of_what_was_open(server: tuple[str, int]) -> None:
+    """One of a file that is missing, say, while some connection was open."""
+    with socket.create_connection(server), pytest.raises(JobError, match="No such file") as info:
+        fetched(Samples(lambda index: Path(f"/nowhere/{index}").read_text()), processes=1)
+    assert "was open before" not in str(info.value)
+
+
+def test_a_process_that_answers_by_pipes_is_told() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as cat:
+
+        def ask(line: bytes) -> bytes:
+            assert cat.stdin is not None and cat.stdout is not None
+            cat.stdin.write(line)
+            answer: bytes = cat.stdout.read(8)
+            if not answer:
+                raise EOFError
+            return answer
+
+        fetched(Asked(ask), keys=MANY[:1])
+        with pytest.raises(JobError, match=r"EOFError: no message; a loader process cannot read .*a pipe"):
+            fetched(Asked(ask), processes=1, keys=MANY[:1])
+
+
+class InThreads(Dataset[Any]):
+    """Samples that a pool of threads reads, which is made with the dataset or at its first fetch."""
+
+    def __init__(self, *, eager: bool) -> None:
+        self.pool: ThreadPoolExecutor | None = ThreadPoolExecutor(3) if eager else None
+
+    def __len__(self) -> int:
+        return 4800
+
+    def __getitems__(self, ids: Sequence[int]) -> list[Tensor]:
+        self.pool = self.pool or ThreadPoolExecutor(3)
+        return list(self.pool.map(torch.tensor, map(float, ids)))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_pool_of_threads_starts_new_ones_in_loader_processes(eager: bool) -> None:
+    samples = InThreads(eager=eager)
+    for processes in (2, 0, 1):
+        assert torch.equal(fetched_after_a_look(samples, processes), torch.arange(4800.0))
+    assert samples.pool is not None
+    samples.pool.shutdown()
+
+
+def filled_by_a_thread() -> tuple[queue.Queue[Any], Samples]:
+    """Samples that a thread puts into a queue as they are asked for."""
+    asked, given = queue.Queue[Any](), queue.Queue[Any]()
+
+    def fill() -> None:
+        while (index := asked.get()) is not None:
+            given.put(torch.tensor(float(index)))
+
+    threading.Thread(target=fill).start()
+
+    def sample(index: int) -> Tensor:
+        asked.put(index)
+        value: Tensor = given.get()
+        return value
+
+    return asked, Samples(sample)
+
+
+def test_a_wait_for_a_thread_that_a_loader_process_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module.inherited, "LOOKS_S", 0.2)
+    asked, samples = filled_by_a_thread()
+    fetched(samples)
+    with pytest.raises(JobError) as info:
+        fetched(samples, processes=2)
+    text = one_line(info.value)
+    assert text.startswith("data: sample 0 failed (step 1, micro-batch 0, tests/unit/data/test_loader.py:")
+    assert "waits for a thread of the process that this loader process was forked from" in text
+    assert len(fetched(samples)) == len(KEYS)
+    asked.put(None)
+
+
+def test_a_wait_for_a_thread_that_works_is_none_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module.inherited, "LOOKS_S", 0.05)
+
+    def sample(index: int) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(time.sleep, 0.12).result()
+        time.sleep(0.12)
+        return torch.tensor(float(index))
+
+    assert torch.equal(torch.cat(fetched(Samples(sample), processes=2)), torch.arange(12.0))

@@ -1,0 +1,222 @@
+"""What a loader process inherits of its parent, made its own before it fetches.
+
+A forked process shares every open file with its parent and with its siblings: one position for all of them, which a `seek` of one moves
+for the others. Here each file gets a description of its own, at the same position, so what a reader has in its buffer still fits.
+A connection cannot be had twice: what one process asks, another one may be answered. So it reads as one that the other
+side has closed, after which a client connects anew or fails. Threads are not inherited at all: a pool of them starts new ones, and
+whoever waits for one that has stayed behind is told.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import queue
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import thread as thread_pools
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+_LISTED = Path("/proc/self/fd")
+
+_KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | getattr(os, "O_DIRECT", 0)
+
+LOOKS_S = 10.0
+"""How often a loader process looks whether it waits for what cannot come."""
+
+_TORCHS_OWN = "torch-shm-dir"
+"""In the address of the process that keeps torch's shared memory, to which any process may speak."""
+
+_CUT: list[str] = []
+"""What this process has inherited and cannot read, each by what it is."""
+
+_NAMED = 3
+"""So many of them are named."""
+
+
+class WaitsForeverError(RuntimeError):
+    """A loader process waits for a thread that it does not have. Example: a thread of the dataset's that fills a queue."""
+
+
+class Opened(NamedTuple):
+    """A descriptor, and what it leads to."""
+
+    fd: int
+    device: int
+    inode: int
+
+
+def opened() -> list[Opened]:
+    """What this process has open at the moment, but for its standard streams; nothing where the system does not list it."""
+    streams = [_seen(fd) for fd in range(3)]
+    every = [_seen(int(path.name)) for path in _LISTED.iterdir()] if _LISTED.is_dir() else []
+    known = {one[1:] for one in streams if one is not None}
+    return [one for one in every if one is not None and one.fd > 2 and one[1:] not in known]
+
+
+def make_own(inherited: Iterable[Opened]) -> None:
+    """In a forked process: part from its parent in what was open there."""
+    for one in inherited:
+        if _seen(one.fd) == one:  # else its number has become another's before the fork
+            _part(one.fd)
+    for pool in _pools():
+        _start_anew(pool)
+
+
+def told(error: BaseException) -> str:
+    """What follows the text of an error where it may come from a file or a connection that this process cannot read."""
+    every = list(dict.fromkeys(_CUT))
+    if not every or not _is_cut(error):
+        return ""
+    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
+    return (
+        f"; a loader process cannot read what was open before it was forked ({', '.join(every[:_NAMED])}{more}): open it where it is used, "
+        "in each process (os.getpid()) its own, or set data.loader_processes=0"
+    )
+
+
+def _is_cut(error: BaseException | None) -> bool:
+    """Whether an error, or one that it follows from, is that of a reader whose other side is gone."""
+    if error is None:
+        return False
+    gone = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+    ends = isinstance(error, EOFError) and not error.args  # a file that is cut short has more to say
+    closed = isinstance(error, OSError) and error.errno == errno.EBADF
+    return gone or ends or closed or _is_cut(error.__cause__ or error.__context__)
+
+
+def look_for_waits(inside: CodeType) -> None:
+    """From now on raise WaitsForeverError in the main thread of this process where it waits, called from `inside`, and no thread is left
+    that could end it.
+    """
+
+    def look(_number: int, frame: FrameType | None) -> None:
+        others = [
+            thread
+            for thread in threading.enumerate()
+            if thread is not threading.main_thread() and _is_users(thread)
+        ]
+        if frame is None or others or not _waits_for_good(frame):
+            return
+        while frame is not None:
+            if frame.f_code is inside:
+                raise WaitsForeverError(
+                    "it waits for a thread of the process that this loader process was forked from; start threads where they are used, "
+                    "in each process (os.getpid()) its own, or set data.loader_processes=0"
+                )
+            frame = frame.f_back
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOKS_S, LOOKS_S)
+
+
+def _waits_for_good(frame: FrameType) -> bool:
+    return frame.f_code is threading.Condition.wait.__code__ and frame.f_locals["timeout"] is None
+
+
+def _is_users(thread: threading.Thread) -> bool:
+    """Whether it is none of those by which a process hands over what it has."""
+    return thread.name != "QueueFeederThread"
+
+
+def _seen(fd: int) -> Opened | None:
+    try:
+        status = os.fstat(fd)
+    except OSError:  # closed since it was listed
+        return None
+    return Opened(fd, status.st_dev, status.st_ino)
+
+
+def _part(fd: int) -> None:
+    status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & os.O_ACCMODE == os.O_WRONLY or flags & getattr(os, "O_PATH", 0):
+        return  # nothing is read from it
+    if stat.S_ISREG(status.st_mode) and status.st_size:  # an empty one is there for its lock
+        _own_position(fd, flags)
+    elif stat.S_ISFIFO(status.st_mode):
+        read, write = os.pipe()
+        os.close(write)
+        _replace(fd, read)
+        _CUT.append("a pipe")
+    elif stat.S_ISSOCK(status.st_mode):
+        _close_connection(fd)
+
+
+def _own_position(fd: int, flags: int) -> None:
+    position = os.lseek(fd, 0, os.SEEK_CUR)
+    try:
+        own = os.open(_LISTED / str(fd), flags & _KEPT_FLAGS)
+    except OSError as error:
+        _CUT.append(f"the file {str((_LISTED / str(fd)).readlink())!r} ({error.strerror})")
+        own = os.open(os.devnull, os.O_WRONLY)  # whoever reads from it is told
+    else:
+        os.lseek(own, position, os.SEEK_SET)
+    _replace(fd, own)
+
+
+def _close_connection(fd: int) -> None:
+    peer = _peer(fd)
+    if peer is None or _TORCHS_OWN in str(peer):
+        return
+    with _no_timeout():
+        own, other = socket.socketpair()
+    other.close()
+    os.set_blocking(own.fileno(), os.get_blocking(fd))
+    _replace(fd, own.detach())
+    _CUT.append(f"the connection to {peer}" if peer else "a connection")
+
+
+def _peer(fd: int) -> Any:
+    """The address of the other side of a connection; None for a socket that is none."""
+    with _no_timeout(), closing(socket.socket(fileno=os.dup(fd))) as held:
+        try:
+            return None if held.type == socket.SOCK_DGRAM else held.getpeername()
+        except OSError:  # it waits for connections
+            return None
+
+
+@contextmanager
+def _no_timeout() -> Iterator[None]:
+    """With one, Python would have a socket of someone else's block no more, as it sees it."""
+    timeout_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(timeout_s)
+
+
+def _replace(fd: int, own: int) -> None:
+    """Have `fd` mean what `own` means."""
+    os.dup2(own, fd, inheritable=os.get_inheritable(fd))
+    os.close(own)
+
+
+def _pools() -> Iterator[thread_pools.ThreadPoolExecutor]:
+    """Those that had threads in the parent. Python has no public way to find them."""
+    seen = set[int]()
+    for thread in list(thread_pools._threads_queues):
+        reference, *_ = getattr(thread, "_args", None) or [lambda: None]  # a thread that has ended has none
+        pool = reference()
+        if isinstance(pool, thread_pools.ThreadPoolExecutor) and id(pool) not in seen:
+            seen.add(id(pool))
+            yield pool
+
+
+def _start_anew(pool: thread_pools.ThreadPoolExecutor) -> None:
+    """Forget the threads that have stayed in the parent, with what they had yet to do."""
+    left, pool._work_queue = pool._work_queue, queue.SimpleQueue()
+    pool._threads, pool._idle_semaphore = set(), threading.Semaphore(0)
+    pool._shutdown_lock = threading.Lock()
+    with suppress(queue.Empty):
+        while True:
+            work = left.get_nowait()
+            if work is not None:
+                work.future.cancel()

@@ -1,0 +1,30 @@
+"""Pools of threads in another order than usual: what depends on the order, such as draws from one generator, comes out different."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import thread as thread_pools
+from contextlib import contextmanager
+from typing import Any
+
+LATE_S = 0.02
+"""How long the first task of a pool is held up; those behind it begin meanwhile."""
+
+
+@contextmanager
+def out_of_order() -> Iterator[None]:
+    """The first task of a ThreadPoolExecutor in the block begins late. It costs nothing where there is none."""
+    whole, number = thread_pools._WorkItem.run, itertools.count()
+
+    def run(self: Any, *arguments: Any) -> None:
+        if next(number) == 0:
+            time.sleep(LATE_S)
+        whole(self, *arguments)
+
+    thread_pools._WorkItem.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        thread_pools._WorkItem.run = whole  # type: ignore[method-assign]
