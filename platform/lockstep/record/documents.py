@@ -129,7 +129,7 @@ def note(verdict: str, details: Mapping[str, Any], figures: Sequence[str] = (), 
         f"![{Path(path).stem}](get-artifact?path={quote(path, safe='')}&run_uuid={run_id})"
         for path in figures
     ]
-    rows = [f"| {name} | {_cell(value)} |" for name, value in flat(details).items()]
+    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in flat(details).items()]
     table = ["", "| | |", "|---|---|", *rows] if rows else []
     return "\n".join([verdict, *table, *([""] if images else []), *images, ""])
 
