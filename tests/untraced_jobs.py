@@ -47,3 +47,17 @@ class PacedDigits(UntracedDigits):
     def loss(self, model: Any, batch: Any) -> lockstep.Loss:
         time.sleep(self.params.pause_s)
         return super().loss(model, batch)
+
+
+class InTheWay(UntracedDigits):
+    """After its third step a file lies where the first attempt would write its checkpoints, below `disk`, where it has one."""
+
+    class Params(Digits.Params):
+        disk: lockstep.Placement[str] = ""
+
+    params: Params
+
+    def after_step(self, model: Any, step: int) -> None:
+        if step == 3 and self.params.disk:
+            (run,) = Path(self.params.disk).iterdir()
+            (run / "attempt-0001").write_text("in the way")

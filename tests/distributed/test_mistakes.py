@@ -186,6 +186,62 @@ def test_a_part_that_is_a_vector() -> None:
         )
 
 
+def with_parts(parts: dict[Any, Any]) -> Plain:
+    """A job whose loss has these parts."""
+    return with_loss(lambda model, x, y: lockstep.Loss(cross_entropy(model, x, y), 4, parts))
+
+
+@pytest.mark.parametrize("name", ["loss", "lr", "grad_norm", "clipped_norm", "scale", "skipped"])
+def test_a_part_by_a_name_that_a_step_has_already(name: str) -> None:
+    with told(JobError, "job.loss", f"{name!r} is no name for a part", f"train/{name}", "another name"):
+        train_job(document(rehearsal="off"), with_parts({name: lockstep.Mean(1.0, 1)}))
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\ud800", "a\x00"])
+def test_a_part_whose_name_cannot_be_shown_in_a_line(name: str) -> None:
+    with told(JobError, "job.loss", f"got {name!r} as a name", "text that one line can show"):
+        train_job(document(rehearsal="off"), with_parts({name: lockstep.Mean(1.0, 1)}))
+
+
+def test_a_part_whose_name_is_a_number() -> None:
+    with told(JobError, "job.loss", "got 5 as a name", "wanted text"):
+        train_job(document(rehearsal="off"), with_parts({5: lockstep.Mean(1.0, 1)}))
+
+
+def test_parts_that_are_no_mapping() -> None:
+    with told(JobError, "job.loss", "parts is list", "wanted a dict of lockstep.Mean"):
+        train_job(document(rehearsal="off"), with_parts([lockstep.Mean(1.0, 1)]))  # type: ignore[arg-type]
+
+
+def test_a_part_that_no_float_can_hold() -> None:
+    with told(
+        JobError,
+        "job.loss",
+        "total of part 'big' is int beyond 1.8e308",
+        "wanted a number that a float64 can hold",
+    ):
+        train_job(document(rehearsal="off"), with_parts({"big": lockstep.Mean(10**400, 1)}))
+
+
+def test_a_part_that_evaluation_alone_gives_is_looked_at_as_well() -> None:
+    class Later(Plain):
+        def eval_data(self) -> Any:
+            return TensorDataset(*points(8))
+
+        def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+            parts = {} if model.training else {"loss": lockstep.Mean(1.0, 1)}
+            return lockstep.Loss(cross_entropy(model, *batch), 4, parts)
+
+    with told(JobError, "job.loss", "'loss' is no name for a part"):
+        train_job(document(rehearsal="off"), Later(Plain.Params()))
+
+
+def test_parts_of_any_other_name_are_recorded() -> None:
+    names = ["loss/ce", "step", "epoch", "weight", "acc@5", "gén 精度", "a|b"]
+    trained = train_job(document(), with_parts(dict.fromkeys(names, lockstep.Mean(1e300, 1))))
+    assert list(trained.steps[-1].parts) == names
+
+
 # --- the model --------------------------------------------------------------------------------------------
 
 

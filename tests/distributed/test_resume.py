@@ -25,6 +25,7 @@ from lockstep.errors import DriftError, SpecError, StorageError
 from lockstep.record import segments
 from lockstep.record.history import History
 from lockstep.record.ledger import DETERMINISTIC
+from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.state import TrainState
 from tests.distributed import test_fp16, test_same_bits
 from tests.distributed.covering import covering, pairs, showing_each_value
@@ -503,6 +504,31 @@ def test_a_save_that_fails_ends_no_run(tmp_path: Path) -> None:
     assert trained.summary["checkpoint"] is None
     assert len(trained.warnings) == 3  # of steps 4, 8 and the end
     assert all("could not be saved" in text for text in trained.warnings)
+    assert trained.summary["unsaved"].startswith("the checkpoint of step ")
+
+
+def test_a_save_that_fails_before_one_that_goes_well_is_forgotten(tmp_path: Path) -> None:
+    """The folder of the checkpoints can be made from the second save on."""
+    spec = document(
+        "digits",
+        checkpoint={"storage": str(tmp_path / "file" / "runs"), "every": {"steps": 4}},
+        record={"folder": str(tmp_path)},
+    )
+    (tmp_path / "file").write_text("no folder")
+    with mock.patch.object(Checkpoints, "_failed", _then(Checkpoints._failed, (tmp_path / "file").unlink)):
+        trained = train_attempt(spec, RUN, AttemptOrigin())
+    assert len(trained.warnings) == 1
+    assert trained.summary["unsaved"] == "" and trained.summary["checkpoint"] is not None
+
+
+def _then(call: Callable[..., None], also: Callable[[], None]) -> Callable[..., None]:
+    """`call`, and something else after it."""
+
+    def both(*given: Any) -> None:
+        call(*given)
+        also()
+
+    return both
 
 
 def test_a_job_keeps_state_of_its_own(saved: SavedRuns, tmp_path: Path) -> None:

@@ -286,6 +286,13 @@ def test_a_file_that_is_missing_or_no_text_is_told_with_its_path(tmp_path: Path)
         ("evaluate: {every: {step: 3}}", "evaluate.every.step: unknown key; did you mean 'steps'?"),
         ("evaluate: {steps: 3}", "evaluate.steps: unknown key; did you mean 'every.steps'?"),
         (
+            "zzz: 3",
+            "zzz: unknown key; known here: activation_checkpointing, batch, checkpoint, clip_norm, compile, data, determinism, early_stop, "
+            "ema, evaluate, faults, fork, initial_weights, job, length, name, optimizer, precision, record, reduction, rehearsal, "
+            "schedule, seed, threads, workers",
+        ),
+        ("recheck: 0.1", "recheck: unknown key; did you mean 'determinism.recheck'?"),
+        (
             "data: {zzz: 3}",
             "data.zzz: unknown key; known here: drop_last, loader_processes, shuffle, window, without",
         ),

@@ -8,10 +8,14 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.cli.sweeps import as_text
+from lockstep.driver.progress import Silent
+from lockstep.driver.signals import StopSignal
 from lockstep.errors import JobImportError
 from lockstep.job.source import check_job_source
 from lockstep.proof.recorded_run import recorded_main
@@ -19,8 +23,11 @@ from lockstep.record import folder_store
 from lockstep.record.points import Point
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_record
+from lockstep.sweeps.decisions import Decisions
+from lockstep.sweeps.driver import SweepResult
 from lockstep.sweeps.standing import Standing, best_of, tally
 from lockstep.sweeps.sweep_record import SweepRecord
+from lockstep.sweeps.table import SweepTable
 
 TRIALS = 1000
 
@@ -162,3 +169,43 @@ def test_the_source_of_a_class_is_kept_with_the_sweep_and_found_there(tmp_path: 
         JobImportError, match=r"in the record of its run and nowhere else: give the class itself"
     ):
         check_job_source("lockstep_main:Mine")
+
+
+def told_of(sweep: SweepSpec, folder: Path, *results: dict[str, Any]) -> dict[str, Any]:
+    """The row of a trial that gives these results and ends well."""
+    folder.mkdir()
+    recorders = SimpleNamespace(update_sweep=SimpleNamespace(remote=lambda rows: None))
+    board = SweepTable(sweep, Decisions(folder), recorders, Silent(), StopSignal())
+    trial = SimpleNamespace(config={"trial": 0, "fields": {"optimizer.lr": 0.1}})
+    for result in results:
+        board.on_trial_result(0, [trial], trial, {"run_id": "run-0", **result})
+    end = {"status": "finished", "reason": "", "weights_digest": "f00", "run_id": "run-0", "done": True}
+    board.on_trial_result(0, [trial], trial, {**results[-1], **end})
+    (row,) = board.table
+    return row
+
+
+def test_a_trial_that_gives_no_metric_says_so_and_what_it_gave(sweep: SweepSpec, tmp_path: Path) -> None:
+    """Its step is the one that it reached. The controls are a trial that gives it, and one that gave it once."""
+    sweep = sweep.model_copy(update={"metric": "eval/acc"})
+    without, given = {"eval/loss": 0.5, "eval/f1": 0.1}, {"eval/loss": 0.5, "eval/acc": 0.25}
+    missing = told_of(sweep, tmp_path / "a", {"step": 3, **without}, {"step": 6, **without})
+    assert (missing["step"], missing["metric"], missing["curve"]) == (6, None, [])
+    assert missing["reason"] == "its evaluation of step 6 gave no 'eval/acc', but eval/f1, eval/loss"
+    once = told_of(sweep, tmp_path / "b", {"step": 3, **given}, {"step": 6, **without})
+    assert (once["step"], once["metric"], once["curve"]) == (6, 0.25, [(3, 0.25)])
+    assert once["reason"].endswith(
+        "gave no 'eval/acc', but eval/f1, eval/loss, and the value is that of step 3"
+    )
+    whole = told_of(sweep, tmp_path / "c", {"step": 3, **given}, {"step": 6, **given})
+    assert (whole["step"], whole["metric"], whole["reason"]) == (6, 0.25, "")
+
+    rows = [{**row, "trial": number} for number, row in enumerate((missing, whole, once))]
+    rows.append({**whole, "trial": 3, "metric": math.nan})
+    result = SweepResult("0" * 32, "FINISHED", "eval/acc", "max", rows, rows[1], {}, 1.0, "", "off", "/runs")
+    lines = as_text(result).splitlines()
+    assert f"  trial 0   finished: {missing['reason']}" in lines
+    assert f"  trial 2   finished: {once['reason']}" in lines
+    assert not any(line.startswith("  trial 1") for line in lines)
+    ranked = [line.split(" trial ")[1].split()[0] for line in lines if line.startswith("  eval/acc")]
+    assert ranked == ["1", "2", "3"], "what is no number is last"

@@ -36,7 +36,7 @@ from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
 from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
-from lockstep.driver.result import Result, result_of
+from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, RecordError, SilentError
@@ -94,7 +94,8 @@ class Supervisor:
         self._recording = Recording(self.spec, self.environment, self.origin.run_id, self.progress.say)
         try:
             summary, failure = self._attempts(place)
-            self._board.ends("KILLED" if summary["stopped"] else "FINISHED", summary["step"])
+            status = "KILLED" if summary["stopped"] else "FAILED" if summary["unsaved"] else "FINISHED"
+            self._board.ends(status, summary["step"])
         except (KeyboardInterrupt, LockstepError) as error:
             killed = isinstance(error, KeyboardInterrupt)
             self._board.ends("KILLED" if killed else "FAILED", 0)
@@ -110,6 +111,7 @@ class Supervisor:
         if failure is not None:
             raise failure
         state = self._recording.state
+        check_saved(summary, state.run_id or "", state.folder)
         return result_of(
             summary,
             run_id=state.run_id or "",

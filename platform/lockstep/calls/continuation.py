@@ -21,6 +21,7 @@ from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
 from lockstep.job.identity import changed_fields
+from lockstep.job.loading import check_params
 from lockstep.job.recorded_source import imported_from
 from lockstep.proof.recorded_run import recorded_main
 from lockstep.record.redaction import redacted_fields
@@ -90,11 +91,14 @@ def refuse_changes(run_id: str, before: Spec, after: Spec) -> None:
     source = recorded_main(before, run_id)
     with imported_from(source) if source else nullcontext():
         changed = changed_fields(before, after)
+        if before.job.params != after.job.params:
+            check_params(after.job.use, after.job.params)
     for name, old, new in changed:
         if name in hidden:
             continue  # the workers compare it with the checkpoint
+        was = "not set" if old is None and name.startswith("job.params.") else repr(old)
         raise SpecError(
-            f"resume: {name} is {old!r} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
+            f"resume: {name} is {was} in run {run_id}, got {new!r}; a resumed run is the same run: leave it, "
             "or start a new run from its state with --fork"
         )
 

@@ -26,6 +26,8 @@ def init(folder: str | Path, kind: str = KINDS[0]) -> list[Path]:
     """
     if kind not in KINDS:
         raise SpecError(f"kind: got {kind!r}, wanted {' or '.join(KINDS)}")
+    if folder == "":
+        raise SpecError("init: got '', wanted the name of the folder to make")
     target = Path(folder).absolute()
     if os.path.lexists(target):
         raise _exists(folder)

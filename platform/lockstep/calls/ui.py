@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]
 from lockstep.clusters.authentication import is_loopback, write_secret
 from lockstep.clusters.local_cluster import state_folder
 from lockstep.errors import SpecError
+from lockstep.record.store_uri import check_uri
 
 UI_SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -91,9 +92,15 @@ def _write_users(folder: Path) -> Path:
 
 
 class Ui:
-    """The UI of the store at `uri`. SpecError as `guarded`, StorageError where its users cannot be kept."""
+    """The UI of the store at `uri`. SpecError as `guarded`, StorageError where its users cannot be kept.
+
+    SpecError and RecordError as well where the URI names what can be no store.
+    """
 
     def __init__(self, uri: str, port: int, host: str = "127.0.0.1") -> None:
+        check_uri(uri)
+        if not 0 < port < 65536:
+            raise SpecError(f"port: got {port}, wanted from 1 to 65535")
         self.link = f"http://{host}:{port}/#/experiments?workflowType=machine_learning"
         self._command = ui_command(port, host)
         # The URI may hold a password, which a command line would show.

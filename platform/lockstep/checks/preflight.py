@@ -11,7 +11,9 @@ from pathlib import Path
 
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import JobImportError, SpecError, StorageError
+from lockstep.record.store_uri import check_uri
 from lockstep.spec.fields import Spec
+from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec
 
 MOST_TRIALS = 100
@@ -44,19 +46,28 @@ def find_initial_weights(spec: Spec) -> Spec:
 
 
 def check_storage(spec: Spec) -> None:
-    """Write and remove a file where the run's files will go, and leave nothing there. StorageError where that cannot be done."""
+    """Write and remove a file where the run's files will go, and leave nothing there. StorageError where that cannot be done.
+
+    SpecError or RecordError where the record's URI names what can be no store.
+    """
+    check_uri(spec.record.uri or RECORD_OFF)
     folders = {"record.folder": str(spec.folder)}
     if "://" not in spec.checkpoint.storage:
         folders["checkpoint.storage"] = spec.checkpoint.storage
     else:
         check_object_storage(spec.checkpoint.storage)
     for field, name in folders.items():
+        if name == spec.checkpoint.storage:
+            field = "checkpoint.storage"
+        for folder in (Path(name), *Path(name).parents):
+            if folder.is_symlink() and not folder.exists():
+                raise StorageError(
+                    f"{field}: {str(folder)!r} is a link to {str(folder.readlink())!r}, which is not there; make that folder, or name another"
+                )
         try:
             with tempfile.NamedTemporaryFile(dir=existing(Path(name)), prefix=".lockstep-"):
                 pass
         except OSError as error:
-            if name == spec.checkpoint.storage:
-                field = "checkpoint.storage"
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise StorageError(
                 f"{field}: cannot write in {name!r}: {reason}; name a writable folder"

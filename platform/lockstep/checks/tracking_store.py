@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
+from lockstep.record.store_uri import check_database, check_uri
 from lockstep.spec.locations import RECORD_OFF
 
 ANSWER_S = 4.0
@@ -22,7 +23,10 @@ _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
 def store_answers(uri: str) -> str:
-    """What was found of the store at `uri`, in a line. RecordError where it does not answer, or a database cannot be opened."""
+    """What was found of the store at `uri`, in a line. RecordError where it does not answer, or a database cannot be opened.
+
+    SpecError for a folder, in which MLflow keeps no runs any more.
+    """
     parts = urlsplit(uri)
     scheme = parts.scheme.partition("+")[0]
     if uri == RECORD_OFF:
@@ -34,13 +38,14 @@ def store_answers(uri: str) -> str:
     if scheme in _PORTS:
         return _accepts(uri, parts.hostname or "localhost", parts.port or _PORTS[scheme])
     if scheme in {"", "file"}:
-        there = Path(parts.path).is_dir()
-        return f"{parts.path} is {'a folder' if there else 'not there yet: the first run makes it'}"
+        check_uri(uri)
+        return f"{parts.path} is a folder, which MLFLOW_ALLOW_FILE_STORE allows"
     return f"{without_password(uri)} was not asked: MLflow alone knows how"
 
 
 def database_opens(path: Path) -> str:
     """The same of an SQLite database, which is opened for reading."""
+    check_database(path)
     if not path.exists():
         return f"{path} is not there yet: the first run makes it"
     try:

@@ -82,6 +82,13 @@ def _folded(line: str, columns: int) -> str:
     return "\n".join(lines)
 
 
+def json_text(value: Any) -> str:
+    """One line of JSON as every parser takes it: null for a number that is not finite, which JSON does not know."""
+    from lockstep.record.documents import without_nan
+
+    return json.dumps(without_nan(value), default=str, allow_nan=False)
+
+
 @contextmanager
 def answered(
     as_json: bool, verbose: bool, unanswered: int = 1
@@ -97,7 +104,7 @@ def answered(
 
     def answer(value: dict[str, Any], text: Callable[[], str]) -> None:
         sys.stdout.flush()
-        line = json.dumps(value, default=str) if as_json else text()
+        line = json_text(value) if as_json else text()
         if not as_json and os.isatty(out):
             line = folded(line, os.get_terminal_size(out).columns)
         with os.fdopen(os.dup(out), "w") as stream:

@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 def runs(
     uri: Uri = None,
     experiment: Annotated[str | None, typer.Option(help="only runs of this experiment")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="maximum number of runs")] = 20,
+    limit: Annotated[int, typer.Option(help="maximum number of runs, from 1 to 1000")] = 20,
     storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
@@ -41,9 +41,16 @@ def runs(
     """List the newest runs of a store."""
     with answered(json_, verbose) as answer:
         from lockstep.record.stores import reader
-        from lockstep.spec.locations import tracking_uri
+        from lockstep.spec.locations import RECORD_OFF, tracking_uri
 
-        found = reader(tracking_uri(uri), storage).runs(experiment, limit)
+        if not 1 <= limit <= 1000:
+            raise SpecError(f"limit: got {limit}, wanted from 1 to 1000")
+        store = tracking_uri(uri)
+        if store == RECORD_OFF and storage != RUNS and not storage.is_dir():
+            raise SpecError(
+                f"storage: there is no folder {str(storage)!r}; name the one that contains the run folders"
+            )
+        found = reader(store, storage).runs(experiment, limit)
         answer({"runs": [_row(run) for run in found]}, lambda: _table(found))
 
 
@@ -218,7 +225,7 @@ def _curves(run: str, uri: str | None, storage: Path) -> Curves:
 
 def _folder(run: str, uri: str | None, storage: Path) -> Path:
     """The run's folder: below `storage`, or where the store says that it is."""
-    if (storage / run).is_dir():
+    if run and (storage / run).is_dir():
         return storage / run
     from lockstep.record.stores import reader
     from lockstep.spec.locations import tracking_uri

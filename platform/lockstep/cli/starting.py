@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="NAME", help="the folder to make; its name is the run's")],
+    folder: Annotated[str, typer.Argument(metavar="NAME", help="the folder to make; its name is the run's")],
     kind: Annotated[str, typer.Option(help="the job to start from: classifier or gpt")] = "classifier",
     json_: Json = False,
     verbose: Verbose = False,
@@ -34,9 +34,9 @@ def init(
         files = [str(path) for path in written(folder, kind)]
         lines = [
             f"written   {folder}: {', '.join(Path(file).name for file in files)}",
-            f"train it  cd {shlex.quote(str(folder))} && lockstep train train.yaml --local",
+            f"train it  cd {shlex.quote(folder)} && lockstep train train.yaml --local",
         ]
-        answer({"folder": str(folder.absolute()), "files": files}, lambda: "\n".join(lines))
+        answer({"folder": str(Path(folder).absolute()), "files": files}, lambda: "\n".join(lines))
 
 
 def schema(

@@ -21,6 +21,7 @@ from lockstep.cli.answers import (
     uri_option,
 )
 from lockstep.spec.locations import RECORD_OFF
+from lockstep.sweeps.standing import place
 
 if TYPE_CHECKING:
     from lockstep.sweeps.driver import SweepResult
@@ -84,9 +85,8 @@ def plan_as_text(report: dict[str, Any]) -> str:
 
 def as_text(result: SweepResult) -> str:
     """How a sweep ended, for a person: the best trials first."""
-    reverse = result.mode == "max"
     ranked = sorted(
-        (t for t in result.trials if t["metric"] is not None), key=lambda t: t["metric"], reverse=reverse
+        (t for t in result.trials if t["metric"] is not None), key=lambda t: place(t, result.mode)
     )
     counts = ", ".join(f"{count} {status}" for status, count in result.counts.items())
     lines = [f"{result.status.lower()}: {len(result.trials)} trials in {result.seconds:.0f} s ({counts})"]
@@ -98,7 +98,7 @@ def as_text(result: SweepResult) -> str:
     lines += [
         f"  trial {t['trial']:<3} {t['status']}: {t['reason']}"
         for t in result.trials
-        if t["status"] == "failed"
+        if t["status"] == "failed" or (t["reason"] and result.metric not in t["metrics"])
     ]
     if result.best is not None:
         lines.append(f"best spec         {result.folder}/best.yaml")

@@ -15,7 +15,7 @@ from lockstep.checkpoint.runs import pin_aliased, read_shared
 from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
-from lockstep.driver.result import Result, result_of
+from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, RecordError
@@ -150,6 +150,7 @@ def train_here(
     if recorder.violation:
         run.view.take(Warned(recorder.violation))
         options.progress.say(f"warning: {recorder.violation}")
+    check_saved(summary, recorder.run_id(), str(recorder.run_folder()))
     return result_of(
         summary,
         run_id=recorder.run_id(),

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.driver.notebook import as_table
+from lockstep.errors import StorageError
 from lockstep.spec.locations import RECORD_OFF
 
 
@@ -61,6 +62,19 @@ class Result:
         return asdict(self)
 
 
+_OF_THE_END = frozenset({"first_step_at", "stopped", "signal", "unsaved"})
+"""What a summary has for whoever makes a result or an error of it."""
+
+
+def check_saved(summary: Mapping[str, Any], run_id: str, folder: str) -> None:
+    """StorageError for a run that came to its end, and whose last state no checkpoint has. One that is stopped says so in its warnings."""
+    if summary.get("unsaved") and not summary["stopped"]:
+        raise StorageError(
+            f"{summary['unsaved']}; the run trained to its end, and its record and weights are in {folder!r}; remove the cause, and "
+            f"`lockstep resume {run_id}` takes the steps since its newest checkpoint again and saves it"
+        )
+
+
 def result_of(
     summary: Mapping[str, Any],
     *,
@@ -74,7 +88,7 @@ def result_of(
     signal_number: int | None,
 ) -> Result:
     """The result of a run that came to its end, from the summary that its workers agreed on."""
-    rest = {key: value for key, value in summary.items() if key not in {"first_step_at", "stopped", "signal"}}
+    rest = {key: value for key, value in summary.items() if key not in _OF_THE_END}
     first = summary["first_step_at"]
     return Result(
         run_id=run_id,

@@ -48,7 +48,10 @@ def changed_fields(before: Spec, after: Spec) -> list[tuple[str, Any, Any]]:
         for document in documents:
             _take_placement(after.job.use, document)
     old, new = (dict(_flat(document)) for document in documents)
-    return [(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]
+    names = {**old, **new}
+    changed = [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+    # A mapping that is empty on one side alone is told by what the other one has in it.
+    return [one for one in changed if not any(name.startswith(f"{one[0]}.") for name in names)]
 
 
 def _deciding(spec: Spec) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Loss:
     """The loss of one micro-batch as a sum and its weight, with further means to record beside it.
 
     `total` is a tensor of no dimension with a gradient: the *sum* of the losses, never their mean.
-    `parts` are recorded as `train/<name>` and `eval/<name>`; every micro-batch gives the same names.
+    `parts` are recorded as `train/<name>` and `eval/<name>`; every micro-batch gives the same names, and none is `loss`, `lr`,
+    `grad_norm`, `clipped_norm`, `scale` or `skipped`, which are recorded of each step.
     """
 
     total: Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,8 +92,17 @@ def as_yaml(document: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
 
 
+def without_nan(value: Any) -> Any:
+    """Plain data with None in the place of each number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    return [without_nan(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def as_json(document: Any) -> str:
-    """Indented JSON, with NaN and Infinity as Python writes them and anything unknown as its text."""
+    """Indented JSON, with NaN and Infinity as Python writes them and anything unknown as its text: what is read again keeps each value."""
     return json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
@@ -129,7 +139,7 @@ def note(verdict: str, details: Mapping[str, Any], figures: Sequence[str] = (), 
         f"![{Path(path).stem}](get-artifact?path={quote(path, safe='')}&run_uuid={run_id})"
         for path in figures
     ]
-    rows = [f"| {name} | {_cell(value)} |" for name, value in flat(details).items()]
+    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in flat(details).items()]
     table = ["", "| | |", "|---|---|", *rows] if rows else []
     return "\n".join([verdict, *table, *([""] if images else []), *images, ""])
 

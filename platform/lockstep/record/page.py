@@ -248,7 +248,10 @@ class Page:
         self._note(*self._verdict)
 
     def _finished(self, end: Finished) -> None:
-        """The end that a run came to by itself, or by a signal that it heeded. A run whose ledger lacks steps is not finished."""
+        """The end that a run came to by itself, or by a signal that it heeded.
+
+        A run whose ledger lacks steps, or whose last checkpoint could not be saved, is not finished.
+        """
         self.not_whole = self._missing(int(end.summary.get("step") or 0))
         if self.not_whole:
             self._failed(Failed(self.not_whole))
@@ -261,17 +264,20 @@ class Page:
                 self._keep(path)
         self._document("summary.json", documents.as_json(summary))
         values = documents.single_values(
-            {name: summary[name] for name in summary if name not in {"run_id", "status"}}
+            {name: summary[name] for name in summary if name not in {"run_id", "status", "unsaved"}}
         )
         self._tag(values)
         metrics = documents.single_values(summary.get("metrics") or {})
-        status: Status = "KILLED" if summary.get("stopped") else "FINISHED"
+        error = "" if summary.get("stopped") else summary.get("unsaved", "")
+        status: Status = "KILLED" if summary.get("stopped") else "FAILED" if error else "FINISHED"
+        if error:
+            self._document("error.txt", f"{error}\n")
         killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
-        self._tag({"vanished": "", "error": ""})  # what a reader may have said since the last beat
+        self._tag({"vanished": "", "error": error})  # what a reader may have said since the last beat
         if model is not None:
             self._send("files", "final model", self._log_model, model, int(summary.get("step", 0)))
         verdict = [
-            f"**{status}**{killer} at step {summary.get('step', '?')}",
+            f"**{status}**{killer} at step {summary.get('step', '?')}" + (f": {error}" if error else ""),
             *map(documents.reading, sorted(metrics.items(), key=lambda one: not one[0].startswith("eval/"))),
         ]
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from lockstep.errors import NoSuchRunError, RecordError
 from lockstep.record.data_sets import DataSet
-from lockstep.record.documents import without_password
 from lockstep.record.final_model import FinalModel
 from lockstep.record.points import Point
 
@@ -169,14 +169,10 @@ def recorded(
 
 def no_such_run(run_id: str, where: str, advice: str) -> NoSuchRunError:
     """The error for an id that a store does not have, though it answers."""
+    if not re.fullmatch("[0-9a-f]{32}", run_id):
+        return NoSuchRunError(
+            f"run {run_id or repr(run_id)}: no record of it in {where}; wanted a whole id, 32 hexadecimal digits, as `lockstep runs` lists them"
+        )
     return NoSuchRunError(
         f"run {run_id}: no record of it in {where}; `lockstep runs` lists those that it has; {advice}, or its store with --uri"
-    )
-
-
-def unreachable(uri: str, reason: str) -> str:
-    """One line for a store that does not answer."""
-    return (
-        f"record.uri: {without_password(uri)!r} does not answer ({without_password(reason)}); "
-        "start it, name another with --uri, or set record.uri=off"
     )

@@ -182,7 +182,12 @@ def _known_keys(model: _Model, path: _Path, location: _Path, field: str) -> str:
         )
     fields = _fields(chosen)
     below = [f"{name}.{key}" for name, held in fields.items() if key in _fields(sections_of(held.annotation))]
-    return nearest(key, fields) if not below else f"; did you mean {below[0]!r}?"
+    below += [name for name in fields if name.endswith(f".{key}")]
+    if below:
+        return f"; did you mean {below[0]!r}?"
+    return nearest(
+        key, [name for name in fields if "." not in name]
+    )  # the others are written below one of these
 
 
 def _keys_below(model: _Model, path: _Path, location: _Path) -> str:

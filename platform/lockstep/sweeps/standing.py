@@ -49,7 +49,7 @@ class Standing:
 
     def take(self, row: Trial) -> None:
         """A trial is new, or has changed."""
-        number, now = row["trial"], _Told(row["status"], row["step"], _place(row, self._mode))
+        number, now = row["trial"], _Told(row["status"], row["step"], place(row, self._mode))
         before = self._told.get(number)
         self._told[number], self.rows[number] = now, row
         if before is not None:
@@ -67,11 +67,12 @@ class Standing:
 
 def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
     """The trial with the best value; of equal ones the one of the lowest number. None where no trial has one."""
-    best = min(trials, key=lambda trial: _place(trial, mode), default=None)
-    return None if best is None or _place(best, mode)[0] else best
+    best = min(trials, key=lambda trial: place(trial, mode), default=None)
+    return None if best is None or place(best, mode)[0] else best
 
 
-def _place(trial: Trial, mode: str) -> _Place:
+def place(trial: Trial, mode: str) -> _Place:
+    """What trials are ranked by, the best first: those that failed or have no value are last."""
     value, number = trial["metric"], trial["trial"]
     if value is None or trial["status"] == "failed" or math.isnan(value):
         return True, 0.0, number

@@ -132,7 +132,8 @@ class SweepRecord:
         if time.monotonic() - self._written_at >= DOCUMENTS_S:
             trials = [self._standing.rows[number] for number in sorted(self._standing.rows)]
             columns, rows = table(trials, list(self._sweep.space))
-            self._document("trials.json", json.dumps({"columns": columns, "data": rows}, default=str) + "\n")
+            told = documents.without_nan({"columns": columns, "data": rows})
+            self._document("trials.json", json.dumps(told, default=str, allow_nan=False) + "\n")
             self._document("trials.csv", _csv(columns, rows))
             self._written_at = time.monotonic()
         tags = {

@@ -78,12 +78,14 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         row, metric = self._row(trial), result.get(self._sweep.metric)
         row["run_id"] = result.get("run_id", row["run_id"])
         row["weights_digest"] = result.get("weights_digest")
-        if metric is not None and result["step"] > row["step"]:
-            row["step"], row["metric"] = result["step"], metric
+        if result.get("step", 0) > row["step"]:
+            row["step"] = result["step"]
             row["metrics"] = {name: value for name, value in result.items() if name.startswith("eval/")}
-            row["curve"].append((result["step"], metric))
+            if metric is not None:
+                row["metric"] = metric
+                row["curve"].append((result["step"], metric))
         if result.get("status"):
-            self._end(row, result["status"], result["reason"])
+            self._end(row, result["status"], result["reason"] or without_metric(row, self._sweep.metric))
         self._show()
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -238,6 +240,14 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         spent = time.monotonic() - self._began
         left = spent / self._ends * (self._sweep.total - self._ends)
         return f" · about {left // 60:.0f}:{left % 60:02.0f} left"
+
+
+def without_metric(row: Mapping[str, Any], metric: str) -> str:
+    """That a trial's last evaluation gave no such metric, and what it gave; nothing where it did, or where there was none."""
+    if not row["metrics"] or metric in row["metrics"]:
+        return ""
+    before = f", and the value is that of step {row['curve'][-1][0]}" if row["curve"] else ""
+    return f"its evaluation of step {row['step']} gave no {metric!r}, but {', '.join(sorted(row['metrics']))}{before}"
 
 
 def shown(fields: Mapping[str, Any]) -> str:

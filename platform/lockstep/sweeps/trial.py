@@ -243,8 +243,9 @@ class Training:
                 self._reuse()
             return  # else Tune ends it
         self._recorders.close_trial.remote(key)
-        stopped = summary["stopped"]
-        self._over("stopped" if stopped else "finished", "", summary["weights_digest"])
+        stopped, unsaved = summary["stopped"], summary["unsaved"]
+        status = "stopped" if stopped else "failed" if unsaved else "finished"
+        self._over(status, unsaved, summary["weights_digest"])
 
     def _name(self, storage: Storage, name: str, run_id: str) -> None:
         """By its name another attempt finds the run."""

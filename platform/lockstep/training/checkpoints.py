@@ -1,8 +1,8 @@
 """When the state of a run is saved, and where an attempt takes it up again.
 
 All ranks save at the same steps: by the plan where the cadence counts epochs or steps, by a vote of rank 0 in
-the step's exchange where it counts seconds. A save that fails is told and ends no run; only an attempt whose
-place a newer one has taken ends.
+the step's exchange where it counts seconds. A save that fails is told and stops no training; only an attempt whose
+place a newer one has taken ends. A run whose last save failed has not finished: see `unsaved`.
 """
 
 from __future__ import annotations
@@ -218,6 +218,8 @@ class Checkpoints:
         """Whether the save in flight is given up at once where another rank is lost: the state is saved again by those that go on."""
         self.newest: str | None = None
         """Where the newest checkpoint is; known on rank 0."""
+        self.unsaved = ""
+        """Why the newest save was given up, or nothing where it went well; known on rank 0."""
         own = start is not None and not start.fork
         self._saved_step = state.counters.step if own else -1
         if start is not None and own:
@@ -370,7 +372,7 @@ class Checkpoints:
         """Told by the thread that writes."""
         if saved.checkpoint is None:
             return  # rank 0 publishes, and tells
-        self.newest = saved.checkpoint.shown
+        self.newest, self.unsaved = saved.checkpoint.shown, ""
         self.tell(
             CheckpointRow(
                 saved.step,
@@ -391,9 +393,6 @@ class Checkpoints:
         """Told by the thread that writes."""
         if self.group.rank > 0:
             return
+        self.unsaved = f"the checkpoint of step {failed.step} could not be saved: {failed.error}"
         self.tell(CheckpointRow(failed.step, None, str(failed.error), 0, *failed.pause, 0.0, time.time()))
-        self.tell(
-            Warned(
-                f"the checkpoint of step {failed.step} could not be saved: {failed.error}; training goes on"
-            )
-        )
+        self.tell(Warned(f"{self.unsaved}; training goes on"))

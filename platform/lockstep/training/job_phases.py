@@ -20,9 +20,6 @@ from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.schedule import RateSchedule
 
-RESERVED = ("loss", "lr", "grad_norm", "clipped_norm", "skipped")
-"""What is recorded of each phase, beside the parts of its loss."""
-
 _NAME = re.compile(r"[\w.-]+")
 
 

@@ -34,6 +34,7 @@ from lockstep.record.events import (
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training import memory
+from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.compiled import NAME as COMPILED
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
@@ -194,7 +195,7 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
     if members_change:
         raise RegroupError(f"the workers could not form another group after step {run.state.counters.step}")
 
-    summary = summarise(run, clock, stopped=stopped, checkpoint=checkpoints.newest)
+    summary = summarise(run, clock, checkpoints, stopped=stopped)
     peaks = run.group.gather(peak_memory(run.group.device))
     tell(PeakMemory(peaks))
     tell(Document("memory.json", memory.used(run.spec, run.plan, run.group.size, run.state, peaks)))
@@ -297,7 +298,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
-def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) -> dict[str, Any]:
+def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool) -> dict[str, Any]:
     """The run in figures. Raises DriftError where the ranks' weights are not the same bits."""
     state = run.state
     digest = _common_digest(run, "weights")
@@ -319,7 +320,8 @@ def summarise(run: Run, clock: Clock, *, stopped: bool, checkpoint: str | None) 
         "ema_digest": ema_digest,
         "best_digest": weights_digest(best) if best is not None else None,
         "best_step": state.best.step if best is not None else None,
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoints.newest,
+        "unsaved": checkpoints.unsaved,
         **clock.figures(),
     }
 

@@ -1,14 +1,18 @@
-"""The means of one evaluation micro-batch, checked: what a job gives back is told before training, not at the first evaluation."""
+"""The means of one micro-batch, checked: what a job gives back is told before training, not at the first evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import SupportsFloat
 
 import torch
 
 from lockstep.errors import JobError
 from lockstep.job.interface import Loss, Mean
+
+RECORDED = ("loss", "lr", "grad_norm", "clipped_norm", "scale", "skipped")
+"""What is recorded of each step, or phase, beside the parts of its loss; `loss` of each evaluation as well."""
 
 
 def means_of(loss: object, further: object) -> dict[str, Mean]:
@@ -17,6 +21,7 @@ def means_of(loss: object, further: object) -> dict[str, Mean]:
         raise JobError(
             f"job.loss: returned {type(loss).__name__} in evaluation, wanted lockstep.Loss(total, weight) as in training"
         )
+    check_parts("job.loss", loss.parts)
     own = {"loss": Mean(loss.total, loss.weight), **loss.parts}
     return {**own, **means_alone(further, own)}
 
@@ -32,9 +37,35 @@ def means_alone(further: object, taken: Mapping[str, Mean] = MappingProxyType({}
     return dict(further)
 
 
-def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:
+def check_parts(told: str, parts: object, phase: str = "") -> None:
+    """Raise JobError for parts that cannot be recorded beside their loss; `told` is the method that returned them."""
+    if not isinstance(parts, Mapping):
+        raise JobError(
+            f"{told}: parts is {_kind(parts)}, wanted a dict of lockstep.Mean(total, weight) by name"
+        )
+    for name, part in parts.items():
+        check_name(told, name)
+        if name in RECORDED:
+            raise JobError(
+                f"{told}: {name!r} is no name for a part: {phase or 'train'}/{name} is recorded already; give it another name"
+            )
+        if not isinstance(part, Mean):
+            raise JobError(
+                f"{told}: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
+            )
+        check_numbers(told, f"part {name!r}", part)
+
+
+def check_name(told: str, name: object) -> None:
+    """Raise JobError for what is no name of a part or metric: checkpoints, tables and a store's keys have it as a text of one line."""
     if not isinstance(name, str):
-        raise JobError(f"job.metrics: {name!r} is {type(name).__name__}, wanted text for a metric's name")
+        raise JobError(f"{told}: got {name!r} as a name, wanted text")
+    if not name or not name.isprintable():
+        raise JobError(f"{told}: got {name!r} as a name, wanted text that one line can show")
+
+
+def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:
+    check_name("job.metrics", name)
     if name in taken:
         raise JobError(
             f"job.metrics: {name!r} is the name of the loss or of one of its parts; give the metric another name"
@@ -56,6 +87,18 @@ def check_numbers(told: str, whose: str, mean: Mean) -> None:
             fits = hasattr(value, "__float__")
         if not fits:
             raise JobError(f"{told}: {field} of {whose} is {_kind(value)}, wanted one number")
+        if not isinstance(value, torch.Tensor):
+            as_float(f"{told}: {field} of {whose}", value)
+
+
+def as_float(what: str, value: SupportsFloat) -> float:
+    """A number as a float64. Raises JobError for an int beyond its range."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise JobError(
+            f"{what} is {type(value).__name__} beyond 1.8e308, wanted a number that a float64 can hold"
+        ) from None
 
 
 def _kind(value: object) -> str:

@@ -21,6 +21,7 @@ from lockstep.errors import JobError, LockstepError
 from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all
 from lockstep.training.failure import as_lockstep_error
+from lockstep.training.means import as_float, check_name
 
 Outputs = Mapping[str, Tensor | list[Any]]
 """By name: a tensor with a row for each sample (or token, or box), or a list of whatever pickle takes."""
@@ -107,11 +108,15 @@ def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
                 f"job.{name}: returned {type(given).__name__}, wanted a mapping by name, empty for none"
             )
         found[name] = given
-    metrics = dict(
-        pair
-        for name, value in found["whole_set_metrics"].items()
-        for pair in _numbers(str(name), value, outputs)
-    )
+    metrics: dict[str, float] = {}
+    for name, value in found["whole_set_metrics"].items():
+        for key, number in _numbers(str(name), value, outputs):
+            check_name("job.whole_set_metrics", key)
+            if key in metrics:
+                raise JobError(
+                    f"job.whole_set_metrics: {key!r} is given twice; give one of them another name"
+                )
+            metrics[key] = number
     figures = dict(_figure(str(name), value) for name, value in found["figures"].items())
     objects = list(_objects(found["whole_set_metrics"]))
     for name, metric in objects:
@@ -143,7 +148,7 @@ def _numbers(name: str, value: Any, outputs: Outputs) -> Iterator[tuple[str, flo
         for i, inner in enumerate(value):
             yield from _numbers(f"{name}/{i}", inner, outputs)
     elif np.ndim(value) == 0 and hasattr(value, "__float__"):
-        yield name, float(value)
+        yield name, as_float(f"job.whole_set_metrics: {name!r}", value)
     else:
         got = f"of {np.ndim(value)} dimensions" if np.ndim(value) > 1 else type(value).__name__
         raise JobError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lockstep.cli.answers import folded
+import json
+import math
+
+from lockstep.cli.answers import folded, json_text
 
 TEXT = """finished: step 55, epoch 5, 1 worker
 metrics           train/loss 0.2422  eval/loss 0.1504  eval/accuracy 0.9698
@@ -32,3 +35,22 @@ def test_several_things_under_one_name_are_broken_between_two_of_them() -> None:
         "metrics           train/loss 0.2422",
         f"{'':18}eval/loss 0.1504",
     ]
+
+
+def test_json_has_no_number_that_json_does_not_know() -> None:
+    """Any parser takes it: null stands for NaN and the infinities, however deep; every other value is as it was."""
+    told = {
+        "metrics": {"eval/n": math.nan, "eval/i": -math.inf, "eval/x": 1e300},
+        "curve": [(3, math.inf)],
+        "s": "NaN",
+    }
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    found = json.loads(json_text(told), parse_constant=refuse)
+    assert found == {
+        "metrics": {"eval/n": None, "eval/i": None, "eval/x": 1e300},
+        "curve": [[3, None]],
+        "s": "NaN",
+    }

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checks.preflight import check_storage
+from lockstep.errors import StorageError
+from lockstep.spec.loading import load_spec
 from tests.forked import lockstep
 
 ROOT = Path(__file__).parents[3]
@@ -119,6 +122,21 @@ def test_storage_that_cannot_be_written_is_told_before_training(tmp_path: Path) 
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("lockstep: checkpoint.storage: cannot write in")
+
+
+@pytest.mark.parametrize("field", ["record.folder", "checkpoint.storage"])
+def test_a_link_that_leads_nowhere_is_told_before_training(field: str, tmp_path: Path) -> None:
+    """Nothing is written; the control is a link to a folder."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere" / "runs")
+    spec = load_spec(ROOT / "jobs/digits/train.yaml", [*SHORT, f"{field}={link}/deep"], uri="off")
+    with pytest.raises(
+        StorageError, match=f"^{field}: '{link}' is a link to '.*/nowhere/runs', which is not there; make"
+    ):
+        check_storage(spec)
+    (tmp_path / "nowhere" / "runs").mkdir(parents=True)
+    check_storage(spec)
+    assert not any((tmp_path / "nowhere" / "runs").iterdir())
 
 
 def test_a_traceback_is_shown_with_verbose_alone(tmp_path: Path) -> None:

@@ -610,7 +610,18 @@ GONE = "0" * 32
         (["show", "--uri", "sqlite:///no.db", GONE], 1, "record.uri: there is no record at "),
         (["record", "sync", "--uri", "off", GONE], 1, GONE),
         (["pin", "--uri", "off", GONE, "3"], 1, GONE),
+        (["show", "--uri", "off", ""], 1, "run '': no record of it in 'runs'; wanted a whole id, 32 hexadecimal digits"),
+        (["show", "--uri", "off", "0000"], 1, "run 0000: no record of it in 'runs'; wanted a whole id, 32 hexadecimal digits"),
+        (["record", "sync", "--uri", "off", ""], 1, "run '': no record of it in "),
         (["runs", "--uri", "off", "--experiment", "x"], 2, "experiment: "),
+        (["runs", "--uri", "off", "--storage", "nope"], 2, "storage: there is no folder 'nope'"),
+        (["runs", "--uri", "off", "--limit", "0"], 2, "limit: got 0, wanted from 1 to 1000"),
+        (["ui", "--port", "99999"], 2, "port: got 99999, wanted from 1 to 65535"),
+        (["ui", "--uri", "file:nope"], 2, "a folder, in which MLflow keeps no runs any more"),
+        (["runs", "--uri", "nope"], 2, "a folder, in which MLflow keeps no runs any more; wanted a database"),
+        (["train", "spec.yaml", "--local", "--uri", "file:nope"], 2, "a folder, in which MLflow keeps no runs any more"),
+        (["train", "spec.yaml", "--local", "--uri", "sqlite:///."], 2, "is a folder; wanted a file"),
+        (["train", "spec.yaml", "--local", "--uri", "sqlite:///theirs.py"], 1, "cannot be used: file is not a database; it is a file of another kind"),
         (["train", "spec.yaml", "--local", "--chaos", "worker:0.5"], 2, "chaos: kills what runs on Ray"),
         (["train", "spec.yaml", "--local", "--run", "a/b"], 2, "run: got 'a/b'"),
         (["train", "spec.yaml", "--local", f"initial_weights={GONE}"], 2, "initial_weights: there is no file"),
@@ -627,6 +638,19 @@ def test_a_mistake_in_a_command(words: list[str], wanted: int, told: str, call: 
     line = only_line(err)
     assert (code, out, left(tmp_path)) == (wanted, "", []), line
     assert told in line, line
+
+
+def test_a_param_that_a_resumed_run_cannot_have(call: Call) -> None:
+    """One that the job does not know is told as at a start; one that it knows, as a change of the run."""
+    source = "class Wrong(Right):\n  class Params(lockstep.Params):\n    width: int = 4"
+    _, out, _ = call("train", "spec.yaml", "--local", "--json", source=source, length={"steps": 1})
+    resume = ["resume", "--local", "--uri", "off", json.loads(out)["run_id"]]
+    for override, told in (
+        ("job.params.nope=1", "job.params.nope: unknown key; known here: width"),
+        ("job.params.width=5", "resume: job.params.width is not set in run "),
+    ):
+        code, _, err = call(*resume, override, source=source, length={"steps": 1})
+        assert (code, only_line(err).startswith(f"lockstep: {told}")) == (2, True), err
 
 
 def test_a_step_that_is_not_there(call: Call, tmp_path: Path) -> None:

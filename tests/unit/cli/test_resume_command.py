@@ -278,6 +278,40 @@ def copied(database: Path) -> bool:
         return bool(store.execute("select 1 from tags where key = 'lockstep.copied_step'").fetchall())
 
 
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_not_finished(tmp_path: Path) -> None:
+    """It keeps its weights and its record, says so in one line, and is saved by a resume; the control is that resume."""
+    disk, record = tmp_path / "disk", tmp_path / "record"
+    process = lockstep(
+        "train", "jobs/digits/train.yaml", "--local", "--json", "job.use=tests.untraced_jobs:InTheWay",
+        "length.steps=4", "job.params.width=8", f"job.params.disk={disk}", "record.uri=off", f"record.folder={record}",
+        f"checkpoint.storage={disk}", "checkpoint.every.seconds=3600",
+    )  # fmt: skip
+    out, err = process.communicate(timeout=300)
+    assert process.wait() == 1, err
+    answer = json.loads(out)
+    assert answer["status"] == "FAILED" and "the checkpoint of step 4 could not be saved" in answer["error"]
+    (folder,) = record.iterdir()
+    assert f"`lockstep resume {folder.name}`" in answer["error"] and str(folder) in answer["error"]
+    run = json.loads((folder / "run.json").read_text())
+    assert run["status"] == "FAILED"
+    assert run["tags"]["lockstep.error"].startswith("the checkpoint of step 4 could not be saved")
+    assert run["tags"]["lockstep.error"] in (folder / "error.txt").read_text()
+    digest = json.loads((folder / "summary.json").read_text())["weights_digest"]
+    assert (folder / "weights" / "final.safetensors").is_file()
+
+    (disk / folder.name / "attempt-0001").unlink()
+    resumed = lockstep(
+        "resume", folder.name, "--local", "--json", "--uri", "off", f"checkpoint.storage={disk}",
+        "job.params.disk=''", f"record.folder={record}",
+    )  # fmt: skip
+    out, err = resumed.communicate(timeout=300)
+    assert resumed.wait() == 0, err
+    again = json.loads(out)
+    assert (again["status"], again["weights_digest"]) == ("FINISHED", digest)
+    assert again["checkpoint"].endswith("step-000000004")
+    assert json.loads((folder / "run.json").read_text())["tags"]["lockstep.error"] == ""
+
+
 def test_a_run_is_resumed_from_its_record_alone(
     tmp_path: Path, tracking: tuple[str, Path], longer: Result
 ) -> None:

@@ -110,6 +110,7 @@ def test_init_overwrites_nothing(
         (["nowhere/first"], "there is no folder"),
         (["first", "--kind", "clasifier"], "kind: got 'clasifier', wanted classifier or gpt"),
         (["a\tb"], "wanted a name without"),
+        ([""], "init: got '', wanted the name of the folder to make"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sqlite3
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.points import Point
 from lockstep.record.recorder import Recorder
+from lockstep.record.run_store import UnavailableError
+from lockstep.record.store_uri import unreachable
 from lockstep.spec.fields import Spec
 from tests.forked import script
 from tests.unit.record.rows import evaluation_row, step_row
@@ -269,7 +274,7 @@ def test_a_store_that_cannot_be_opened_is_one_clear_line(tmp_path: Path, spec: S
     (tmp_path / "file").write_text("no database")
     wrong = {
         f"sqlite:///{tmp_path}/file/mlflow.db": r"cannot write beside",
-        f"sqlite:///{tmp_path}/file": r"refuses: .*not a database",
+        f"sqlite:///{tmp_path}/file": r"cannot be used: file is not a database; it is a file of another kind: move it away",
         "sqlite:///:memory:": r"wanted a file",
         "gopher://host": r"refuses: .*gopher",
         "http://127.0.0.1:9": r"does not answer \(Connection refused\); start it, name another with --uri",
@@ -281,6 +286,48 @@ def test_a_store_that_cannot_be_opened_is_one_clear_line(tmp_path: Path, spec: S
             recorder.run_id()
         assert "\n" not in str(told.value)
         assert str(recorder.failure()) == str(told.value)
+
+
+def test_a_database_that_cannot_be_used_is_one_true_line(tmp_path: Path, spec: Specs, database: str) -> None:
+    """What it is and what to do, at once: it is not started, and no second try helps. The control is the whole copy."""
+    whole = Path(database.removeprefix("sqlite:///"))
+    opened(database)
+    for name in ("other", "newer", "cut", "whole"):
+        shutil.copyfile(whole, tmp_path / f"{name}.db")
+    for name, revision in (("other", "0a8213491aaa"), ("newer", "deadbeef1234")):
+        with closing(sqlite3.connect(tmp_path / f"{name}.db")) as connection:
+            connection.execute("update alembic_version set version_num = ?", (revision,))
+            if name == "newer":  # its tables are others as well
+                connection.execute("drop table alembic_version")
+                connection.execute("drop table webhooks")
+                connection.execute("create table alembic_version (version_num varchar(32))")
+                connection.execute("insert into alembic_version values (?)", (revision,))
+            connection.commit()
+    with (tmp_path / "cut.db").open("rb+") as file:
+        file.truncate(40_000)
+    wrong = {
+        "other": r"out-of-date database schema .*; another version of MLflow made it: install that one, or back it up",
+        "newer": r"Can't locate revision .*; a newer MLflow, or another program, made it",
+        "cut": r"database disk image is malformed.*; the file is damaged: put a copy of it back",
+    }
+    for name, message in wrong.items():
+        with pytest.raises(RecordError, match=message) as told:
+            MlflowStore(f"sqlite:///{tmp_path}/{name}.db", "e", "r").open(None)
+        assert not isinstance(told.value, UnavailableError)
+        assert "\n" not in str(told.value) and "start it" not in str(told.value)
+    opened(f"sqlite:///{tmp_path}/whole.db")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("OperationalError: (sqlite3.OperationalError) database or disk is full", "; make room on its disk, or name another"),
+        ("OperationalError: (sqlite3.OperationalError) attempt to write a readonly database", "; make the file and its folder writable"),
+        ("Connection refused", "; start it, name another with --uri, or set record.uri=off"),
+    ],
+)  # fmt: skip
+def test_what_to_do_follows_from_what_a_store_says(reason: str, words: str) -> None:
+    assert words in unreachable("sqlite:////data/mlflow.db", reason)
 
 
 def test_the_link_lands_on_the_training_page_and_shows_no_password() -> None:

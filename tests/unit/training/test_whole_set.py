@@ -72,6 +72,7 @@ class Every(Total):
         ({"mine": Total()}, {"mine/sum": 4.0}),
         ({"mine": Every()}, {"mine/sum": 4.0}),
         (lambda outputs: {"sum": outputs["preds"].sum()}, {"sum": 4.0}),
+        ({"f1": {0: 0.5}, "größe": 1e300, "a|b": 2**63}, {"f1/0": 0.5, "größe": 1e300, "a|b": 2.0**63}),
         ({}, {}),
     ],
 )
@@ -86,6 +87,15 @@ def test_metrics_are_numbers_by_name(given: Any, wanted: dict[str, float]) -> No
         ({"x": torch.eye(2)}, "job.whole_set_metrics: 'x' is of 2 dimensions, wanted a number"),
         ({"x": "high"}, "job.whole_set_metrics: 'x' is str, wanted a number"),
         ([1.0], "job.whole_set_metrics: returned list, wanted a mapping by name"),
+        (
+            {"x": 10**400},
+            "job.whole_set_metrics: 'x' is int beyond 1.8e308, wanted a number that a float64 can hold",
+        ),
+        ({"a\nb": 1}, r"job.whole_set_metrics: got 'a\\nb' as a name, wanted text that one line can show"),
+        ({"": 1}, "job.whole_set_metrics: got '' as a name"),
+        ({"x": {"\x00": 1}}, r"job.whole_set_metrics: got 'x/\\x00' as a name"),
+        ({"x": [1], "x/0": 2}, "job.whole_set_metrics: 'x/0' is given twice"),
+        ({5: 1, "5": 2}, "job.whole_set_metrics: '5' is given twice"),
         (
             lambda outputs: outputs["missing"],
             r"the job failed \(evaluation, in whole_set_metrics, .*KeyError: 'missing'",

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import LockstepError, RecordError, first_line
 from lockstep.record.database_lock import database_lock
-from lockstep.record.documents import without_password
-from lockstep.record.run_store import DeniedError, RejectedError, UnavailableError, unreachable
+from lockstep.record.run_store import DeniedError, RejectedError, UnavailableError
+from lockstep.record.store_uri import check_uri, refused, unreachable
 
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -45,6 +45,10 @@ _REFUSED = frozenset(
 
 _REJECTED_STATUS, _DENIED_STATUS = frozenset({400, 413, 414, 415, 422, 431}), frozenset({401, 403, 404, 407})
 _REFUSED_STATUS = frozenset({405, 410, 501, 505})
+_FOR_GOOD = re.compile(
+    r"out-of-date database schema|Can't locate revision|database disk image is malformed|file is not a database"
+)
+"""What a database says that neither time nor another try changes."""
 _DENIED_IN_S3 = re.compile(r"\((AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|40[13])\)")
 _REJECTED_IN_S3 = re.compile(r"\((EntityTooLarge|KeyTooLongError|413)\)")
 _OF_STORES = ("boto3.", "botocore.", "s3transfer.", "google.", "azure.")
@@ -54,6 +58,7 @@ _OF_STORES = ("boto3.", "botocore.", "s3transfer.", "google.", "azure.")
 @contextmanager
 def connecting(uri: str) -> Iterator[tuple[Any, Path | None]]:
     """A client of the store at `uri`, and the path of its SQLite database; until the block ends no other process opens that."""
+    check_uri(uri)
     import_mlflow()
     with database_lock(uri) as database, translated(uri):
         if is_database(uri):
@@ -75,6 +80,7 @@ def page_url(uri: str, experiment_id: str, run_id: str) -> str:
 @contextmanager
 def translated(uri: str, *, again: bool = True) -> Iterator[None]:
     """MLflow's failures as ours, in one line: UnavailableError where trying again may help."""
+    from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -83,13 +89,13 @@ def translated(uri: str, *, again: bool = True) -> Iterator[None]:
     except LockstepError:
         raise
     except Exception as error:
-        known = isinstance(error, MlflowException | SQLAlchemyError | OSError | ImportError)
+        known = isinstance(error, MlflowException | SQLAlchemyError | CommandError | OSError | ImportError)
         if not known and not type(error).__module__.startswith(_OF_STORES):
             raise
         kind = _verdict(error)
         if kind is UnavailableError:
             raise (UnavailableError if again else RecordError)(unreachable(uri, _reason(error))) from error
-        raise kind(f"record.uri: {without_password(uri)!r} refuses: {_reason(error)}") from error
+        raise kind(refused(uri, _reason(error))) from error
 
 
 def import_mlflow() -> None:
@@ -128,6 +134,8 @@ def _verdict(error: Exception) -> type[RecordError]:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+    if _FOR_GOOD.search(str(error)):
+        return RecordError
     status = _status(error)
     if status is not None:
         return _of_status(status)

@@ -17,8 +17,7 @@ from lockstep.randomness import seed_all
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.determinism import filled_memory
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.job_phases import RESERVED
-from lockstep.training.means import check_numbers
+from lockstep.training.means import check_parts
 from lockstep.training.parameters import ParameterWatch, written_parameter
 from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.precision import Precision
@@ -117,8 +116,7 @@ def compute(
         try:
             with precision.autocast():
                 loss = module(batch)
-            check_loss(loss, precision, first=m == 0, told=module.phase.loss_told)
-            _check_parts(loss, module)
+            check_loss(loss, precision, first=m == 0, told=module.phase.loss_told, phase=module.phase.name)
             parameters.check(where)
             _check_untouched(model, values, where)
             module.backward(loss.total)
@@ -153,16 +151,6 @@ def _check_untouched(model: nn.Module, before: Container[str], where: str) -> No
             )
 
 
-def _check_parts(loss: Loss, module: LossModule) -> None:
-    """Refuse a part by a name under which something else of its phase is recorded."""
-    taken = [name for name in loss.parts if module.phase.name and name in RESERVED]
-    if taken:
-        raise JobError(
-            f"{module.phase.loss_told}: {taken[0]!r} is no name for a part: {module.phase.name}/{taken[0]} is recorded of each phase already; "
-            "give it another name"
-        )
-
-
 def _gradients(module: LossModule, where: str) -> dict[str, Tensor]:
     learning = dict(zip(module.names, module.parameters_that_learn, strict=True))
     missing = [name for name, p in learning.items() if p.grad is None]
@@ -187,7 +175,9 @@ def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> 
     }
 
 
-def check_loss(loss: object, precision: Precision, *, first: bool, told: str = "job.loss") -> None:
+def check_loss(
+    loss: object, precision: Precision, *, first: bool, told: str = "job.loss", phase: str = ""
+) -> None:
     """Refuse what is no loss; of the run's very `first` micro-batch also a total that is not finite. `told` is how messages name it."""
     if not isinstance(loss, Loss):
         raise JobError(f"{told}: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
@@ -211,9 +201,4 @@ def check_loss(loss: object, precision: Precision, *, first: bool, told: str = "
         )
     if not math.isfinite(weight) or weight < 0:
         raise JobError(f"{told}: weight is {weight}, wanted a number of samples or tokens, at least 0")
-    for name, part in loss.parts.items():
-        if not isinstance(part, Mean):
-            raise JobError(
-                f"{told}: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
-            )
-        check_numbers(told, f"part {name!r}", part)
+    check_parts(told, loss.parts, phase)

@@ -1,0 +1,84 @@
+"""What can be told of a tracking URI without MLflow, and what to do about a store that fails: one line each."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from lockstep.errors import RecordError, SpecError
+from lockstep.record.documents import without_password
+
+_START = "start it, name another with --uri, or set record.uri=off"
+_NAME = "or name another with --uri"
+_REMEDIES = {
+    "disk is full": f"make room on its disk, {_NAME}",
+    "No space left on device": f"make room on its disk, {_NAME}",
+    "not a database": f"it is a file of another kind: move it away, {_NAME}",
+    "malformed": f"the file is damaged: put a copy of it back, or move it away, {_NAME}",
+    "readonly database": f"make the file and its folder writable, {_NAME}",
+    "unable to open database file": f"see that its folder can be written, {_NAME}",
+    "database is locked": f"another process writes to it: wait until it has ended, {_NAME}",
+    "out-of-date database schema": f"another version of MLflow made it: install that one, or back it up and call `mlflow db upgrade`, {_NAME}",
+    "Can't locate revision": f"a newer MLflow, or another program, made it: install that version of MLflow, {_NAME}",
+    "No module named 'psycopg2'": "give a URI that begins with postgresql+psycopg://, and pip install 'lockstep-train[stores]'",
+}
+"""What to do, by words that a store's failure has."""
+
+
+def remedy(reason: str) -> str:
+    """What to do about a store that fails for this reason, or nothing where that is not known."""
+    return next((what for words, what in _REMEDIES.items() if words in reason), "")
+
+
+def unreachable(uri: str, reason: str) -> str:
+    """One line for a store that does not answer."""
+    return f"record.uri: {without_password(uri)!r} does not answer ({without_password(reason)}); {remedy(reason) or _START}"
+
+
+def refused(uri: str, reason: str) -> str:
+    """One line for a store that refuses a call."""
+    advice = remedy(reason)
+    return f"record.uri: {without_password(uri)!r} refuses: {reason}" + (f"; {advice}" if advice else "")
+
+
+def check_uri(uri: str) -> None:
+    """Look at what the URI names, and change nothing.
+
+    SpecError for a folder, in which MLflow keeps no runs any more; RecordError for a file that is no whole SQLite database.
+    """
+    scheme = urlsplit(uri).scheme
+    if (scheme == "file" or uri.startswith("/")) and not _folders_allowed():
+        raise SpecError(
+            f"record.uri: got {uri!r}, a folder, in which MLflow keeps no runs any more; wanted a database such as sqlite:///mlflow.db, "
+            "a server, or off; `mlflow migrate-filestore` moves the runs of a folder into a database"
+        )
+    if scheme == "sqlite":
+        check_database(Path(uri.partition(":///")[2].partition("?")[0]))
+
+
+def _folders_allowed() -> bool:
+    """Whether MLflow itself is told to go on with folders."""
+    return os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in {"true", "1"}
+
+
+def check_database(path: Path) -> None:
+    """SpecError for a folder, RecordError for a file that is no SQLite database or a damaged one. One that is not there yet is none."""
+    if path.is_dir():
+        raise SpecError(
+            f"record.uri: {str(path)!r} is a folder; wanted a file, such as sqlite:///{path}/mlflow.db"
+        )
+    if not path.is_file():
+        return
+    try:
+        # Not for reading alone: after a loss of power what it was writing has to be taken back first.
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True)) as connection:
+            connection.execute("select count(*) from sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        return  # it is locked, or its disk fails: for whoever opens it, and may wait
+    except sqlite3.DatabaseError as error:
+        raise RecordError(
+            f"record.uri: {str(path)!r} cannot be used: {error}; {remedy(str(error)) or _NAME.removeprefix('or ')}"
+        ) from error
