@@ -32,7 +32,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from lockstep.checkpoint.runs import steps_of
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
+from lockstep.record.rows_so_far import RowsSoFar
 from tests.chaos.cluster import ENVIRONMENT, Nodes, started
 from tests.chaos.exposed import PLANTED
 from tests.chaos.ways import PATIENCE_S, cut_link, fill, one_of, plant, refused_second, shared_out, small_disk
@@ -51,13 +53,16 @@ ONCE = {"ecc", "nccl"}
 RUNS = {
     "digits": ["jobs/digits/train.yaml", "job.use=tests.chaos.exposed:ExposedDigits", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=7"],
     "stdlib_gpt": ["jobs/stdlib_gpt/train.yaml", "job.use=tests.chaos.exposed:ExposedGPT", "job.params={depth: 2, heads: 2, head_width: 16, context: 64, corpus_bytes: 200000}", "evaluate.every.steps=40", "checkpoint.every.steps=10"],
-    "forgetful": ["jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:Forgetful", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=7"],
+    "forgetful": ["jobs/digits/train.yaml", "job.use=tests.cluster.broken_jobs:Forgetful", "job.params={width: 8, pause_s: 0.04}", "checkpoint.every.steps=25"],
 }  # fmt: skip
 RUNS["brief"] = [*RUNS["digits"], "length.epochs=9"]
 """Long enough for two kills."""
 
 CONTROL = "forgetful"
 """Loses something with each worker: what does not show here would show nowhere."""
+
+PAST_CHECKPOINT = range(2, 15)
+"""So many steps are recorded past its newest checkpoint when something happens to the control: well before the next one, every 25 steps."""
 
 PLACED = [
     "workers.min=1",
@@ -98,9 +103,17 @@ class Disturbed:
     """One run on `nodes`, in `folder`."""
 
     def __init__(
-        self, nodes: Nodes, folder: Path, words: list[str], seed: int, rates: str | None = None
+        self,
+        nodes: Nodes,
+        folder: Path,
+        words: list[str],
+        seed: int,
+        rates: str | None = None,
+        *,
+        control: bool = False,
     ) -> None:
         self.nodes, self.folder, self.draw = nodes, folder, random.Random(seed)
+        self.control = control
         self.happened: list[str] = []
         self.account: list[dict[str, Any]] = []
         """Its attempts, once it has ended."""
@@ -174,13 +187,22 @@ class Disturbed:
             time.sleep(0.1)
         time.sleep(wanted.after_s)
         while not self.over():
-            what = self._carry_out(wanted.kind)
+            what = self._carry_out(wanted.kind) if not self.control or self._would_forget() else None
             if what is not None:
                 self.happened.append(f"{wanted.kind}{' soon' if wanted.soon else ''} ({what})")
                 return True
             assert time.monotonic() < until, f"{wanted.kind} cannot happen\n{self.log()}"
             time.sleep(0.1)
         return False
+
+    def _would_forget(self) -> bool:
+        """Whether a restart now goes on from a checkpoint, and takes steps again that are recorded: else nothing is forgotten, or it does not show."""
+        saved = steps_of(f"{self.folder}/runs", self.run.name) if self.run else []
+        if self.run is None or not saved:
+            return False
+        return (
+            max((row.step for row in RowsSoFar(self.run).steps()), default=0) - max(saved) in PAST_CHECKPOINT
+        )
 
     def trains(self) -> bool:
         """Whether the newest attempt is one that nothing ended yet."""
@@ -332,6 +354,15 @@ def outcome(run: Path, uri: str) -> dict[str, Any]:
     }
 
 
+def wrong_end(account: list[dict[str, Any]], other: list[str], *, control: bool) -> str:
+    """Why a run did not end as it must, or nothing. Its `account` are its attempts, `other` is what differs from the run left alone."""
+    if not control:
+        return f"OTHER {', '.join(other)}" if other else ""
+    if not any(attempt["from_step"] and not attempt["in_memory"] for attempt in account):
+        return "a control that can show nothing: no attempt began from a checkpoint"
+    return "" if other else "a control that shows nothing: it should differ"
+
+
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """What is not the same."""
     return [name for name in one if one[name] != other[name]]
@@ -368,9 +399,12 @@ def main() -> None:
             count += len(run.happened)
             other = differences(found, references[job])
             told = run.told(other)
-            if bool(other) != (job == CONTROL):
+            why = wrong_end(run.account, other, control=job == CONTROL)
+            if why:
                 wrong.append(number)
             print(f"run {number} {job}: {told}", flush=True)
+            if why and job == CONTROL:
+                print(f"  {why}", flush=True)
     print(f"{count} disturbances; runs that did not end as they must: {wrong or 'none'}")
     raise SystemExit(bool(wrong))
 
@@ -385,7 +419,7 @@ def disturbed(
     with ExitStack() as stack:
         if any(one.kind == "full" for one in coming):
             stack.enter_context(small_disk(folder / "runs"))
-        run = stack.enter_context(Disturbed(nodes, folder, RUNS[job], seed, rates))
+        run = stack.enter_context(Disturbed(nodes, folder, RUNS[job], seed, rates, control=job == CONTROL))
         for one in coming:
             if run.disturb(one):
                 print(f"  {time.monotonic() - began:6.1f} s {run.happened[-1]}", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import disturbed_sweep
-from tests.chaos.disturbed import WEIGHTS
+from tests.chaos.disturbed import WEIGHTS, wrong_end
 from tests.chaos.ways import MOST, shared_out
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +73,23 @@ def test_what_happens_to_a_sweep_leaves_its_trials_as_they_are(name: str, first:
 
 def test_as_much_happens_as_is_wanted() -> None:
     assert shared_out(2 * MOST + 1, ("a", "b")) == f"a={MOST},b={MOST},a=1"
+
+
+@pytest.mark.parametrize(
+    ("from_steps", "in_memory", "other", "why"),
+    [
+        ([0, 25], False, ["weights_digest"], ""),
+        ([0, 25], False, [], "a control that shows nothing"),
+        ([0, 0], False, [], "a control that can show nothing"),
+        ([0, 30], True, [], "a control that can show nothing"),
+        ([0], False, ["weights_digest"], "a control that can show nothing"),
+    ],
+)
+def test_a_control_passes_only_where_it_forgot_something_and_that_shows(
+    from_steps: list[int], in_memory: bool, other: list[str], why: str
+) -> None:
+    """One that lost nothing, or began anew, is an error and no pass."""
+    account = [{"from_step": step, "in_memory": in_memory} for step in from_steps]
+    assert wrong_end(account, other, control=True).startswith(why)
+    assert bool(wrong_end(account, other, control=True)) == bool(why)
+    assert bool(wrong_end(account, other, control=False)) == bool(other)

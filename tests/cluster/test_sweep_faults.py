@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from lockstep import sweep
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SilentError
 from lockstep.sweeps.resumption import resume_sweep
-from tests.cluster.test_sweep import document, outcome
+from tests.cluster.test_sweep import ROOT, document, outcome
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -55,6 +58,67 @@ def test_storage_that_fails_in_a_trial_is_tried_again(tmp_path: Path, workers: i
     assert [[row[key] for key in kept] for row in result.trials] == [
         [row[key] for key in kept] for row in expected.trials
     ]
+
+
+@pytest.mark.scenario
+def test_a_fault_that_the_first_trial_meets_before_the_sweep_begins_ends_no_sweep(tmp_path: Path) -> None:
+    """Before the sweep is created one trial is prepared in the driver: what it meets there may pass as well."""
+    changes = {"trials": 1, "spec": {"length": {"epochs": 1}}}
+    expected = sweep(document(tmp_path / "undisturbed", **changes))
+    given, faults = document(tmp_path / "disturbed", **changes), tmp_path / "faults"
+    faults.mkdir()
+    (faults / "nccl").touch()
+    given["spec"]["job"] = {
+        "use": "tests.chaos.exposed:ExposedDigits",
+        "params": {"width": 4, "faults": str(faults)},
+    }
+    result = sweep(given)
+    assert not list(faults.iterdir())
+    assert [(row["weights_digest"], row["restarts"]) for row in result.trials] == [
+        (row["weights_digest"], 0) for row in expected.trials
+    ]
+
+
+PREPARED_BY_A_WORKER = """
+import sys
+import ray
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, SpecError
+from lockstep.spec.sweep import load_sweep
+from lockstep.sweeps.first_trial import first_trial
+
+ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False)
+said = []
+spec = load_sweep(sys.argv[1])
+facts = first_trial(spec, None, gpu=True, stop=StopSignal(), say=said.append, then="")
+assert facts["total_steps"] > 0
+(text,) = said
+assert text.startswith("warning: the first trial could not be prepared: NCCL failed (first micro-batch"), text
+assert text.endswith("prematurely.; it is tried again"), text
+try:
+    first_trial(spec.model_copy(update={"metric": "eval/lost"}), None, gpu=True, stop=StopSignal(), say=print, then="")
+except SpecError as error:
+    assert str(error).startswith("metric: the job gives no 'eval/lost'"), error
+else:
+    raise AssertionError("a metric that the job never gives was accepted")
+"""
+
+
+@pytest.mark.scenario
+def test_what_a_worker_with_a_gpu_meets_before_the_sweep_begins_is_told_in_one_line(tmp_path: Path) -> None:
+    """A cluster that says that it has a GPU: no driver prepares the trial then, and the line is no traceback of Ray's."""
+    given = document(tmp_path)
+    (tmp_path / "nccl").touch()
+    given["spec"]["job"] = {
+        "use": "tests.chaos.exposed:ExposedDigits",
+        "params": {"width": 4, "faults": str(tmp_path)},
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(given))
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARED_BY_A_WORKER, tmp_path / "sweep.yaml"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_recorders_that_are_killed_as_they_start_are_told_in_one_line(tmp_path: Path) -> None:

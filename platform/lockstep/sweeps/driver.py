@@ -1,4 +1,4 @@
-"""A sweep from its spec to its end: preflight, Tune, the record."""
+"""A sweep from its spec to its end: the first trial is prepared, then Tune and the record."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.checkpoint.holder import Hold
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
@@ -23,11 +21,10 @@ from lockstep.driver.notebook import as_table, default_progress
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
+from lockstep.errors import ClusterError, LockstepError, SilentError
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
-from lockstep.spec.fields import KeepBest
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.resumption import held_sweep
@@ -182,14 +179,22 @@ class _Driver:
     ) -> SweepResult:
         from lockstep.attempts.recording import CLOSING_S
         from lockstep.sweeps.decisions import Decisions
-        from lockstep.sweeps.recorders import AGAIN, ANSWER_S, answer_of_recorders
+        from lockstep.sweeps.first_trial import first_trial
+        from lockstep.sweeps.recorders import AGAIN, ANSWER_S, GOES_ON, answer_of_recorders
         from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
         from lockstep.sweeps.search import Search
         from lockstep.sweeps.table import SweepTable
 
         recorders.prepare.remote(self.spec.base.record.uri or "")
         # Before the sweep's run is created, which a mistake would leave behind.
-        facts = preflight(self.spec, self.options.source, gpu="GPU" in bundles[0])
+        facts = first_trial(
+            self.spec,
+            self.options.source,
+            gpu="GPU" in bundles[0],
+            stop=self.stop,
+            say=self.progress.say,
+            then=GOES_ON if self._sweep_id else AGAIN,
+        )
         opened = recorders.open_sweep.remote(self.spec, self._sweep_id, self.options.source)
         sweep_id, url, folder = answer_of_recorders(opened, ANSWER_S, AGAIN)
         hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
@@ -307,66 +312,3 @@ class _Driver:
                 verbose=0,
             ),
         ).fit()
-
-
-def preflight(spec: SweepSpec, source: Mapping[str, bytes] | None = None, *, gpu: bool) -> dict[str, int]:
-    """Prepare the first trial once, and train nothing: its number of steps, and the first that ends with an evaluation.
-
-    `source` are the files of a job of `__main__`, which this process imports already.
-    SpecError where the job never gives the metric of the sweep.
-    """
-    if gpu:
-        import ray
-
-        from lockstep.clusters.answers import answer_of
-
-        asked = ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()), source)
-        limit_s = spec.base.faults.longest_start_s
-        found: dict[str, int] = answer_of(
-            asked, "a worker with a GPU, which was to prepare a trial,", limit_s
-        )
-        return found
-    return _prepared(spec, str(Path.cwd()))
-
-
-def _prepared(sweep: SweepSpec, folder: str, source: Mapping[str, bytes] | None = None) -> dict[str, int]:
-    with imported_from(source) if source else nullcontext():
-        return _prepared_here(sweep, folder)
-
-
-def _prepared_here(sweep: SweepSpec, folder: str) -> dict[str, int]:
-    from lockstep.job.loading import load_job
-    from lockstep.record.events import tell_nobody
-    from lockstep.training.determinism import determinism
-    from lockstep.training.group import Group
-    from lockstep.training.setup import prepare
-
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    first = sweep.trial(sweep.sample(0))
-    spec = first.model_copy(
-        update={
-            "determinism": "fast",  # nothing of this is kept
-            "early_stop": None,
-            "checkpoint": first.checkpoint.model_copy(
-                update={"keep_best": KeepBest(metric=sweep.metric, mode=sweep.mode)}
-            ),
-        }
-    )
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        with determinism(spec.determinism, spec.threads):
-            run = prepare(spec, load_job(spec.job.use, spec.job.params), Group.join(device), tell_nobody)
-    except SpecError as error:
-        raise SpecError(
-            str(error)
-            .replace("checkpoint.keep_best.metric", "metric")
-            .replace("checkpoint.keep_best", "metric")
-        ) from error
-    return {
-        "total_steps": run.plan.total_steps,
-        "first_evaluation": next(
-            (position.number for position in run.plan.positions(0) if spec.evaluate.every.due(position)),
-            run.plan.total_steps,
-        ),
-    }

@@ -1,0 +1,101 @@
+"""The first trial of a sweep is prepared before the sweep begins: a fault of the machine that it meets there is tried again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, JobError, SpecError, TransientStorageError
+from lockstep.spec.sweep import SweepSpec, load_sweep
+from lockstep.sweeps.first_trial import first_trial
+
+AGAIN = "give the command again"
+
+
+class Stop(StopSignal):
+    """Notes the pauses, and waits for none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pauses_s: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+
+
+def sweep_of(folder: Path, *planted: str, **changes: Any) -> SweepSpec:
+    for name in planted:
+        (folder / name).touch()
+    spec = {
+        "job": {
+            "use": "tests.chaos.exposed:ExposedDigits",
+            "params": {"width": 4, "faults": str(folder)},
+        },
+        "length": {"epochs": 2},
+        "batch": {"global": 256, "micro": 64},
+        "checkpoint": {"storage": str(folder / "runs")},
+        "record": {"uri": "off"},
+        **changes,
+    }
+    return load_sweep({"spec": spec, "space": {"optimizer.lr": {"grid": [0.1, 0.01]}}})
+
+
+def prepared(spec: SweepSpec, stop: StopSignal, told: list[str]) -> dict[str, int]:
+    return first_trial(spec, None, gpu=False, stop=stop, say=told.append, then=AGAIN)
+
+
+def test_a_fault_of_the_machine_is_told_and_tried_again(tmp_path: Path) -> None:
+    """Faults as a worker would outlive them, one after the other."""
+    undisturbed = prepared(sweep_of(tmp_path), Stop(), [])
+    stop, told = Stop(), list[str]()
+    assert prepared(sweep_of(tmp_path, "nccl", "enospc", "memory"), stop, told) == undisturbed
+    assert undisturbed["total_steps"] > 0
+    assert len(told) == 3
+    assert told[0].startswith(
+        "warning: the first trial could not be prepared: a disk or quota is full (first"
+    )
+    assert told[0].endswith("; it is tried again in 4 s")
+    assert "NCCL failed" in "".join(told)
+    assert stop.pauses_s == [4.0, 1.0, 2.0]
+
+
+def test_a_fault_that_stays_ends_the_sweep_with_what_to_do(tmp_path: Path) -> None:
+    told = list[str]()
+    faults = {"max_worker_failures": 1}
+    with pytest.raises(
+        ClusterError,
+        match=r"^NCCL failed \(.*\): RuntimeError: .* "
+        r"\(the first trial could not be prepared in 2 tries; faults\.max_worker_failures is 1; give the command again\)$",
+    ):
+        prepared(sweep_of(tmp_path, "enospc", "nccl", faults=faults), Stop(), told)
+    assert len(told) == 1
+
+
+def test_a_disk_that_stays_full_ends_it_as_a_failure_of_storage(tmp_path: Path) -> None:
+    with pytest.raises(TransientStorageError, match=r"a disk or quota is full .* in 1 try; .* is 0"):
+        prepared(sweep_of(tmp_path, "enospc", faults={"max_worker_failures": 0}), Stop(), [])
+
+
+def test_a_signal_ends_the_tries(tmp_path: Path) -> None:
+    stop = Stop()
+    stop.ask()
+    with pytest.raises(ClusterError, match=r"^NCCL failed .*prematurely\.$"):
+        prepared(sweep_of(tmp_path, "nccl"), stop, [])
+
+
+def test_a_mistake_is_told_at_once(tmp_path: Path) -> None:
+    told = list[str]()
+    with pytest.raises(JobError, match="a label is out of range"):
+        prepared(
+            sweep_of(
+                tmp_path, job={"use": "tests.cluster.broken_jobs:LabelsOutOfRange", "params": {"width": 4}}
+            ),
+            Stop(),
+            told,
+        )
+    with pytest.raises(SpecError, match="metric: the job gives no"):
+        prepared(sweep_of(tmp_path).model_copy(update={"metric": "eval/lost"}), Stop(), told)
+    assert told == []
