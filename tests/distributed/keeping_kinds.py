@@ -36,7 +36,7 @@ def right(outputs: Any) -> float:
     return float((outputs["preds"].argmax(1) == outputs["target"]).float().mean())
 
 
-class MetricObjects(Scored):
+class CollectedMetrics(Scored):
     """A collection of torchmetrics, which notes which of its members share their state."""
 
     def __init__(self, params: Any) -> None:

@@ -238,12 +238,12 @@ class Evaluation:
                 )
         held.restore()
         with evaluating(model):
-            self._computed(model, self._last)
-        alone = memory_of(self.job, model)
-        kept = [place for place in left if held.keeps(place, after.values, alone.values)]
-        if kept:
+            self._computed(model, 0)
+        # What each micro-batch writes anew is not handed on, such as a metric that is reset.
+        handed_on = [place for place in after.changed_since(memory_of(self.job, model)) if place in left]
+        if handed_on:
             warn(
-                f"evaluation: {named(kept)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
+                f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
                 "keeps it; no loss, gradient or update may ever depend on it"
             )
 
