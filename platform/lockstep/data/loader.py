@@ -2,8 +2,9 @@
 
 A micro-batch is fetched and collated in one call by one process, after that process seeded its generators from
 (seed, "data", step, m): neither the number of loader processes nor where a run was resumed can change a draw.
-What samples are may not depend on what training changes, which a loader process sees as it was when it was forked: now and then the worker
-fetches a micro-batch itself as well, and compares. Without loader processes the training thread fetches: a background thread would draw from the same generators. Only
+What samples are may not depend on what training changes, which a loader process sees as it was when it was forked: now
+and then the worker fetches a micro-batch itself as well, and compares.
+Without loader processes the training thread fetches: a background thread would draw from the same generators. Only
 what a dataset that draws nothing fetches comes from a thread, ahead of time; its collation stays where it was. Rows that
 are in memory already and are computed on the processor need none: it would take a core from those that compute.
 The fetch has one intra-op thread, as a forked process must, so that sums in a dataset are the same bits as well.
