@@ -23,7 +23,7 @@ _REMEDIES = {
     "database is locked": f"another process writes to it: wait until it has ended, {_NAME}",
     "its tables have version": f"another MLflow made it: install that one, or back it up and call `mlflow db upgrade` where it is older, {_NAME}",
     "Can't locate revision": f"a newer MLflow, or another program, made it: install that version of MLflow, {_NAME}",
-    "No module named 'psycopg2'": "give a URI that begins with postgresql+psycopg://, and pip install 'lockstep-train[stores]'",
+    "No module named 'psycopg": "give a URI that begins with postgresql+psycopg://, and pip install 'lockstep-train[stores]'",
 }
 """What to do, by words that a store's failure has."""
 
