@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -221,6 +222,11 @@ def test_a_part_that_no_float_can_hold() -> None:
         "wanted a number that a float64 can hold",
     ):
         train_job(document(rehearsal="off"), with_parts({"big": lockstep.Mean(10**400, 1)}))
+
+
+def test_a_part_that_is_a_row_of_numpy() -> None:
+    with told(JobError, "job.loss", "weight of part 'row' is ndarray", "wanted one number"):
+        train_job(document(rehearsal="off"), with_parts({"row": lockstep.Mean(1.0, np.ones(3))}))  # type: ignore[arg-type]
 
 
 def test_a_part_that_evaluation_alone_gives_is_looked_at_as_well() -> None:

@@ -94,8 +94,7 @@ class Supervisor:
         self._recording = Recording(self.spec, self.environment, self.origin.run_id, self.progress.say)
         try:
             summary, failure = self._attempts(place)
-            status = "KILLED" if summary["stopped"] else "FAILED" if summary["unsaved"] else "FINISHED"
-            self._board.ends(status, summary["step"])
+            self._board.ends(Finished(summary).status, summary["step"])
         except (KeyboardInterrupt, LockstepError) as error:
             killed = isinstance(error, KeyboardInterrupt)
             self._board.ends("KILLED" if killed else "FAILED", 0)

@@ -28,8 +28,10 @@ from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
 from lockstep.proof.recorded_run import recorded_main
+from lockstep.record.store_uri import check_uri
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
+from lockstep.spec.locations import RECORD_OFF
 
 
 def train(
@@ -109,6 +111,7 @@ def _run_attempt(
     check_job_source(spec.job.use)
     check_job(spec, elsewhere=not options.local and cluster_address(options.address) != LOCAL)
     check_storage(spec)
+    check_uri(spec.record.uri or RECORD_OFF)
     if options.local and options.chaos is not None:
         raise SpecError("chaos: kills what runs on Ray; leave out --local")
     shown = HeldProgress(options.progress)

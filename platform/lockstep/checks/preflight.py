@@ -11,9 +11,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import JobImportError, SpecError, StorageError
-from lockstep.record.store_uri import check_uri
 from lockstep.spec.fields import Spec
-from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec
 
 MOST_TRIALS = 100
@@ -46,11 +44,7 @@ def find_initial_weights(spec: Spec) -> Spec:
 
 
 def check_storage(spec: Spec) -> None:
-    """Write and remove a file where the run's files will go, and leave nothing there. StorageError where that cannot be done.
-
-    SpecError or RecordError where the record's URI names what can be no store.
-    """
-    check_uri(spec.record.uri or RECORD_OFF)
+    """Write and remove a file where the run's files will go, and leave nothing there. StorageError where that cannot be done."""
     folders = {"record.folder": str(spec.folder)}
     if "://" not in spec.checkpoint.storage:
         folders["checkpoint.storage"] = spec.checkpoint.storage

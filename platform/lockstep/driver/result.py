@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.driver.notebook import as_table
 from lockstep.errors import StorageError
+from lockstep.record.events import Finished
 from lockstep.spec.locations import RECORD_OFF
 
 
@@ -68,9 +69,9 @@ _OF_THE_END = frozenset({"first_step_at", "stopped", "signal", "unsaved"})
 
 def check_saved(summary: Mapping[str, Any], run_id: str, folder: str) -> None:
     """StorageError for a run that came to its end, and whose last state no checkpoint has. One that is stopped says so in its warnings."""
-    if summary.get("unsaved") and not summary["stopped"]:
+    if error := Finished(summary).error:
         raise StorageError(
-            f"{summary['unsaved']}; the run trained to its end, and its record and weights are in {folder!r}; remove the cause, and "
+            f"{error}; the run trained to its end, and its record and weights are in {folder!r}; remove the cause, and "
             f"`lockstep resume {run_id}` takes the steps since its newest checkpoint again and saves it"
         )
 

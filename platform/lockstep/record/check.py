@@ -211,9 +211,7 @@ def _value(point: Point) -> str:
 def _status(journal: Journal) -> str:
     end = last_words(journal.events)[-1]
     match end:
-        case Finished():
-            return "KILLED" if end.summary.get("stopped") else "FINISHED"
-        case Failed():
+        case Finished() | Failed():
             return end.status
     return "RUNNING"  # a newer attempt has it
 

@@ -167,6 +167,16 @@ class Finished:
     summary: Mapping[str, Any]
     files: Sequence[Path] = ()
 
+    @property
+    def error(self) -> str:
+        """Why a run that came to its end by itself has not finished: its last checkpoint could not be saved. Else nothing."""
+        return "" if self.summary.get("stopped") else str(self.summary.get("unsaved") or "")
+
+    @property
+    def status(self) -> Literal["FINISHED", "FAILED", "KILLED"]:
+        """What the run is from now on."""
+        return "KILLED" if self.summary.get("stopped") else "FAILED" if self.error else "FINISHED"
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:

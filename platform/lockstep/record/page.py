@@ -268,8 +268,7 @@ class Page:
         )
         self._tag(values)
         metrics = documents.single_values(summary.get("metrics") or {})
-        error = "" if summary.get("stopped") else summary.get("unsaved", "")
-        status: Status = "KILLED" if summary.get("stopped") else "FAILED" if error else "FINISHED"
+        error, status = end.error, end.status
         if error:
             self._document("error.txt", f"{error}\n")
         killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""

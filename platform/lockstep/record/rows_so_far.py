@@ -50,7 +50,7 @@ class RowsSoFar:
         observations: dict[int, Observation],
     ) -> None:
         if isinstance(event, Finished | Failed):
-            self.failed = isinstance(event, Failed)
+            self.failed = isinstance(event, Failed) or event.status == "FAILED"
         elif isinstance(event, StepRow):
             self.failed = None  # it was resumed
         match event:

@@ -21,11 +21,15 @@ _REMEDIES = {
     "readonly database": f"make the file and its folder writable, {_NAME}",
     "unable to open database file": f"see that its folder can be written, {_NAME}",
     "database is locked": f"another process writes to it: wait until it has ended, {_NAME}",
-    "out-of-date database schema": f"another version of MLflow made it: install that one, or back it up and call `mlflow db upgrade`, {_NAME}",
+    "its tables have version": f"another MLflow made it: install that one, or back it up and call `mlflow db upgrade` where it is older, {_NAME}",
     "Can't locate revision": f"a newer MLflow, or another program, made it: install that version of MLflow, {_NAME}",
-    "No module named 'psycopg2'": "give a URI that begins with postgresql+psycopg://, and pip install 'lockstep-train[stores]'",
+    "No module named 'psycopg": "give a URI that begins with postgresql+psycopg://, and pip install 'lockstep-train[stores]'",
 }
 """What to do, by words that a store's failure has."""
+
+
+_OF_MLFLOW = frozenset({"alembic_version", "experiments", "runs", "metrics", "params", "tags"})
+"""Tables that any database of MLflow has, one that was killed as it was made included: it has some of them."""
 
 
 def remedy(reason: str) -> str:
@@ -65,7 +69,10 @@ def _folders_allowed() -> bool:
 
 
 def check_database(path: Path) -> None:
-    """SpecError for a folder, RecordError for a file that is no SQLite database or a damaged one. One that is not there yet is none."""
+    """SpecError for a folder and for another program's database, RecordError for a file that is no SQLite database or a damaged one.
+
+    One that is not there yet, or is empty, is MLflow's to make.
+    """
     if path.is_dir():
         raise SpecError(
             f"record.uri: {str(path)!r} is a folder; wanted a file, such as sqlite:///{path}/mlflow.db"
@@ -75,10 +82,16 @@ def check_database(path: Path) -> None:
     try:
         # Not for reading alone: after a loss of power what it was writing has to be taken back first.
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True)) as connection:
-            connection.execute("select count(*) from sqlite_master").fetchone()
+            tables = {
+                name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")
+            }
     except sqlite3.OperationalError:
         return  # it is locked, or its disk fails: for whoever opens it, and may wait
     except sqlite3.DatabaseError as error:
         raise RecordError(
             f"record.uri: {str(path)!r} cannot be used: {error}; {remedy(str(error)) or _NAME.removeprefix('or ')}"
         ) from error
+    if tables and not tables & _OF_MLFLOW:
+        raise SpecError(
+            f"record.uri: {str(path)!r} is the database of another program, with the table {min(tables)!r}, and is left alone; name another with --uri"
+        )

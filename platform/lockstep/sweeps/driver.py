@@ -25,6 +25,7 @@ from lockstep.errors import ClusterError, LockstepError, SilentError
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
+from lockstep.record.store_uri import check_uri
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.resumption import held_sweep
@@ -134,6 +135,7 @@ def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold:
     check_job_source(base.job.use)
     check_sweep(spec, elsewhere=cluster_address(options.address) != LOCAL)
     check_storage(base)
+    check_uri(base.record.uri or RECORD_OFF)
     from lockstep.clusters.connection import connected
     from lockstep.clusters.keeper import kept
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import SupportsFloat
 
+import numpy as np
 import torch
 
 from lockstep.errors import JobError
@@ -84,7 +85,7 @@ def check_numbers(told: str, whose: str, mean: Mean) -> None:
         if isinstance(value, torch.Tensor):
             fits = value.numel() == 1
         else:
-            fits = hasattr(value, "__float__")
+            fits = hasattr(value, "__float__") and np.size(value) == 1
         if not fits:
             raise JobError(f"{told}: {field} of {whose} is {_kind(value)}, wanted one number")
         if not isinstance(value, torch.Tensor):

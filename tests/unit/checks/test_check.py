@@ -207,7 +207,7 @@ def test_a_database_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "notes.db").write_text("no database, a text of some length\n" * 10)
     found = found_in(checked(tmp_path, "Sound", record={"uri": f"sqlite:///{tmp_path}/notes.db"}))
     assert found.keys() == {"record"}
-    assert "no SQLite database" in found["record"][1]
+    assert "file is not a database" in found["record"][1]
 
 
 def test_a_run_that_does_not_fit_is_told_with_the_micro_batch_that_does(

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from lockstep.errors import RecordError
+from lockstep.record.check import InStore, check_store
 from lockstep.record.events import Finished
 from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
 from lockstep.record.ledger import read_parquet
 from lockstep.record.recorder import Recorder
+from lockstep.record.rows_so_far import RowsSoFar
 from lockstep.spec.fields import Spec
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.written import read_steps
@@ -119,6 +121,37 @@ def test_a_run_whose_ledger_is_not_whole_is_not_finished(spec: Specs) -> None:
     run = json.loads((recorder.run_folder() / "run.json").read_text())
     assert run["status"] == "FAILED"
     assert run["tags"]["lockstep.error"].startswith("the record is not whole: its ledger lacks steps 3 to 4")
+
+
+@pytest.mark.parametrize(
+    ("summary", "status"),
+    [
+        ({"unsaved": "the checkpoint of step 2 could not be saved: full"}, "FAILED"),
+        ({"unsaved": "the checkpoint of step 2 could not be saved: full", "stopped": True}, "KILLED"),
+        ({"unsaved": ""}, "FINISHED"),
+    ],
+)
+def test_a_run_whose_last_state_is_not_saved_is_not_finished(
+    summary: dict[str, Any], status: str, spec: Specs
+) -> None:
+    """For its page, for a check of its record, and for whoever draws its curves; its tables are whole."""
+    recorder = Recorder(spec())
+    recorder.start()
+    recorder.tell(step_row(1), step_row(2), Finished({"step": 2, **summary}))
+    recorder.close()
+    folder = recorder.run_folder()
+    run = json.loads((folder / "run.json").read_text())
+    assert run["status"] == status
+    assert run["tags"]["lockstep.error"] == (summary["unsaved"] if status == "FAILED" else "")
+    assert run["tags"]["lockstep.note"].startswith(f"**{status}** at step 2")
+    assert ("could not be saved" in run["tags"]["lockstep.note"]) == (status == "FAILED")
+    assert (folder / "error.txt").exists() == (status == "FAILED")
+    assert json.loads((folder / "summary.json").read_text())["step"] == 2
+    assert RowsSoFar(folder).failed == (status == "FAILED")
+    journal = Journal(folder, read_only=True)
+    told = [one.what for one in check_store(folder, journal, InStore(status, {}, {}), scaled=False)]
+    journal.close()
+    assert not [what for what in told if what.startswith("has status")]
 
 
 def test_a_journal_knows_what_it_lacks(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, SpecError
 from lockstep.record.events import Failed, Finished, Started
 from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
@@ -306,10 +306,19 @@ def test_a_database_that_cannot_be_used_is_one_true_line(tmp_path: Path, spec: S
     with (tmp_path / "cut.db").open("rb+") as file:
         file.truncate(40_000)
     wrong = {
-        "other": r"out-of-date database schema .*; another version of MLflow made it: install that one, or back it up",
+        "other": r"refuses: its tables have version 0a8213491aaa, those of this MLflow \w+; another MLflow made it: install that one",
         "newer": r"Can't locate revision .*; a newer MLflow, or another program, made it",
         "cut": r"database disk image is malformed.*; the file is damaged: put a copy of it back",
     }
+    with closing(sqlite3.connect(tmp_path / "foreign.db")) as connection:
+        connection.execute("create table users (a int)")
+        connection.commit()
+    before = (tmp_path / "foreign.db").read_bytes()
+    with pytest.raises(
+        SpecError, match="is the database of another program, with the table 'users', and is left alone"
+    ):
+        MlflowStore(f"sqlite:///{tmp_path}/foreign.db", "e", "r").open(None)
+    assert (tmp_path / "foreign.db").read_bytes() == before
     for name, message in wrong.items():
         with pytest.raises(RecordError, match=message) as told:
             MlflowStore(f"sqlite:///{tmp_path}/{name}.db", "e", "r").open(None)

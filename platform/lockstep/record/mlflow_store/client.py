@@ -176,6 +176,9 @@ def _status(error: Exception) -> int | None:
 def _reason(error: BaseException) -> str:
     """The root of a failure in one line: the system's own words where a long chain ends in them."""
     text = str(error)
+    schema = re.search(r"database schema \(found version (\w+), but expected (\w+)\)", text)
+    if schema:
+        return f"its tables have version {schema[1]}, those of this MLflow {schema[2]}"
     system = re.search(r"\[Errno -?\d+\] ([^\n'\")]+)", text)
     if system:
         return system.group(1)
