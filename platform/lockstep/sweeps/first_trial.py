@@ -14,7 +14,7 @@ import torch
 
 from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, LockstepError, SpecError
+from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import tell_nobody
@@ -70,6 +70,9 @@ def _on_gpu(spec: SweepSpec, source: Mapping[str, bytes] | None) -> dict[str, in
     whose = "a worker with a GPU, which was to prepare a trial,"
     try:
         found: dict[str, int] = answer_of(asked, whose, spec.base.faults.longest_start_s)
+    except SilentError:
+        ray.cancel(asked, force=True)  # the next try needs its GPU
+        raise
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
