@@ -128,5 +128,5 @@ def test_a_store_is_named_by_an_option_the_spec_or_the_environment(monkeypatch: 
 
 def test_a_store_that_does_not_answer_is_told_before_anything_is_trained(tmp_path: Path) -> None:
     (tmp_path / "notes.db").write_text("no database, a text of some length\n" * 10)
-    with pytest.raises(RecordError, match="no SQLite database"):
+    with pytest.raises(RecordError, match="a file of another kind: move it away"):
         find_rate(PLAIN, uri=f"sqlite:///{tmp_path}/notes.db", lowest=2.0, highest=1.0)

@@ -16,6 +16,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.record.redaction import redacted, redacted_document, redacted_fields
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
+from tests.distributed.small_jobs import Plain
 
 HEX = "0123456789abcdef" * 4
 TOKENS = {
@@ -141,9 +142,18 @@ def test_nothing_recorded_of_a_run_has_a_secret(spec: Callable[..., Spec], tmp_p
     assert mark in texts["error.txt"] and mark in texts["run.json"]
 
 
+class FromHub(Plain):
+    """A job whose data are fetched with a token."""
+
+    class Params(Plain.Params):
+        hub: str = ""
+
+    params: Params
+
+
 def test_a_resume_asks_for_a_secret_that_the_record_has_not() -> None:
     """And takes it: whether it is the same, the identity in the checkpoint tells."""
-    use, token = "tests.distributed.small_jobs:Plain", TOKENS["Hugging Face Token"]
+    use, token = f"{__name__}:FromHub", TOKENS["Hugging Face Token"]
     given = load_spec({"job": {"use": use, "params": {"hub": token, "width": 8}}})
     recorded = load_spec(redacted_document(given.document()))
     with pytest.raises(SpecError, match=r"job\.params\.hub of run r1 .* give it again: job\.params\.hub=…"):
