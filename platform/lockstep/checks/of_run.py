@@ -173,7 +173,12 @@ def evaluation(specimen: Specimen) -> list[Finding]:
     )
     strict = spec.determinism == "strict"
     warnings: list[str] = []
-    names = evaluate.rehearse(state.model, repeat=strict, warn=warnings.append)
+    first_step = StepRehearsal(
+        specimen.job, spec, specimen.plan, state, specimen.batches, specimen.device, warnings.append
+    )
+    names = evaluate.rehearse(
+        state.model, repeat=strict, warn=warnings.append, training=first_step.first_micro_batch
+    )
     check_metric(spec, names)
     repeated = "; the first micro-batch repeats after the last one" if strict else ""
     known = (

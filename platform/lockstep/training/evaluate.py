@@ -236,11 +236,14 @@ class Evaluation:
                     "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
                     "else; keep nothing in evaluation that training reads"
                 )
+        told = memory_of(self.job, model).changed_since(held)  # by the rehearsal of training
         held.restore()
         with evaluating(model):
             self._computed(model, 0)
         # What each micro-batch writes anew is not handed on, such as a metric that is reset.
-        handed_on = [place for place in after.changed_since(memory_of(self.job, model)) if place in left]
+        places = after.changed_since(memory_of(self.job, model))
+        within = tuple(f"{one}[" for one in told)
+        handed_on = [p for p in places if p in left and p not in told and not p.startswith(within)]
         if handed_on:
             warn(
                 f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
