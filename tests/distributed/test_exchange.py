@@ -59,6 +59,7 @@ def descriptors() -> int:
     before = len(list(Path("/proc/self/fd").iterdir()))
     group = dist.new_group()
     opened = len(list(Path("/proc/self/fd").iterdir())) - before
+    dist.barrier()  # a rank that closes the group while others still connect breaks their connections
     dist.destroy_process_group(group)
     return opened
 
