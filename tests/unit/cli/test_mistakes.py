@@ -475,6 +475,7 @@ class Wrong(Right):
 """
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("uri", [pytest.param("off", marks=pytest.mark.exact), "sqlite:///record.db"])
 def test_the_runs_id_is_told_before_the_first_step(uri: str, call: Call, tmp_path: Path) -> None:
     """There is no run while it is rehearsed, and no step before whoever looks on can name the run to resume."""
@@ -694,6 +695,7 @@ def test_a_mistake_in_the_usage(words: list[str], told: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.scenario
 def test_lr_find_starts_over_with_fixed_string_hashing() -> None:
     """As --local does: nobody has to set PYTHONHASHSEED by hand."""
     words = ["lr-find", "jobs/digits/train.yaml", "--steps", "10", "--json", "job.params.width=4"]

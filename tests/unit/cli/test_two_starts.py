@@ -209,10 +209,11 @@ EXACT = pytest.mark.exact
 
 
 # a fresh start, a run that was killed, one that lives
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("seed", "place"),
     [
-        (5, "disk"), pytest.param(7, "s3", marks=pytest.mark.scenario),
+        (5, "disk"), (7, "s3"),
         *(pytest.param(*each, marks=EXACT) for each in [(2, "disk"), (2, "s3"), (5, "s3"), (7, "disk")]),
     ],
     indirect=["place"],
@@ -231,6 +232,7 @@ def test_of_several_commands_at_once_one_goes_on_a_hundred_times(
     print(round_of(commands, place(tmp_path), random.Random(seed), digest))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("place", ["disk", pytest.param("s3", marks=EXACT)], indirect=True)
 def test_a_takeover_ends_the_holder_after_its_step(
     commands: Commands, digest: str, place: Callable[[Path], Place], tmp_path: Path
@@ -250,6 +252,7 @@ def test_a_takeover_ends_the_holder_after_its_step(
     assert '{"failed":' not in journal  # how it ends is for the newer attempt to say
 
 
+@pytest.mark.scenario
 def test_a_holder_that_is_stopped_keeps_its_run(commands: Commands, digest: str, tmp_path: Path) -> None:
     """Its process lives on this machine, so it may go on: only a takeover may take that from it."""
     here = on_disk(tmp_path)
