@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -120,11 +121,19 @@ class Mailbox:
         """Its workers and newcomers, by the numbers that they have at roll calls."""
         self._numbers: tuple[int, ...] = ()
         self._went_on: WentOn | None = None
+        self._early: list[Callable[[], object]] = []
+        """Calls of workers that came before the driver's call which begins their attempt."""
 
     # --- for workers ------------------------------------------------------------------------------------------
 
     def tell(self, attempt: int, events: Sequence[Event]) -> Asked:
-        """Take events of an attempt. Those of an attempt that was given up are recorded, and not seen."""
+        """Take events of an attempt. Those of an attempt that was given up are recorded, and not seen.
+
+        Those of one that the driver has yet to begin wait for that: calls of several processes come in any order.
+        """
+        if attempt > self._view.attempt:
+            self._early.append(partial(self.tell, attempt, events))
+            return self._asked
         for told in events:
             event = told
             if isinstance(told, Broke) and attempt == self._view.attempt:
@@ -153,6 +162,8 @@ class Mailbox:
 
     def ready(self, attempt: int, worker: int) -> None:
         """A worker of the attempt that has this number in the driver trains, and would come to a roll call."""
+        if attempt > self._view.attempt:
+            self._early.append(partial(self.ready, attempt, worker))
         if attempt == self._first:
             self._calls.ready(worker)
 
@@ -211,6 +222,9 @@ class Mailbox:
         self._calls, self._first = RollCalls(attempt, workers, fewest), attempt
         self._numbers = self._calls.workers
         self._by_number, self._went_on = {}, None
+        early, self._early = self._early, []
+        for call in early:
+            call()
 
     def status(self) -> RunStatus:
         """How the attempt at hand stands. Never waits."""

@@ -118,6 +118,22 @@ def test_workers_that_outlive_another_are_seen_as_the_next_attempt() -> None:
     assert not mailbox.lose(0)  # nobody trains yet
 
 
+def test_what_workers_call_before_their_attempt_is_begun_waits_for_that() -> None:
+    """A mailbox that starts late takes the calls of the driver and of workers at once, in any order."""
+    mailbox = Mailbox()
+    for worker in (0, 1):
+        mailbox.tell(1, [joined(worker), Warned(f"of {worker}")])
+        mailbox.ready(1, worker)
+    mailbox.begin(1, workers=3)
+    mailbox.tell(1, [joined(2)])
+    mailbox.ready(1, 2)
+    status = mailbox.status()
+    assert sorted(status.everyone) == sorted(status.view.members) == [0, 1, 2]
+    assert status.view.warnings == ["of 0", "of 1"]
+    assert mailbox.fetch(0, 0, STATE).events == [Warned("of 0"), Warned("of 1")]
+    assert mailbox.lose(2)  # two others train, and go on
+
+
 def test_a_newcomer_is_seen_once_it_is_let_in() -> None:
     """What it tells before is recorded and ends nothing; the workers are asked in the answer to what they tell."""
     mailbox = Mailbox()
