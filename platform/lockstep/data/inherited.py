@@ -34,16 +34,6 @@ LOOKS_S = 10.0
 _TORCHS_OWN = "torch-shm-dir"
 """In the address of the process that keeps torch's shared memory, to which any process may speak."""
 
-_CUT: list[str] = []
-"""What this process has inherited and cannot read, each by what it is."""
-
-_NAMED = 3
-"""So many of them are named."""
-
-
-class WaitsForeverError(RuntimeError):
-    """A loader process waits for a thread that it does not have. Example: a thread of the dataset's that fills a queue."""
-
 
 class Opened(NamedTuple):
     """A descriptor, and what it leads to."""
@@ -51,6 +41,20 @@ class Opened(NamedTuple):
     fd: int
     device: int
     inode: int
+
+
+_CUT: list[str] = []
+"""What this process has inherited and cannot read, each by what it is: first what a dataset may have opened."""
+
+_APART = set[Opened]()
+"""What was open before there was a dataset."""
+
+_NAMED = 3
+"""So many of them are named."""
+
+
+class WaitsForeverError(RuntimeError):
+    """A loader process waits for a thread that it does not have. Example: a thread of the dataset's that fills a queue."""
 
 
 def opened() -> list[Opened]:
@@ -61,9 +65,15 @@ def opened() -> list[Opened]:
     return [one for one in every if one is not None and one.fd > 2 and one[1:] not in known]
 
 
+def set_apart() -> None:
+    """What is open now is no dataset's: where a sample cannot be read, it is named last."""
+    _APART.clear()
+    _APART.update(opened())
+
+
 def make_own(inherited: Iterable[Opened]) -> None:
     """In a forked process: part from its parent in what was open there."""
-    for one in inherited:
+    for one in sorted(inherited, key=lambda one: (one in _APART, one.fd)):
         if _seen(one.fd) == one:  # else its number has become another's before the fork
             _part(one.fd)
     for pool in _pools():

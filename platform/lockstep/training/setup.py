@@ -18,6 +18,7 @@ from torch import nn
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.dataset import is_table
 from lockstep.data.fingerprint import fingerprint
+from lockstep.data.inherited import set_apart
 from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch
@@ -167,6 +168,7 @@ def prepare(
 
     start = None if newcomer else find_start(spec, group, origin, warn)
     tell(StageEnded("checkpoint", time.time()))
+    set_apart()
     train_data, eval_data = open_data(job, spec.seed)
     check_rules(spec, eval_data)
     for text in warnings_of(train_data):

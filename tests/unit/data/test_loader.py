@@ -62,6 +62,16 @@ class Whole(Samples):
         return [self.sample(index) for index in indices]
 
 
+@pytest.fixture(autouse=True)
+def connections_of_others() -> Iterator[None]:
+    """A worker has more of them before its data are opened than a message names: Ray's, and those to the other workers."""
+    others = [end for _ in range(4) for end in socket.socketpair()]
+    loader_module.inherited.set_apart()
+    yield
+    for end in others:
+        end.close()
+
+
 def fetched(
     samples: Dataset[Any],
     *,
