@@ -122,16 +122,17 @@ class Mailbox:
         self._numbers: tuple[int, ...] = ()
         self._went_on: WentOn | None = None
         self._early: list[Callable[[], object]] = []
-        """Calls of workers that came before the driver's call which begins their attempt."""
+        """Calls of workers that came before the driver's call which begins the first attempt."""
 
     # --- for workers ------------------------------------------------------------------------------------------
 
     def tell(self, attempt: int, events: Sequence[Event]) -> Asked:
         """Take events of an attempt. Those of an attempt that was given up are recorded, and not seen.
 
-        Those of one that the driver has yet to begin wait for that: calls of several processes come in any order.
+        Before the driver's first attempt is begun they wait for that: to a mailbox that starts late, calls of several processes come in any
+        order. The driver waits for the beginning of every later one.
         """
-        if attempt > self._view.attempt:
+        if not self._first:
             self._early.append(partial(self.tell, attempt, events))
             return self._asked
         for told in events:
@@ -162,9 +163,9 @@ class Mailbox:
 
     def ready(self, attempt: int, worker: int) -> None:
         """A worker of the attempt that has this number in the driver trains, and would come to a roll call."""
-        if attempt > self._view.attempt:
+        if not self._first:
             self._early.append(partial(self.ready, attempt, worker))
-        if attempt == self._first:
+        elif attempt == self._first:
             self._calls.ready(worker)
 
     def enter(self, attempt: int, worker: Joined, arrival: Arrival) -> None:

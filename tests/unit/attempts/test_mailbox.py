@@ -132,6 +132,8 @@ def test_what_workers_call_before_their_attempt_is_begun_waits_for_that() -> Non
     assert status.view.warnings == ["of 0", "of 1"]
     assert mailbox.fetch(0, 0, STATE).events == [Warned("of 0"), Warned("of 1")]
     assert mailbox.lose(2)  # two others train, and go on
+    mailbox.tell(2, [Warned("of the next")])  # from here on nothing waits: what is told is recorded
+    assert mailbox.fetch(2, 2, STATE).events == [Warned("of the next")]
 
 
 def test_a_newcomer_is_seen_once_it_is_let_in() -> None:
