@@ -50,11 +50,7 @@ def check_parts(told: str, parts: object, phase: str = "") -> None:
             raise JobError(
                 f"{told}: {name!r} is no name for a part: {phase or 'train'}/{name} is recorded already; give it another name"
             )
-        if not isinstance(part, Mean):
-            raise JobError(
-                f"{told}: part {name!r} is {type(part).__name__}, wanted lockstep.Mean(total, weight)"
-            )
-        check_numbers(told, f"part {name!r}", part)
+        _check_mean(told, f"part {name!r}", part)
 
 
 def check_name(told: str, name: object) -> None:
@@ -71,16 +67,16 @@ def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:
         raise JobError(
             f"job.metrics: {name!r} is the name of the loss or of one of its parts; give the metric another name"
         )
+    _check_mean("job.metrics", repr(name), mean)
+
+
+def _check_mean(told: str, whose: str, mean: object) -> None:
+    """Raise JobError for what is no mean, and for one whose total or weight is not one number; `told` is the method that returned it."""
     if not isinstance(mean, Mean):
         raise JobError(
-            f"job.metrics: {name!r} is {_kind(mean)}, wanted lockstep.Mean(total, weight): the sum over the micro-batch, and "
+            f"{told}: {whose} is {_kind(mean)}, wanted lockstep.Mean(total, weight): the sum over the micro-batch, and "
             "the number of samples or tokens that it is divided by in the end"
         )
-    check_numbers("job.metrics", repr(name), mean)
-
-
-def check_numbers(told: str, whose: str, mean: Mean) -> None:
-    """Raise JobError for a mean whose total or weight is not one number; `told` is the method that returned it."""
     for field, value in (("total", mean.total), ("weight", mean.weight)):
         if isinstance(value, torch.Tensor):
             fits = value.numel() == 1
