@@ -80,10 +80,10 @@ def _counting(seen: list[tuple[str, int, int]]) -> Iterator[None]:
         seen.append(("sent", sum(others) * outgoing.element_size(), sum(n > 0 for n in others)))
         return all_to_all(received, outgoing, lengths, splits, group)
 
-    def counts_pass_on(outgoing: Any, incoming: Any, channel: Any) -> Any:
+    def counts_pass_on(outgoing: Any, incoming: Any, group: Any) -> Any:
         parts = [part.numel() * part.element_size() for _, part in outgoing if part.numel()]
         seen.append(("sent", sum(parts), len(parts)))
-        return pass_on(outgoing, incoming, channel)
+        return pass_on(outgoing, incoming, group)
 
     def counts_bucket(self: Any, buffer: Any, indices: Any) -> Any:
         seen.append(("bucket", buffer.numel(), 0))

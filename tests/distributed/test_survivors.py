@@ -37,6 +37,15 @@ CENTRED: Document = {
     "batch": {"global": 12, "micro": 2},
     "length": {"steps": 4},
 }
+LARGE: Document = {
+    "job": {
+        "use": "tests.distributed.small_jobs:Plain",
+        "params": {"norm": "none", "width": 500_000},
+    },
+    "batch": {"global": 16, "micro": 2},
+    "length": {"steps": 4},
+}
+"""Its buckets are larger than what the system keeps of a connection."""
 PLACES = ("forward", "send whole", "send buffers", "gather", "update", "note")
 
 
@@ -104,6 +113,14 @@ def test_a_worker_that_falls_silent_is_outlived_when_that_is_known() -> None:
     """No connection ends: those that wait for it are told of a roll call, and break their group off by themselves."""
     outlived = outlive(CENTRED, 3, [Fall(1, 3, "send whole", silent=True)])
     check(outlived, train(CENTRED), [0, 2])
+    assert repeated(outlived) == [3]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_worker_that_is_lost_while_much_is_on_its_way_to_it(silent: bool) -> None:
+    """gloo tells nobody of what was half sent when a connection ended: who waits for that, waits in vain."""
+    outlived = outlive(LARGE, 4, [Fall(1, 3, "take on", 2, silent=silent)])
+    check(outlived, train(LARGE), [0, 2, 3])
     assert repeated(outlived) == [3]
 
 

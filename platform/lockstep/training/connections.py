@@ -81,6 +81,42 @@ def shut(sockets: Sockets) -> None:
                     opened.shutdown(socket.SHUT_RDWR)
 
 
+def is_cut(sockets: Sockets) -> bool:
+    """Whether one of these connections has ended, or is closed in this process."""
+    for fd, ends in sockets.items():
+        try:
+            if _ends(fd) != ends:
+                return True
+        except OSError:
+            return True
+    return False
+
+
+Inodes = Mapping[int, int]
+"""Sockets by their descriptors, each by its inode: what it is still known by when it is connected no more."""
+
+
+def inodes(sockets: Sockets) -> Inodes:
+    return {fd: os.fstat(fd).st_ino for fd in sockets}
+
+
+def still_open(known: Inodes) -> list[int]:
+    """The descriptors of those that nobody in this process has closed."""
+    found = []
+    for fd, inode in known.items():
+        with suppress(OSError):  # it is closed
+            if os.fstat(fd).st_ino == inode:
+                found.append(fd)
+    return found
+
+
+def take_away(descriptors: Iterable[int]) -> None:
+    """Put an empty file in the place of what is open there: whoever looks at it finds no connection, and may close it."""
+    with Path(os.devnull).open("rb") as empty:
+        for fd in descriptors:
+            os.dup2(empty.fileno(), fd, inheritable=False)
+
+
 def close(sockets: Sockets) -> None:
     """Close the descriptors in this process alone: the connections stay with those that share them."""
     for fd, ends in sockets.items():

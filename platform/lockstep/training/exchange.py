@@ -121,7 +121,7 @@ class Exchange:
     def read(self, micro_batches: int) -> Agreed:
         """Wait for it: what all ranks now know of a step with so many micro-batches that are not empty."""
         if self._work is not None:
-            self._work.wait()
+            self.group.wait(self._work)
             self._work = None
         messages: list[list[float]] = self.message.view(self.group.size, -1).tolist()
         self._messages = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +22,20 @@ from torch.distributed.distributed_c10d import _world
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.failure_kinds import kind_of
 from lockstep.spec.fields import Spec
-from lockstep.training.connections import Sockets, close, connected, opened_since, shared, shut
+from lockstep.training.connections import (
+    Inodes,
+    Sockets,
+    close,
+    connected,
+    inodes,
+    is_cut,
+    opened_since,
+    shared,
+    shut,
+    still_open,
+    take_away,
+)
+from lockstep.training.waits import Waits
 
 T = TypeVar("T")
 
@@ -28,6 +44,12 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 
 FIRST_FORMED = 1_000_000
 """More groups than a process makes in any other way."""
+
+DRAINED_S = 1.0
+"""How long gloo may take to close connections that were shut: a moment, where nothing is wrong."""
+
+_ABORTED: list[Any] = []
+"""Channels of groups of which a member was lost."""
 
 SPARE_DESCRIPTORS = 128
 """Files that a worker opens beside its connections: data, loader processes, checkpoints, the record."""
@@ -50,6 +72,9 @@ class Group:
     """Through which the members of a group that was `formed` have met; the process that serves it must keep it."""
     sockets: Sockets = field(default_factory=dict, compare=False)
     """The channel's connections, one to every other rank; empty where they are not known."""
+    inodes: Inodes = field(default_factory=dict, compare=False)
+    """The same by what they are still known by when they have ended."""
+    waits: Waits = field(default_factory=Waits, compare=False)
 
     @classmethod
     def join(cls, device: torch.device) -> Group:
@@ -91,7 +116,9 @@ class Group:
         others = self.gather(list(own.values()))
         del others[self.rank]
         found = shared(own, others)
-        return replace(self, sockets=found if len(found) == self.size - 1 else {})
+        if len(found) < self.size - 1:
+            return self
+        return replace(self, sockets=found, inodes=inodes(found), waits=Waits(partial(is_cut, found)))
 
     @property
     def can_abort(self) -> bool:
@@ -104,23 +131,62 @@ class Group:
     def break_off(self) -> None:
         """Break off what is under way, from any thread: whoever waits in a collective of the group gets an error."""
         shut(self.sockets)
+        self.waits.end()
 
     def let_go(self) -> None:
         """In a forked process: close the connections, which would else be open for as long as it outlives its parent."""
         close(self.sockets)
 
     def abort(self) -> None:
-        """Break off what is under way, and end the group."""
+        """End a group of which a member is lost: break off what is under way, while what it reads and writes is still there.
+
+        A thread of gloo may wait for a lost rank until its time is over, and whoever destroys the group would wait for that thread. So
+        it stays.
+        """
+        if self.channel is None:
+            return
+        self.break_off()
+        until = time.monotonic() + DRAINED_S
+        while still_open(self.inodes) and time.monotonic() < until:
+            time.sleep(0.001)
+        # One that gloo does not close has a message for memory that is gone: its thread would look for it for ever.
+        take_away(still_open(self.inodes))
+        _ABORTED.append(self.channel)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.channel))  # not at the end of the process either
+        dist.destroy_process_group(self.channel)
+
+    def close(self) -> None:
+        """End a group of which nobody waits any more."""
         if self.channel is not None:
             self.break_off()
             dist.destroy_process_group(self.channel)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective of the channel."""
+        if self.can_abort:
+            self.waits.for_collective(work)
+        else:
+            work.wait()
+
+    def wait_for_messages(self, works: Sequence[Any]) -> None:
+        """Wait for messages to and from single ranks, in this order."""
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        self.called(wait)
+
+    def called(self, call: Callable[[], T]) -> T:
+        """What a call gives that waits for the other ranks by itself."""
+        return self.waits.for_call(call) if self.can_abort and self.size > 1 else call()
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank. For small objects outside the step."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.channel)
+        self.called(lambda: dist.all_gather_object(gathered, value, group=self.channel))
         return gathered
 
     def gather_first(self, value: Any) -> list[Any] | None:
@@ -128,7 +194,7 @@ class Group:
         if self.size == 1:
             return [value]
         gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, gathered, dst=0, group=self.channel)
+        self.called(lambda: dist.gather_object(value, gathered, dst=0, group=self.channel))
         return gathered
 
     def given(self, value: Any, source: int) -> Any:
@@ -136,7 +202,7 @@ class Group:
         if self.size == 1:
             return value
         given = [value if self.rank == source else None]
-        dist.broadcast_object_list(given, group_src=source, group=self.channel)
+        self.called(lambda: dist.broadcast_object_list(given, group_src=source, group=self.channel))
         return given[0]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -157,10 +223,11 @@ class Group:
             raise wrong or first
         return found
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` on every rank with that of rank 0."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank with that of rank `source`."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0, group=self.channel)
+            work = dist.broadcast(tensor, group_src=source, group=self.channel, async_op=True)
+            self.wait(work)
 
 
 def local_device(spec: Spec) -> torch.device:

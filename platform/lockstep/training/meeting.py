@@ -65,12 +65,13 @@ class Meeting:
         self._group: Group | None = None
         """The group at hand, as long as this worker has not left it."""
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._over, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def ready(self, seat: Seat) -> None:
         """Come to roll calls from now on."""
         self._group = seat.group
+        self._group.waits.on_cut = self._wake.set
         self._client.ready()
         self._begin_to_listen()
 
@@ -109,6 +110,7 @@ class Meeting:
         store.set(f"here-{rank}", "")
         store.wait([f"here-{each}" for each in range(size)], timeout)
         group = Group.formed(rank, size, seat.group.device, store, answer.attempt)
+        group.waits.on_cut = self._wake.set
         with self._lock:
             self._group = group
         return self._seated(group, self._attempt, seat)
@@ -116,6 +118,7 @@ class Meeting:
     def close(self) -> None:
         """Listen no more."""
         self._over.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join()
 
@@ -132,10 +135,16 @@ class Meeting:
     def _listen(self) -> None:
         """Break the group off where a roll call is on, and this worker still waits for one that is lost."""
         heard: int | None = None
-        while not self._over.wait(LISTEN_S):
+        while True:
+            woken = self._wake.wait(LISTEN_S)
+            self._wake.clear()
+            if self._over.is_set():
+                return
             called = self._client.called()
             with self._lock:
-                # The second time: one that only has to finish what it computes finds out by itself.
-                if called is not None and called == heard == self._attempt and self._group is not None:
+                # It waits, and a connection has ended. Or it is the second time: one that only has to finish what it computes
+                # finds out by itself.
+                lost = called is not None and called == self._attempt and (woken or called == heard)
+                if lost and self._group is not None:
                     self._group.break_off()
             heard = called

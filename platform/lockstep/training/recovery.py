@@ -21,7 +21,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
@@ -106,10 +105,10 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
     planned = isinstance(cause, RegroupError)
     # The roll call ends it: where nobody more is lost, the same step may not fail twice.
     while True:
-        run.step.abandon()
-        if not planned:
+        if not planned:  # before the memory is let go that its messages are read into
             seat.group.abort()
             seat = seat._replace(group=replace(seat.group, channel=None))
+        run.step.abandon()
         counters = run.state.counters
         if (
             run.history.reached != counters.step
@@ -120,7 +119,7 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
             if met is None:
                 break
             if planned:  # all have come, so nobody waits in the old group any more
-                seat.group.abort()
+                seat.group.close()
             seat, planned = met, False
             return taken_on(run, seat, before), seat
         except Exception as error:
@@ -222,8 +221,8 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
     taken: dict[str, Tensor] = {}
     for name, (dtype, shape) in wanted.items():
         tensor = held[name].detach() if own else torch.empty(shape, dtype=dtype)
-        if group.size > 1 and tensor.numel():
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), group_src=source, group=group.channel)
+        if tensor.numel():
+            group.broadcast(tensor.reshape(-1).view(torch.uint8), source)
         taken[name] = tensor
     if not own:
         state.restore(unpack(skeleton, taken))

@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,30 +71,28 @@ LATENCY_BYTES = 1 << 19
 """What the latency of a second collective is worth: to save it, a rank sends at most so much."""
 
 
-Rounds = Iterator[list[Any]]
-"""What a bucket goes through: each round has sent something, and gives the works that must be done before the next."""
+Rounds = Iterator[Callable[[], None]]
+"""What a bucket goes through: each round has sent something, and gives what waits for it, which comes before the next."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """A DDP bucket on its way: its rounds, and the works of the round that it is in."""
+    """A DDP bucket on its way: its rounds, and what waits for the round that it is in."""
 
     buffer: Tensor
     future: Future[Tensor]
     rounds: Rounds
-    works: list[Any] = field(default_factory=list)
+    wait: Callable[[], None] | None = None
 
     def advance(self) -> bool:
         """Wait for the round and begin the next. False where there is none: the sum is in the buffer, and DDP is told."""
-        for work in self.works:
-            work.wait()
-        self.works = []
-        works = next(self.rounds, None)
-        if works is None:
+        if self.wait is not None:
+            self.wait()
+        self.wait = None  # with what was sent and received
+        self.wait = next(self.rounds, None)
+        if self.wait is None:
             self.future.set_result(self.buffer)
-            return False
-        self.works = works
-        return True
+        return self.wait is not None
 
 
 class Reduction(ABC):
@@ -205,7 +204,7 @@ class Reduction(ABC):
         splits = [lengths[rank]] * size
         lengths[rank] = splits[rank] = 0
         received, outgoing = buffer.new_empty(sum(lengths)), _joined(chunk * (size - 1), buffer)
-        yield [_all_to_all(received, outgoing, lengths, splits, self.group)]
+        yield partial(self.group.wait, _all_to_all(received, outgoing, lengths, splits, self.group))
 
         by_rank = list(torch.split(received, lengths))
         if message is not None:
@@ -252,7 +251,7 @@ class TreeReduction(Reduction):
 
     def _in_stages(self, buffer: Tensor, sums: Gradients) -> Rounds:
         """Each round of the first half shares the rank's slice out to a few ranks, of the second gathers theirs."""
-        rank, channel = self.group.rank, self.group.channel
+        rank = self.group.rank
         held, start, stop = sums, 0, buffer.numel()
         largest = stop  # of any rank's slices: all must take as many rounds, or their messages cross
         del sums  # a generator keeps its arguments, and these are to be let go of with the first stage
@@ -268,7 +267,7 @@ class TreeReduction(Reduction):
             others = [i for i in range(stage.ways) if i != me]
             outgoing = [(peers[i], _joined([total[cuts[i]] for total in held], buffer)) for i in others]
             incoming = [(peers[i], buffer.new_empty(len(owned[i]) * _length(mine))) for i in others]
-            yield _pass_on(outgoing, incoming, channel)
+            yield _pass_on(outgoing, incoming, self.group)
             received: list[Sequence[Tensor]] = [
                 part.view(len(owned[i]), _length(mine)).unbind()
                 for i, (_, part) in zip(others, incoming, strict=True)
@@ -285,7 +284,7 @@ class TreeReduction(Reduction):
         for peers, cuts in reversed(gathers):
             own = buffer[cuts[peers.index(rank)]]
             parts = [(peer, buffer[cut]) for peer, cut in zip(peers, cuts, strict=True) if peer != rank]
-            yield _pass_on([(peer, own) for peer, _ in parts], parts, channel)
+            yield _pass_on([(peer, own) for peer, _ in parts], parts, self.group)
 
 
 class NativeReduction(Reduction):
@@ -296,7 +295,7 @@ class NativeReduction(Reduction):
         return size, [(range(rank, rank + 1),) for rank in range(size)]
 
     def _large(self, buffer: Tensor, sums: Gradients) -> Rounds:
-        yield [dist.all_reduce(buffer, group=self.group.channel, async_op=True)]
+        yield partial(self.group.wait, dist.all_reduce(buffer, group=self.group.channel, async_op=True))
 
 
 def _length(cut: slice) -> int:
@@ -318,12 +317,16 @@ def _all_to_all(
 
 
 def _pass_on(
-    outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], channel: Any
-) -> list[Any]:
-    """Send a tensor to each rank named and receive one from each, without waiting. Nothing is sent for an empty one."""
-    sends = [dist.P2POp(dist.isend, part, peer, channel) for peer, part in outgoing if part.numel()]
-    receives = [dist.P2POp(dist.irecv, part, peer, channel) for peer, part in incoming if part.numel()]
-    return list(dist.batch_isend_irecv(sends + receives)) if sends or receives else []
+    outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], group: Group
+) -> Callable[[], None]:
+    """Send a tensor to each rank named and receive one from each, without waiting; what waits for it. Nothing is sent for an empty one."""
+    sends = [dist.P2POp(dist.isend, part, peer, group.channel) for peer, part in outgoing if part.numel()]
+    receives = [dist.P2POp(dist.irecv, part, peer, group.channel) for peer, part in incoming if part.numel()]
+    works = list(dist.batch_isend_irecv(sends + receives)) if sends or receives else []
+    return partial(group.wait_for_messages, works) if works else _nothing
+
+
+def _nothing() -> None: ...
 
 
 def _put(target: Tensor, result: Tensor) -> None:

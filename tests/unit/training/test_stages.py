@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,7 +29,7 @@ class Post:
         self.boxes: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.sent: dict[int, list[int]] = defaultdict(list)
 
-    def pass_on(self, outgoing: Any, incoming: Any, channel: object) -> list[Any]:
+    def pass_on(self, outgoing: Any, incoming: Any, group: object) -> Callable[[], None]:
         here = self.rank
         for peer, part in outgoing:
             if part.numel():
@@ -41,7 +41,7 @@ class Post:
                 if part.numel():
                     part.copy_(self.boxes[peer, here].popleft())
 
-        return [SimpleNamespace(wait=receive)]
+        return receive
 
 
 def partial_sums(leaves: int, own: range, every: list[Tensor]) -> list[Tensor]:
@@ -67,7 +67,7 @@ def reduced(
         mock.patch.object(reduction, "_pass_on", post.pass_on),
         mock.patch.object(reduction, "LATENCY_BYTES", latency),
     ):
-        waiting: dict[int, list[Any]] = {rank: [] for rank, _, _ in ranks}
+        waiting: dict[int, Callable[[], None]] = {rank: lambda: None for rank, _, _ in ranks}
         while waiting:
             assert (
                 len(waiting) == workers
@@ -75,14 +75,13 @@ def reduced(
             for rank, _, rounds in ranks:
                 if rank not in waiting:
                     continue
-                for work in waiting[rank]:
-                    work.wait()
+                waiting[rank]()
                 post.rank = rank
-                works = next(rounds, None)
-                if works is None:
+                wait = next(rounds, None)
+                if wait is None:
                     del waiting[rank]
                 else:
-                    waiting[rank] = works
+                    waiting[rank] = wait
     assert not any(post.boxes.values())
     return [buffer for _, buffer, _ in ranks], post
 

@@ -1,0 +1,92 @@
+"""Waits for other ranks that end where the group is broken off, whatever gloo knows of it.
+
+gloo (in torch 2.13) tells those who wait of a connection that has ended, but not who waits for a message that was half sent or half received
+over it: that wait ends with the timeout of a collective. So nothing of a group on CPUs waits inside gloo alone: a collective is waited
+for in short pieces, and whatever has no such wait is waited for by a thread of the group's own, which may stay behind.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import Work
+
+T = TypeVar("T")
+
+LOOK_S = 0.1
+"""How often a wait looks whether its group was broken off, or has lost a connection."""
+
+
+class Waits:
+    """Those of one group. The thread that trains waits; any other may end it."""
+
+    def __init__(self, is_cut: Callable[[], bool] = lambda: False) -> None:
+        """`is_cut`: whether one of the group's connections is closed."""
+        self._is_cut = is_cut
+        self._ended = threading.Event()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] | None = None
+        self.on_cut: Callable[[], None] = _nothing
+        """Called again and again while something is waited for and a connection is closed."""
+
+    def end(self) -> None:
+        """Whoever waits, now or later, gets an error."""
+        self._ended.set()
+        if self._calls is not None:
+            self._calls.put(None)
+
+    def for_collective(self, work: Work) -> None:
+        """Wait for a collective. Raises what it fails with, or RuntimeError where the group is broken off."""
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError:  # it failed, or is not done yet
+                if work.is_completed():
+                    work.wait()
+                    return
+            self._look()
+
+    def for_call(self, call: Callable[[], T]) -> T:
+        """What a call gives that waits for other ranks by itself. Raises what it fails with, or RuntimeError where the group is broken off."""
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_called, args=(self._calls,), name="lockstep-waits", daemon=True).start()
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        while True:
+            try:
+                return future.result(LOOK_S)
+            except TimeoutError:  # of the call itself, or of this look
+                if future.done():
+                    return future.result()
+            self._look()
+
+    def _look(self) -> None:
+        if self._ended.is_set():
+            raise RuntimeError("connection closed by peer: the group was broken off")
+        if self._is_cut():
+            self.on_cut()
+
+
+def _called(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (given := calls.get()) is not None:
+        future, call = given
+        del given
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            del call
+            future.set_exception(error)
+        else:
+            del call  # and what it holds, before whoever waits goes on
+            future.set_result(result)
+            del result
+        del future
+
+
+def _nothing() -> None: ...
