@@ -14,7 +14,7 @@ from lockstep.checks.learning import FASTER, Learning
 from lockstep.checks.losses_seen import ClassLabels, Seen
 from lockstep.checks.specimen import Specimen
 from lockstep.training.digest import tensor_digests
-from lockstep.training.rehearsal.promise import named
+from lockstep.training.rehearsal.held import named
 
 HIGH, LOW = 5.0, 0.1
 """A first loss of so many times what guessing costs is told: far above it, or far below."""

@@ -26,9 +26,9 @@ from lockstep.training.job_phases import own_phases
 from lockstep.training.means import means_alone, means_of
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.precision import Precision
+from lockstep.training.rehearsal.held import memory_of, named
 from lockstep.training.rehearsal.memory import Memory
 from lockstep.training.rehearsal.micro_batch import Computed
-from lockstep.training.rehearsal.promise import memory_of, named
 
 Row = dict[str, tuple[float, float]]
 """Total and weight of each metric of one micro-batch, by name."""

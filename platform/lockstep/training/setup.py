@@ -16,23 +16,17 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.data.dataset import is_table
-from lockstep.data.fingerprint import fingerprint
 from lockstep.data.inherited import set_apart
-from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import DriftError, JobError, SpecError, nearest
-from lockstep.job.identity import identity_digest, identity_fields
-from lockstep.job.interface import Job, overrides
+from lockstep.errors import JobError, SpecError, nearest
+from lockstep.job.interface import Job
 from lockstep.job.loading import dataset_size
 from lockstep.plan import Plan, Position
-from lockstep.randomness import seed_all, seeds
-from lockstep.record.environment import environment
+from lockstep.randomness import seed_all
 from lockstep.record.events import StageEnded, Tell, Warned
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
-from lockstep.spec.sample_ids import described
 from lockstep.training.activations import checkpoint_activations
 from lockstep.training.average import Average
 from lockstep.training.checkpoints import (
@@ -43,10 +37,11 @@ from lockstep.training.checkpoints import (
     find_start,
     restore,
 )
-from lockstep.training.compiled import CompiledLosses, identity_of_compiler
-from lockstep.training.determinism import check_kept, fp32_products, numerics_probe
+from lockstep.training.compiled import CompiledLosses
+from lockstep.training.determinism import check_kept
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation, has_evaluation_loss
+from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group
 from lockstep.training.job_data import check_rules, make_sampler, open_data, warnings_of
@@ -56,7 +51,6 @@ from lockstep.training.job_phases import (
     PhaseSchedules,
     check_combination,
     optimizers_of,
-    own_phases,
     phases_of,
 )
 from lockstep.training.optimizer import make_optimizer
@@ -185,14 +179,14 @@ def prepare(
     )
     check_kept(spec.determinism, spec.threads)
     digest = weights_digest(model.state_dict())
-    facts = _facts(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
+    facts = facts_of(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if state.compiled is not None:
         facts = with_compiler(facts, state.compiled)
     begins = start is None or start.fork
     if group.rank == 0 and begins and not newcomer:  # a run that goes on has looked before
-        facts["leaked_rows"] = _leaked_rows(train_data, eval_data, spec.seed, warn)
+        facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
     losses = " ".join(one.loss.hex() for one in rehearsal.values())
-    _agree(group, {**facts["fields"], "the loss of the rehearsed micro-batch": losses}, spec)
+    check_agreed(group, {**facts["fields"], "the loss of the rehearsed micro-batch": losses}, spec)
     check_same_order(group, state.order)
     history = History()
     if start is not None:
@@ -351,114 +345,3 @@ def make_model(
     if spec.activation_checkpointing:
         checkpoint_activations(job, model)
     return model.to(device).train()
-
-
-def own_fields(job: Job) -> dict[str, str]:
-    """What a job adds to the identity. JobError where it fails, or gives no mapping."""
-    try:
-        own = job.identity()
-        return {f"job.identity.{name}": str(value) for name, value in own.items()}
-    except (Exception, SystemExit) as error:  # the job's own code
-        raise as_lockstep_error(error, "in identity") from error
-
-
-def _facts(
-    spec: Spec,
-    job: Job,
-    group: Group,
-    batches: MicroBatches,
-    plan: Plan,
-    evaluate: Evaluation | None,
-    initial_digest: str,
-    *,
-    fork: str | None,
-) -> dict[str, Any]:
-    device = group.device
-    fields = identity_fields(
-        spec,
-        {
-            **own_fields(job),
-            "data.train_samples": plan.samples,
-            "data.eval_samples": evaluate.samples if evaluate else 0,
-            **_fingerprints(batches, evaluate),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            **fp32_products(device),
-            "numerics_probe": numerics_probe(device) if spec.determinism == "strict" else "not taken",
-            "initial_weights_digest": initial_digest,
-            "fork": fork,
-            "workers": group.size,
-        },
-    )
-    return {
-        "identity": identity_digest(fields),
-        "fields": fields,
-        "environment": environment(spec),
-        "seeds": seeds(spec.seed, phases=bool(own_phases(job)), frozen=overrides(job, "frozen_parameters")),
-        "workers": group.size,
-        "plan": _plan_facts(plan, evaluate),
-        **({} if spec.data.without is None else {"without": _left_out(spec.data.without)}),
-    }
-
-
-def with_compiler(facts: dict[str, Any], compiled: CompiledLosses) -> dict[str, Any]:
-    """The facts of a run whose losses are compiled: what compiles them decides about the bits."""
-    fields = facts["fields"] | identity_of_compiler(compiled)
-    return {**facts, "fields": fields, "identity": identity_digest(fields)}
-
-
-def _left_out(without: str) -> dict[str, str]:
-    """The samples that the run does not learn from, kept as a file of its own."""
-    return {"what": described(without), "ids": without}
-
-
-def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
-    """What the data are, by `data.train.…` and `data.eval.…`."""
-    every = {"train": batches} | ({"eval": evaluate.batches} if evaluate is not None else {})
-    return {
-        f"data.{name}.{field}": value
-        for name, data in every.items()
-        for field, value in fingerprint(data.samples, dataset_size(data.samples, name), data.seed).items()
-    }
-
-
-def _leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str], None]) -> int | None:
-    """Evaluation samples that are training samples too, which is warned of; None where they are not compared."""
-    if eval_data is None:
-        return None
-    found = find_leakage(train_data, eval_data, seed)
-    if found is None:
-        return None
-    if found.rows:
-        drawn = "" if is_table(train_data) else " (both are opened under one seed: what both draw is equal)"
-        warn(
-            f"data: {found.described(len(eval_data))}; they flatter every metric: leave them out of one of the two{drawn}"
-        )
-    return found.rows
-
-
-def _plan_facts(plan: Plan, evaluate: Evaluation | None) -> dict[str, int]:
-    return {
-        "train_samples": plan.samples,
-        "eval_samples": evaluate.samples if evaluate else 0,
-        "micro_batches": plan.micro_batches,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "total_steps": plan.total_steps,
-    }
-
-
-def _agree(group: Group, own: dict[str, Any], spec: Spec) -> None:
-    """Refuse to train where ranks differ in anything that enters the identity."""
-    every = group.gather(own)
-    for rank, other in enumerate(every):
-        for field in sorted({*every[0], *other}):
-            if other.get(field) == every[0].get(field):
-                continue
-            advice = {
-                "numerics_probe": "these machines give other bits for the same program (another processor, library or number of "
-                "threads): use machines of one kind",
-                "initial_weights_digest": "the job's model must be made from the seeded generators alone",
-            }.get(field, "all workers must run the same code on the same data")
-            if spec.determinism == "strict":
-                raise DriftError(
-                    f"{field}: rank 0 has {every[0].get(field)}, rank {rank} has {other.get(field)}; {advice}"
-                )

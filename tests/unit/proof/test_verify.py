@@ -25,7 +25,7 @@ from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import SpecError
 from lockstep.plan import Plan
 from lockstep.proof.verification import Verified
-from lockstep.training import setup
+from lockstep.training import facts
 from tests.in_process import here
 from tests.unit.proof import verified_jobs
 from tests.unit.proof.verified_jobs import PLANTED
@@ -265,7 +265,7 @@ def test_an_operator_that_adds_in_another_order_is_found(recorded: Path) -> None
 def test_elsewhere_numbers_are_compared_within_a_tolerance_that_is_told(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "numerics_probe", lambda device: "another kind of processor")
+    monkeypatch.setattr(facts, "numerics_probe", lambda device: "another kind of processor")
     PLANTED["order"] = True
     found = verified(recorded, all_steps=True)
     assert found.same and not found.same_bits

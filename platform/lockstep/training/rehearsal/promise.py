@@ -7,7 +7,6 @@ never sees the second micro-batch, one worker alone sees it last.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,9 +16,8 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
 from lockstep.data.dataset import is_fingerprinted
 from lockstep.data.fingerprint import check_repeats
@@ -30,7 +28,6 @@ from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
 from lockstep.randomness import Draws, seed_all
 from lockstep.spec.fields import Spec
-from lockstep.training.after_step import call_after_step, has_after_step
 from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
@@ -39,14 +36,14 @@ from lockstep.training.job_data import make_sampler
 from lockstep.training.job_phases import optimizers_of, phases_of
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_order, is_of_model, order_of
-from lockstep.training.parameters import ParameterWatch
 from lockstep.training.phase_step import LossModule
-from lockstep.training.rehearsal.memory import LARGEST, Memory, tensor_digest
+from lockstep.training.rehearsal.first_update import FirstUpdate
+from lockstep.training.rehearsal.held import memory_of, named
+from lockstep.training.rehearsal.memory import Memory
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
 from lockstep.training.rehearsal.pools import out_of_order
 from lockstep.training.rehearsal.sums import check_sum
-from lockstep.training.sharding import ShardedOptimizer
-from lockstep.training.state import TrainState, restore_optimizer
+from lockstep.training.state import TrainState
 
 FULL_S, FULL_BYTES = 0.5, 1 << 28
 """`auto` is full where the first micro-batch takes at most so long and the parameters take at most so much memory."""
@@ -55,39 +52,6 @@ QUICK_BYTES = 1 << 32
 """`auto` is off where the parameters take more: hashing them would take longer than a few seconds."""
 
 Extent = Literal["full", "quick", "off"]
-
-
-def memory_of(
-    job: Job,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    *,
-    largest: int = LARGEST,
-    datasets: bool = False,
-) -> Memory:
-    """What a job, its module, its model and the hooks of its optimizers hold; `largest` and `datasets` as in `Memory`."""
-    kinds = [kind for kind in type(job).__mro__ if kind not in {Job, object}]
-    module = sys.modules.get(type(job).__module__)
-    hooks = [vars(optimizer).get(name) for optimizer in optimizers for name in _HOOKS]
-    roots = {
-        "model": model,
-        "job": job,
-        "optimizer hook": hooks,
-        **{kind.__name__: kind for kind in kinds},
-        **({type(job).__module__: module} if module is not None else {}),
-    }
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    apart = [*parameters, *model.parameters(), *model.buffers(), *optimizers]
-    return Memory(roots, apart=apart, watched=model.modules(), largest=largest, datasets=datasets)
-
-
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
-def named(places: Sequence[str]) -> str:
-    """The first of some places, and how many more there are."""
-    return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
 
 
 @dataclass(slots=True)
@@ -104,8 +68,10 @@ class StepRehearsal:
     batches: MicroBatches
     device: torch.device
     warn: Callable[[str], None]
-    _staged: list[str] = field(default_factory=list, init=False)
-    """What of the data the first update changes."""
+    _update: FirstUpdate = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._update = FirstUpdate(self.job, self.spec.seed, self.state, self.device, self.warn)
 
     def __call__(self) -> tuple[dict[str, Rehearsal], Extent]:
         """What the run needs to know of its first micro-batch, by the names of the phases, and how far the rehearsal went.
@@ -277,11 +243,11 @@ class StepRehearsal:
         if second is not None:
             gradients = [a + b for a, b in zip(gradients, second.gradients.values(), strict=True)]
         weight = sum(float(one.loss.weight) for one in (again, second) if one is not None)
-        alone = self._update(module, gradients, weight, tell=True)
+        alone = self._update.digests(module, gradients, weight, tell=True)
         self._same(again, self._compute(module, keys[0]), before)
         if second is None or alone is None:
             return
-        shared = self._update(module, gradients, weight)
+        shared = self._update.digests(module, gradients, weight)
         differing = [name for name, value in alone.items() if shared is None or shared[name] != value]
         if differing:
             raise JobError(
@@ -314,9 +280,9 @@ class StepRehearsal:
                 "micro-batches get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
                 "updates it, or change it once a step in job.after_step(model, step)"
             )
-        if difference is not None and self._staged:
+        if difference is not None and self._update.changed_data:
             raise JobError(
-                f"data: {named(self._staged)} is changed by an update, and {difference} depends on it: a batch is fetched before the step "
+                f"data: {named(self._update.changed_data)} is changed by an update, and {difference} depends on it: a batch is fetched before the step "
                 "that it is for, and in other processes where data.loader_processes says so, so which batch sees the change is not settled; "
                 "let after_step(model, step) change nothing that the data read"
             )
@@ -332,13 +298,9 @@ class StepRehearsal:
                 "keeps it; no loss, gradient or update may ever depend on it"
             )
 
-    def _memory(self, **more: Any) -> Memory:
+    def _memory(self) -> Memory:
         optimizers = list(optimizers_of(self.state.optimizer).values())
-        return memory_of(self.job, self.state.model, optimizers, **more)
-
-    def _whole_memory(self) -> Memory:
-        """With large arrays, which an update may write to and which are then put back."""
-        return self._memory(largest=FULL_BYTES, datasets=True)
+        return memory_of(self.job, self.state.model, optimizers)
 
     def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
         """The loss of a batch, forward only; buffers are put back. Seed 0 is that of the first micro-batch."""
@@ -373,111 +335,6 @@ class StepRehearsal:
                 "of a step only the first one's is kept, on any number of workers: where it must see every sample, as the state "
                 "of truncated back-propagation through time, set batch.micro = batch.global"
             )
-
-    # --- the update -------------------------------------------------------------------------------------------
-
-    def _update(
-        self, module: LossModule, gradients: Sequence[Tensor], weight: float, *, tell: bool = False
-    ) -> dict[str, str] | None:
-        """Digests of the parameters and buffers after the first update of a phase with such gradients; all is put back.
-
-        None where they are not finite: fp16 skips such a step, and any other fails in it. None for a sharded optimizer, whose ranks
-        update together: each may rehearse to another extent.
-        """
-        state, spec, phase = self.state, self.spec, module.phase
-        optimizer = state.optimizer_of(phase.name)
-        if isinstance(optimizer, ShardedOptimizer):
-            return None
-        if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in gradients):
-            return None
-        model = state.model
-        held, buffers = self._whole_memory(), KeptBuffers(model)
-        inside = self._inside(optimizer)
-        values = [parameter.detach().clone() for parameter in model.parameters()]
-        try:
-            for parameter, gradient in zip(module.parameters_that_learn, gradients, strict=True):
-                parameter.grad = gradient / weight
-            state.schedule_of(phase.name).set(0)
-            cuda = self.device if self.device.type == "cuda" else None
-            seed_all(spec.seed, "update", 0, *phase.key, cuda=cuda)
-            watch = ParameterWatch(model)
-            try:
-                optimizer.step()
-            except (Exception, SystemExit) as error:
-                raise as_lockstep_error(error, "first update, before training") from error
-            if has_after_step(self.job):
-                call_after_step(state, 1, seed=spec.seed, cuda=cuda)
-            watch.check_asking("after the first update, before training")
-            watch.check_places()
-            named_tensors = [*model.named_parameters(), *model.named_buffers()]
-            found = {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
-            if tell:
-                self._tell_unsaved(module, optimizer, held, inside)
-            return found
-        finally:
-            model.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for parameter, value in zip(model.parameters(), values, strict=True):
-                    parameter.copy_(value)
-            buffers.restore()
-            inside.restore()
-            held.restore()
-
-    def _inside(self, optimizer: torch.optim.Optimizer) -> Memory:
-        return Memory({"optimizer": optimizer}, apart=self.state.model.parameters(), largest=FULL_BYTES)
-
-    def _tell_unsaved(
-        self, module: LossModule, optimizer: torch.optim.Optimizer, held: Memory, inside: Memory
-    ) -> None:
-        """Warn of what an update has changed, and is not as the update left it once a checkpoint is taken up.
-
-        `held` and `inside` are what the job and the optimizer held before the update, as a resumed run would begin with.
-        """
-        job, model, schedule = self.job, self.state.model, self.state.schedule_of(module.phase.name)
-        sections = {
-            "optimizer": optimizer.state_dict(),
-            "job": dict(job.state_dict()),
-            "model": model.state_dict(),
-            "schedule": schedule.state_dict(),
-        }
-        packed = pack(sections, "state")  # what no checkpoint could hold is told now
-        after, after_inside = self._whole_memory(), self._inside(optimizer)
-        changed, changed_inside = after.changed_since(held), after_inside.changed_since(inside)
-        self._staged = [place for place in changed if place in after.of_datasets]
-        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-            changed_inside = [place for place in changed_inside if not place.startswith(_IN_STATE_DICT)]
-        if not changed and not changed_inside:
-            return
-        copies = {name: one.clone() for name, one in packed.tensors.items() if isinstance(one, Tensor)}
-        saved = unpack(packed.skeleton, copies)
-        held.restore()
-        inside.restore()
-        try:
-            model.load_state_dict(saved["model"])
-            restore_optimizer(optimizer, saved["optimizer"], fork=False)
-            schedule.load_state_dict(saved["schedule"], fork=False)
-            if saved["job"]:
-                job.load_state_dict(saved["job"])
-        except (Exception, SystemExit) as error:
-            raise as_lockstep_error(
-                error, "taking back the state that it gives after the first update, before training"
-            ) from error
-        lost = [place for place in self._whole_memory().changed_since(after) if place in changed]
-        lost += [p for p in self._inside(optimizer).changed_since(after_inside) if p in changed_inside]
-        if lost:
-            self.warn(
-                f"rehearsal: {named(lost)} changes with an update, and no checkpoint keeps it: a resumed run would start it anew; "
-                "give it in job.state_dict() and take it back in job.load_state_dict(), or keep it in the optimizer's state"
-            )
-
-
-_IN_STATE_DICT = (
-    "optimizer._opt_called",
-    "optimizer.state",
-    "optimizer.param_groups",
-    *(f"optimizer.{name}" for name in _HOOKS),
-)
-"""Places of an optimizer that its `state_dict` has, or that a process makes by itself."""
 
 
 def _bytes(model: nn.Module) -> int:

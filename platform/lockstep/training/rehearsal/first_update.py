@@ -1,0 +1,147 @@
+"""The first update of a run, taken on trial: what it gives, and what of it no checkpoint would keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.tree import pack
+from lockstep.job.interface import Job
+from lockstep.randomness import seed_all
+from lockstep.training.after_step import call_after_step, has_after_step
+from lockstep.training.buffers import KeptBuffers
+from lockstep.training.failure import as_lockstep_error
+from lockstep.training.job_phases import optimizers_of
+from lockstep.training.parameters import ParameterWatch
+from lockstep.training.phase_step import LossModule
+from lockstep.training.rehearsal.held import HOOKS, memory_of, named
+from lockstep.training.rehearsal.memory import Memory, tensor_digest
+from lockstep.training.sharding import ShardedOptimizer
+from lockstep.training.state import TrainState, restore_optimizer
+
+LARGEST_WRITTEN = 1 << 28
+"""Bytes of an array up to which a write to it by an update is seen, and put back."""
+
+_IN_STATE_DICT = (
+    "optimizer._opt_called",
+    "optimizer.state",
+    "optimizer.param_groups",
+    *(f"optimizer.{name}" for name in HOOKS),
+)
+"""Places of an optimizer that its `state_dict` has, or that a process makes by itself."""
+
+
+@dataclass(slots=True)
+class FirstUpdate:
+    """The first update of each phase, on the bare model, for gradients that are given. All that it changes is put back."""
+
+    job: Job
+    seed: int
+    state: TrainState
+    device: torch.device
+    warn: Callable[[str], None]
+    changed_data: list[str] = field(default_factory=list, init=False)
+    """Places of the data that an update has changed."""
+
+    def digests(
+        self, module: LossModule, gradients: Sequence[Tensor], weight: float, *, tell: bool = False
+    ) -> dict[str, str] | None:
+        """Digests of the parameters and buffers after the first update of a phase with such gradients; all is put back.
+
+        None where they are not finite: fp16 skips such a step, and any other fails in it. None for a sharded optimizer, whose ranks
+        update together: each may rehearse to another extent.
+        """
+        state, phase = self.state, module.phase
+        optimizer = state.optimizer_of(phase.name)
+        if isinstance(optimizer, ShardedOptimizer):
+            return None
+        if not weight > 0 or not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return None
+        model = state.model
+        held, buffers = self._held(), KeptBuffers(model)
+        inside = self._inside(optimizer)
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+        try:
+            for parameter, gradient in zip(module.parameters_that_learn, gradients, strict=True):
+                parameter.grad = gradient / weight
+            state.schedule_of(phase.name).set(0)
+            cuda = self.device if self.device.type == "cuda" else None
+            seed_all(self.seed, "update", 0, *phase.key, cuda=cuda)
+            watch = ParameterWatch(model)
+            try:
+                optimizer.step()
+            except (Exception, SystemExit) as error:
+                raise as_lockstep_error(error, "first update, before training") from error
+            if has_after_step(self.job):
+                call_after_step(state, 1, seed=self.seed, cuda=cuda)
+            watch.check_asking("after the first update, before training")
+            watch.check_places()
+            named_tensors = [*model.named_parameters(), *model.named_buffers()]
+            found = {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
+            if tell:
+                self._tell_unsaved(module, optimizer, held, inside)
+            return found
+        finally:
+            model.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), values, strict=True):
+                    parameter.copy_(value)
+            buffers.restore()
+            inside.restore()
+            held.restore()
+
+    def _held(self) -> Memory:
+        """What the job holds, with large arrays, which an update may write to, and its data."""
+        optimizers = list(optimizers_of(self.state.optimizer).values())
+        return memory_of(self.job, self.state.model, optimizers, largest=LARGEST_WRITTEN, datasets=True)
+
+    def _inside(self, optimizer: torch.optim.Optimizer) -> Memory:
+        return Memory({"optimizer": optimizer}, apart=self.state.model.parameters(), largest=LARGEST_WRITTEN)
+
+    def _tell_unsaved(
+        self, module: LossModule, optimizer: torch.optim.Optimizer, held: Memory, inside: Memory
+    ) -> None:
+        """Warn of what an update has changed, and is not as the update left it once a checkpoint is taken up.
+
+        `held` and `inside` are what the job and the optimizer held before the update, as a resumed run would begin with.
+        """
+        job, model, schedule = self.job, self.state.model, self.state.schedule_of(module.phase.name)
+        sections = {
+            "optimizer": optimizer.state_dict(),
+            "job": dict(job.state_dict()),
+            "model": model.state_dict(),
+            "schedule": schedule.state_dict(),
+        }
+        packed = pack(sections, "state")  # what no checkpoint could hold is told now
+        after, after_inside = self._held(), self._inside(optimizer)
+        changed, changed_inside = after.changed_since(held), after_inside.changed_since(inside)
+        self.changed_data = [place for place in changed if place in after.of_datasets]
+        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+            changed_inside = [place for place in changed_inside if not place.startswith(_IN_STATE_DICT)]
+        if not changed and not changed_inside:
+            return
+        copies = {name: one.clone() for name, one in packed.tensors.items() if isinstance(one, Tensor)}
+        saved = unpack(packed.skeleton, copies)
+        held.restore()
+        inside.restore()
+        try:
+            model.load_state_dict(saved["model"])
+            restore_optimizer(optimizer, saved["optimizer"], fork=False)
+            schedule.load_state_dict(saved["schedule"], fork=False)
+            if saved["job"]:
+                job.load_state_dict(saved["job"])
+        except (Exception, SystemExit) as error:
+            raise as_lockstep_error(
+                error, "taking back the state that it gives after the first update, before training"
+            ) from error
+        lost = [place for place in self._held().changed_since(after) if place in changed]
+        lost += [p for p in self._inside(optimizer).changed_since(after_inside) if p in changed_inside]
+        if lost:
+            self.warn(
+                f"rehearsal: {named(lost)} changes with an update, and no checkpoint keeps it: a resumed run would start it anew; "
+                "give it in job.state_dict() and take it back in job.load_state_dict(), or keep it in the optimizer's state"
+            )

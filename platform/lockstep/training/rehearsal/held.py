@@ -1,0 +1,45 @@
+"""What a job and all that is beside it hold, under the names that a message gives them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lockstep.job.interface import Job
+from lockstep.training.rehearsal.memory import LARGEST, Memory
+
+
+def memory_of(
+    job: Job,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    largest: int = LARGEST,
+    datasets: bool = False,
+) -> Memory:
+    """What a job, its module, its model and the hooks of its optimizers hold; `largest` and `datasets` as in `Memory`."""
+    kinds = [kind for kind in type(job).__mro__ if kind not in {Job, object}]
+    module = sys.modules.get(type(job).__module__)
+    hooks = [vars(optimizer).get(name) for optimizer in optimizers for name in HOOKS]
+    roots = {
+        "model": model,
+        "job": job,
+        "optimizer hook": hooks,
+        **{kind.__name__: kind for kind in kinds},
+        **({type(job).__module__: module} if module is not None else {}),
+    }
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    apart = [*parameters, *model.parameters(), *model.buffers(), *optimizers]
+    return Memory(roots, apart=apart, watched=model.modules(), largest=largest, datasets=datasets)
+
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def named(places: Sequence[str]) -> str:
+    """The first of some places, and how many more there are."""
+    return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
