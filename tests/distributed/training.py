@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lockstep.plan
+import lockstep.training.facts
 import lockstep.training.phase_step
 import lockstep.training.reduction
-import lockstep.training.setup
 import lockstep.training.step
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.job.interface import Job
@@ -311,5 +311,5 @@ def train_buffers_apart(document: Document) -> Trained:
 def train_mixed_numerics(document: Document) -> Trained:
     """One rank is another kind of machine."""
     probe = f"{dist.get_rank():016x}"
-    with mock.patch.object(lockstep.training.setup, "numerics_probe", lambda device: probe):
+    with mock.patch.object(lockstep.training.facts, "numerics_probe", lambda device: probe):
         return train(document)
