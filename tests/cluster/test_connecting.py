@@ -131,6 +131,7 @@ def test_a_signal_is_heard_while_the_command_waits_for_an_answer(tmp_path: Path,
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.exact)])
+@pytest.mark.scenario
 def test_a_cluster_that_falls_silent_while_it_is_joined_is_told_and_ctrl_c_is_heard(
     tmp_path: Path, interrupted: bool
 ) -> None:

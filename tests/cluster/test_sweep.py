@@ -181,6 +181,7 @@ def test_a_budget_ends_the_sweep(tmp_path: Path, budget: dict[str, float]) -> No
     assert f"budget.{key}" in Path(result.folder, "run.json").read_text()
 
 
+@pytest.mark.scenario
 def test_a_trial_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     given = document(tmp_path, space={"optimizer.lr": {"grid": [1e30, 3e-3]}}, trials=None, concurrency=1)
     result = sweep(given)

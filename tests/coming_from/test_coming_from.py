@@ -51,6 +51,7 @@ def test_the_loop_by_hand_trains_and_takes_up_its_checkpoint(tmp_path: Path) -> 
     assert in_two_ranks(tmp_path) == ""  # all its epochs are done
 
 
+@pytest.mark.scenario
 def test_the_job_trains(tmp_path: Path) -> None:
     for name in AFTER:
         shutil.copy(HERE / name, tmp_path)

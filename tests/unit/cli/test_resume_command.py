@@ -312,6 +312,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_has_not_finished(tmp_path
     assert json.loads((folder / "run.json").read_text())["tags"]["lockstep.error"] == ""
 
 
+@pytest.mark.scenario
 def test_a_run_is_resumed_from_its_record_alone(
     tmp_path: Path, tracking: tuple[str, Path], longer: Result
 ) -> None:
