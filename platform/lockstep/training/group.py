@@ -48,9 +48,6 @@ FIRST_FORMED = 1_000_000
 DRAINED_S = 1.0
 """How long gloo may take to close connections that were shut: a moment, where nothing is wrong."""
 
-_ABORTED: list[Any] = []
-"""Channels of groups of which a member was lost."""
-
 SPARE_DESCRIPTORS = 128
 """Files that a worker opens beside its connections: data, loader processes, checkpoints, the record."""
 
@@ -151,8 +148,7 @@ class Group:
             time.sleep(0.001)
         # One that gloo does not close has a message for memory that is gone: its thread would look for it for ever.
         take_away(still_open(self.inodes))
-        _ABORTED.append(self.channel)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.channel))  # not at the end of the process either
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.channel))  # nor at the end of the process
         dist.destroy_process_group(self.channel)
 
     def close(self) -> None:
@@ -179,7 +175,7 @@ class Group:
 
     def called(self, call: Callable[[], T]) -> T:
         """What a call gives that waits for the other ranks by itself."""
-        return self.waits.for_call(call) if self.can_abort and self.size > 1 else call()
+        return self.waits.for_call(call) if self.can_abort else call()
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank. For small objects outside the step."""

@@ -117,8 +117,8 @@ class Relay:
             tensor.copy_(there)
 
     def _wait(self, calls: Sequence[dist.P2POp]) -> None:
-        for work in dist.batch_isend_irecv(list(calls)) if calls else []:
-            work.wait()
+        if calls:
+            self._group.wait_for_messages(dist.batch_isend_irecv(list(calls)))
 
 
 @contextmanager

@@ -266,8 +266,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             calls.append(dist.P2POp(dist.irecv, received, stretch.owner, self.group.channel))
             copies.append((target, received))
         calls = [call for call in calls if call.tensor.numel()]
-        for work in dist.batch_isend_irecv(calls) if calls else []:
-            work.wait()
+        if calls:
+            self.group.wait_for_messages(dist.batch_isend_irecv(calls))
         for target, received in copies:
             target.copy_(received.view(target.shape))
         return place if whole is None else whole
@@ -349,7 +349,7 @@ class _Gathering:
         return work, received, pieces
 
     def _done(self, work: Any, received: Tensor, pieces: list[list[Tensor]]) -> None:
-        work.wait()
+        self.group.wait(work)
         for rank, row in enumerate(received.view(self.group.size, -1)):
             if rank != self.group.rank and pieces[rank]:
                 sizes = [len(piece) for piece in pieces[rank]]

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed import Work
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 T = TypeVar("T")
 
