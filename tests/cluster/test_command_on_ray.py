@@ -44,7 +44,10 @@ def strangers(silent: Listener) -> Iterator[Path]:
 def test_sigterm_to_the_driver_ends_the_run_as_killed(
     tmp_path: Path, strangers: Path, silent: Listener
 ) -> None:
-    """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone."""
+    """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone.
+
+    All its processes on Ray are forked from the one that the command had import ahead, which ends with it.
+    """
     words = [
         "jobs/digits/train.yaml",
         "job.use=tests.untraced_jobs:UntracedDigits",
@@ -69,9 +72,15 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
         assert time.monotonic() < deadline, "the run did not start"
         assert process.poll() is None, process.communicate()
         time.sleep(0.2)
+    children = psutil.Process(process.pid).children()
+    (ahead,) = (child for child in children if "serve_ahead" in " ".join(child.cmdline()))
+    forked = [" ".join(child.cmdline()) for child in ahead.children()]
+    for name in ("ray::Mailbox", "ray::RecorderActor", "ray::RayTrainWorker"):
+        assert any(words.startswith(name) for words in forked), forked
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
+    assert not ahead.is_running()
     (line,) = out.splitlines()
     assert json.loads(line)["status"] == "KILLED"
     (record,) = tmp_path.glob("*/run.json")

@@ -16,6 +16,7 @@ from lockstep.calls.held import HeldProgress, held_run, leads
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checks.preflight import advise, check_job, check_storage, find_initial_weights
+from lockstep.clusters.connection import importing_ahead
 from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.notebook import default_progress
 from lockstep.driver.notification import Notifications
@@ -109,6 +110,18 @@ def _run_attempt(
         options.progress.say(f"warning: {text}")
     spec = find_initial_weights(spec)
     check_job_source(spec.job.use)
+    with nullcontext() if options.local else importing_ahead(options.address):
+        return _checked_attempt(spec, origin, options, on_run_id, hold, warnings)
+
+
+def _checked_attempt(
+    spec: Spec,
+    origin: AttemptOrigin,
+    options: RunOptions,
+    on_run_id: Callable[[str], None] | None,
+    hold: Hold | None,
+    warnings: list[str],
+) -> Result:
     check_job(spec, elsewhere=not options.local and cluster_address(options.address) != LOCAL)
     check_storage(spec)
     check_uri(spec.record.uri or RECORD_OFF)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +20,7 @@ from lockstep.clusters.authentication import (
     is_loopback,
     rays_token,
 )
-from lockstep.clusters.fork_server import PRELOAD, py_executable
+from lockstep.clusters.fork_server import PRELOAD, SERVER_AHEAD, py_executable, server_ahead
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
@@ -44,6 +44,22 @@ JOIN_S = 60.0
 def _unsaid(_text: str) -> None: ...
 
 
+_SETTINGS = {**RAY_SETTINGS, **WORKER_ENVIRONMENT}
+
+
+def importing_ahead(address: str | None) -> AbstractContextManager[None]:
+    """Where a cluster is started within, its workers' imports begin now, beside what the driver does until then."""
+    loaded = sys.modules.get("ray")
+    if (
+        cluster_address(address) != LOCAL
+        or (loaded is not None and loaded.is_initialized())
+        or SERVER_AHEAD in os.environ
+        or not py_executable()
+    ):
+        return nullcontext()
+    return server_ahead({**_SETTINGS, **os.environ})
+
+
 @contextmanager
 def connected(
     address: str | None,
@@ -60,7 +76,7 @@ def connected(
     forked from a process that has imported the modules in `preload`. With `stop` a signal ends the wait for the cluster:
     KeyboardInterrupt. ClusterError within seconds where the cluster does not answer.
     """
-    for name, value in {**RAY_SETTINGS, **WORKER_ENVIRONMENT}.items():
+    for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
     loaded = sys.modules.get("ray")
     if loaded is not None and loaded.is_initialized():
@@ -72,6 +88,20 @@ def connected(
         guard_rays_token()
     else:
         check_answers(address, lambda: stop is not None and stop.asked)
+    ahead = importing_ahead(address) if preload else nullcontext()
+    with ahead, _connection(address, verbose, for_workers, preload, stop, say):
+        yield address == LOCAL
+
+
+@contextmanager
+def _connection(
+    address: str,
+    verbose: bool,
+    for_workers: bool,
+    preload: Sequence[str],
+    stop: StopSignal | None,
+    say: Callable[[str], None],
+) -> Iterator[None]:
     show_token(address)  # before Ray is imported: it reads the environment once
     if not verbose:  # in a notebook, that a package is missing for widgets that nobody sees
         logging.getLogger("ray.widgets").setLevel(logging.WARNING)
@@ -93,7 +123,7 @@ def connected(
     if stop is not None:
         stop.listen()  # Ray takes SIGTERM for itself when it connects
     try:
-        yield address == LOCAL
+        yield
     except KeyboardInterrupt:
         raise  # at once: to part from Ray under an attempt that goes on would crash the process
     except BaseException:

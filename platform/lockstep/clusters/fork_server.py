@@ -6,9 +6,11 @@ Ray starts a worker by the `py_executable` of its runtime environment, here this
   the child.
 * Others hand their arguments, environment, working directory and open files over to the server, and end. They wait for it if
   they have PRELOAD, and start as ever if they have not and there is none.
+* A driver that starts a cluster of its own has a process import ahead, beside the start of Ray, what reads nothing of Ray's. The
+  first worker makes that one the server, where its environment is the same but for Ray's own variables.
 
 A server forks for workers of its own environment alone, its job's, for what it has imported was read under that environment. It ends
-with the raylet that started it. Lost, it is replaced by the next worker that asks for it.
+with the raylet or the driver that started it. Lost, it is replaced by the next worker that asks for it.
 """
 
 from __future__ import annotations
@@ -25,16 +27,28 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 PRELOAD = "LOCKSTEP_PRELOAD"
 """The modules that a worker's process is to have imported, with commas between them."""
 
+SERVER_AHEAD = "LOCKSTEP_SERVER_AHEAD"
+"""The name of the process that the driver has import ahead: an abstract socket, without its null byte."""
+
+AHEAD_OF_RAY = ("lockstep.training.loop", "torch._dynamo", "pyarrow.parquet", "pandas")
+"""What takes longest of all that workers import, and reads no variable of Ray's."""
+
 _READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_WARN_")
 """How the variables begin that no module reads as it is imported. Not RAY_JOB_ID: Ray keeps what it read first, for good."""
+
+_RAYS = "RAY_"
+"""How the variables begin that only Ray reads: as it is imported, and some of them for good."""
+
+_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
+"""What only a shell reads or sets, and the title of a process: Ray starts a worker by a shell."""
 
 _RAYLET_S, _ASK_S = 0.5, 10.0
 """How often the server looks whether its raylet lives, and how long whoever asks may take to say what for."""
@@ -64,8 +78,7 @@ def start_worker(words: list[str]) -> NoReturn:
             place.connect(name)
             if _user(place) != os.getuid():  # somebody else has taken the name
                 os.execv(sys.executable, plain)
-            given = json.dumps([words, dict(os.environ), str(Path.cwd())]).encode()
-            socket.send_fds(place, [struct.pack("!Q", len(given)) + given], [0, 1, 2])
+            _hand_over(place, words)
             place.settimeout(_FORK_S)
             try:
                 if place.recv(1):
@@ -77,6 +90,8 @@ def start_worker(words: list[str]) -> NoReturn:
             os.execv(sys.executable, plain)
         with suppress(OSError):  # there is one
             place.bind(name)
+            if _taken_over(place, words, until):
+                os._exit(0)
             place.set_inheritable(True)
             serving = "from lockstep.clusters.fork_server import serve; serve()"
             os.execv(
@@ -85,6 +100,30 @@ def start_worker(words: list[str]) -> NoReturn:
         place.close()
         time.sleep(0.02)
     os.execv(sys.executable, plain)
+
+
+def _hand_over(place: socket.socket, words: list[str], *more: int) -> None:
+    """Send what a worker is made of, and more open files."""
+    given = json.dumps([words, dict(os.environ), str(Path.cwd())]).encode()
+    socket.send_fds(place, [struct.pack("!Q", len(given)) + given], [0, 1, 2, *more])
+
+
+def _taken_over(place: socket.socket, words: list[str], until: float) -> bool:
+    """Whether the process that the driver has import ahead becomes the server, with this place, and forks this worker first."""
+    name = os.environ.get(SERVER_AHEAD)
+    if not name:
+        return False
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ahead,
+        suppress(OSError),
+    ):  # there is none any more
+        ahead.connect(f"\0{name}")
+        if _user(ahead) != os.getuid():
+            return False
+        _hand_over(ahead, words, place.fileno())
+        ahead.settimeout(max(0.0, until - time.monotonic()))
+        return ahead.recv(1) == b"1"
+    return False
 
 
 def _address(environment: Mapping[str, str], raylet: int) -> str:
@@ -102,37 +141,65 @@ def _user(place: socket.socket) -> int:
     return int(user)
 
 
+class _Worker(NamedTuple):
+    """What is handed over of a worker."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    files: Sequence[int]
+    """Its standard input, output and error, and what else was sent."""
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+    def become(self) -> list[str]:
+        """Make this process the worker's. Its words."""
+        for number, file in enumerate(self.files):
+            os.dup2(file, number)
+        self.close()
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        return self.words
+
+
 def serve() -> None:
     """Import what the workers need, and fork them until the raylet has ended, or nobody needs it. Returns in a worker, once it has done its work."""
     server, raylet, words = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
     sys.path[0] = str(Path(words[0]).parent)  # as python has it for a script
-    for name in os.environ[PRELOAD].split(","):
+    _import(os.environ[PRELOAD].split(","))
+    server.listen(128)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
+    pid = _fork(server)
+    _run(_forked(server, raylet, pid) if pid else words)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for name in modules:
         with suppress(Exception):  # the worker imports it again, and tells what is wrong with it
             importlib.import_module(name)
-    server.listen(128)
-    sys.argv = _forked(server, raylet, words)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.stdout.flush()  # what a module printed is no worker's, which would have a copy of it
 
 
-def _forked(server: socket.socket, raylet: int, words: list[str]) -> list[str]:
-    """In each child the words of its worker: of the one that this process was started for, then of those that ask."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
-    if not (pid := _fork(server)):
-        return words
-    workers, needed_at = {pid}, time.monotonic()
-    while os.getppid() == raylet:
+def _run(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _forked(server: socket.socket, parent: int, first: int) -> list[str]:
+    """In each child the words of its worker, of those that ask. The process `first` is the first worker."""
+    workers, needed_at = {first}, time.monotonic()
+    while os.getppid() == parent:
         workers = {pid for pid in workers if Path(f"/proc/{pid}").exists()}
         if workers:
             needed_at = time.monotonic()
         elif time.monotonic() - needed_at > IDLE_S:
             break
-        if not select.select([server], [], [], _RAYLET_S)[0]:
+        if (asked := _next(server)) is None:
             continue
-        asked, _ = server.accept()
         with asked, suppress(OSError):  # whoever asked was killed meanwhile
-            asked.settimeout(_ASK_S)
-            if _user(asked) != os.getuid():
-                continue
             found = _asked(server, asked)
             if isinstance(found, list):
                 return found
@@ -140,29 +207,45 @@ def _forked(server: socket.socket, raylet: int, words: list[str]) -> list[str]:
     os._exit(0)
 
 
-def _asked(server: socket.socket, asked: socket.socket) -> list[str] | int | None:
-    """Fork the worker that is asked for. In the child its words, here its process id; None where nobody waits for it any more."""
-    first, files, _, _ = socket.recv_fds(asked, 1 << 16, 3)
+def _next(server: socket.socket) -> socket.socket | None:
+    """Whoever of this user asks next, if soon."""
+    if not select.select([server], [], [], _RAYLET_S)[0]:
+        return None
+    asked, _ = server.accept()
+    if _user(asked) != os.getuid():
+        asked.close()
+        return None
+    asked.settimeout(_ASK_S)
+    return asked
+
+
+def _received(asked: socket.socket) -> _Worker:
+    """What whoever asks hands over."""
+    first, files, _, _ = socket.recv_fds(asked, 1 << 16, 4)
     try:
         (size,) = struct.unpack("!Q", first[:8])
         given = first[8:]
         while len(given) < size and (more := asked.recv(1 << 16)):
             given += more
         words, environment, folder = json.loads(given)
-        if _has_left(asked):
-            return None
-        if pid := _fork(server):
-            asked.send(b"1")
-            return pid
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        return list(words)
-    finally:
+    except BaseException:
         for file in files:
             os.close(file)
+        raise
+    return _Worker(words, environment, folder, files)
+
+
+def _asked(server: socket.socket, asked: socket.socket) -> list[str] | int | None:
+    """Fork the worker that is asked for. In the child its words, here its process id; None where nobody waits for it any more."""
+    worker = _received(asked)
+    if not _has_left(asked):
+        if not (pid := _fork(server)):
+            return worker.become()
+        asked.send(b"1")
+    else:
+        pid = None
+    worker.close()
+    return pid
 
 
 def _has_left(asked: socket.socket) -> bool:
@@ -178,6 +261,87 @@ def _fork(server: socket.socket) -> int:
     os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return 0
+
+
+# --- ahead of the cluster -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def server_ahead(environment: Mapping[str, str], modules: Sequence[str] = AHEAD_OF_RAY) -> Iterator[None]:
+    """Have a process of this environment import `modules`, and become the server of the cluster that is started within.
+
+    It ends with the block, or with this process.
+    """
+    import secrets
+    import subprocess
+
+    name = f"lockstep-ahead-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as place:
+        place.bind(f"\0{name}")
+        place.listen(8)
+        serving = "import sys; sys.path.pop(0); from lockstep.clusters.fork_server import serve_ahead; serve_ahead()"
+        server = subprocess.Popen(
+            [sys.executable, "-c", serving, str(place.fileno()), str(os.getpid()), *modules],
+            env=dict(environment),
+            pass_fds=[place.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in this terminal is not for the workers
+        )
+    os.environ[SERVER_AHEAD] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(SERVER_AHEAD, None)
+        server.kill()
+        server.wait()
+
+
+def serve_ahead() -> None:
+    """In the process that `server_ahead` starts. Returns in a worker, once it has done its work."""
+    ahead, driver = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    under = _imported_under(os.environ)  # now: what is imported may add to it
+    _import(sys.argv[3:])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
+    while os.getppid() == driver:
+        if (asked := _next(ahead)) is None:
+            continue
+        with asked, suppress(OSError):  # whoever asked was killed meanwhile
+            worker = _received(asked)
+            if _has_left(asked) or _imported_under(worker.environment) != under:
+                worker.close()
+                continue
+            asked.send(b"1")
+        ahead.close()
+        _run(_first_of(worker, driver))
+        return
+    os._exit(0)
+
+
+def _imported_under(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that what is imported ahead may read."""
+    others = (*_READ_LATER, _RAYS)
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(others) and name not in _SHELLS
+    }
+
+
+def _first_of(worker: _Worker, driver: int) -> list[str]:
+    """Go on as the server that this worker would have become, and fork it first."""
+    server = socket.socket(fileno=worker.files[3])
+    worker = worker._replace(files=worker.files[:3])
+    os.environ.clear()
+    os.environ.update(worker.environment)
+    sys.path.insert(0, str(Path(worker.words[0]).parent))
+    _import(os.environ[PRELOAD].split(","))
+    server.listen(128)
+    if not (pid := _fork(server)):
+        return worker.become()
+    worker.close()
+    return _forked(server, driver, pid)
 
 
 if __name__ == "__main__":

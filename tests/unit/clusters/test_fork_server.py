@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lockstep.clusters import fork_server
-from lockstep.clusters.fork_server import PRELOAD
+from lockstep.clusters.fork_server import PRELOAD, SERVER_AHEAD, server_ahead
 
 ROOT = Path(__file__).parents[3]
 
@@ -211,3 +211,71 @@ def test_the_server_ends_when_nobody_needs_it_any_more(start: Start, tmp_path: P
         assert time.monotonic() < until
         time.sleep(0.05)
     assert start(**paths)["parent"] != server.pid
+
+
+# --- ahead of the cluster -------------------------------------------------------------------------------------
+
+PLAIN = {"PYTHONPATH": str(ROOT / "platform"), "PATH": os.environ["PATH"]}
+"""The environment of a worker, as `Started` has it."""
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def test_what_a_driver_has_imported_ahead_forks_its_clusters_workers(start: Start, tmp_path: Path) -> None:
+    """The first worker is that process's as well, though another was started for it. What a module prints is in no worker's file."""
+    before = children()
+    with server_ahead(PLAIN, ["this"]):
+        (ahead,) = children() - before
+        more = {PRELOAD: "colorsys", SERVER_AHEAD: os.environ[SERVER_AHEAD], "RAY_JOB_ID": "01000000"}
+        first = start("one", LOCKSTEP_SAID="a", **more)
+        second = start("two", LOCKSTEP_SAID="b", **more)
+        for told, words, said in ((first, ["one"], "a"), (second, ["two"], "b")):
+            assert (told["parent"], told["there"], told["words"], told["said"]) == (ahead, True, words, said)
+            assert (told["name"], told["path"], told["group"]) == ("__main__", str(tmp_path), told["pid"])
+        assert (first["folder"], second["folder"]) == (str(tmp_path / "0"), str(tmp_path / "1"))
+        other = start(**{**more, "RAY_JOB_ID": "02000000"})
+        assert (other["parent"] != ahead, other["there"]) == (True, True)
+    assert SERVER_AHEAD not in os.environ
+    assert not psutil.pid_exists(ahead)
+    assert start(**more)["parent"] != ahead
+
+
+def test_what_was_imported_under_another_environment_forks_no_worker(start: Start) -> None:
+    before = children()
+    with server_ahead(PLAIN, ["this"]):
+        (ahead,) = children() - before
+        more = {PRELOAD: "colorsys", SERVER_AHEAD: os.environ[SERVER_AHEAD]}
+        other = start(OMP_NUM_THREADS="2", **more)
+        assert (other["parent"] != ahead, other["there"]) == (True, True)
+        assert start(**more)["parent"] == ahead
+
+
+def test_a_process_ahead_that_is_lost_is_done_without(start: Start) -> None:
+    before = children()
+    with server_ahead(PLAIN, ["this"]):
+        (ahead,) = children() - before
+        os.kill(ahead, signal.SIGKILL)
+        first = start(**{PRELOAD: "colorsys", SERVER_AHEAD: os.environ[SERVER_AHEAD]})
+        assert (first["parent"] != ahead, first["there"]) == (True, True)
+
+
+def test_the_process_ahead_ends_with_its_driver(tmp_path: Path) -> None:
+    """Which was killed."""
+    text = (
+        "import os, signal; from tests.unit.clusters.test_fork_server import *\n"
+        "with server_ahead(PLAIN, ['this']):\n"
+        "    print(*children(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    paths = os.pathsep.join([str(ROOT / "platform"), str(ROOT)])
+    driver = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert driver.returncode == -signal.SIGKILL
+    until = time.monotonic() + 30
+    while psutil.pid_exists(int(driver.stdout)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
