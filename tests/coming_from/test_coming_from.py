@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.coming_from import ddp
 from tests.coming_from.counting import lines_of
 from tests.forked import Forked, lockstep
 from tests.ports import free_port
@@ -32,6 +31,8 @@ GOOD = 0.9
 
 def in_two_ranks(folder: Path) -> str:
     """What `ddp.py` prints, in two ranks as torchrun starts them."""
+    from tests.coming_from import ddp
+
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [Forked(ddp.main, folder, env={**shared, "RANK": str(rank)}) for rank in range(2)]
     said = [rank.communicate(timeout=120) for rank in ranks]
@@ -45,6 +46,8 @@ def accuracy(printed: str) -> float:
 
 @pytest.mark.exact  # half a minute
 def test_the_loop_by_hand_trains_and_takes_up_its_checkpoint(tmp_path: Path) -> None:
+    from tests.coming_from import ddp
+
     printed = in_two_ranks(tmp_path)
     assert printed.count("epoch ") == ddp.EPOCHS
     assert accuracy(printed) > GOOD

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torchmetrics
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -40,6 +39,8 @@ class CollectedMetrics(Scored):
     """A collection of torchmetrics, which notes which of its members share their state."""
 
     def __init__(self, params: Any) -> None:
+        import torchmetrics
+
         super().__init__(params)
         every = [
             torchmetrics.classification.MulticlassPrecision(CLASSES),

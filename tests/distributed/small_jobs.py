@@ -287,12 +287,25 @@ class Unseeded(Plain):
         return model
 
 
-class OrderOfProcess(Plain):
-    """Its optimizer holds the parameters in an order of each process's own."""
+def claimed(path: str) -> bool:
+    """Whether this process is the first to make that file."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+class BackwardsOnOne(Plain):
+    """Its optimizer holds the parameters in reverse in the process that is the first to make the file `Params.claim`."""
+
+    class Params(Plain.Params):
+        claim: str
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
-        random.Random(os.getpid()).shuffle(parameters)
+        if claimed(self.params.claim):
+            parameters.reverse()
         return torch.optim.Adam(parameters, lr=0.01)
 
 
@@ -303,11 +316,7 @@ class FailsOnOne(Plain):
         claim: str
 
     def model(self) -> nn.Module:
-        try:
-            os.close(os.open(self.params.claim, os.O_CREAT | os.O_EXCL))
-            self.fails = True
-        except FileExistsError:
-            self.fails = False
+        self.fails = claimed(self.params.claim)
         return super().model()
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:

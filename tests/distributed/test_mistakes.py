@@ -494,9 +494,10 @@ def test_model_from_an_unseeded_source_is_refused(pool: Pool) -> None:
         pool.run(2, train, document("tests.distributed.small_jobs:Unseeded"))
 
 
-def test_an_optimizer_in_another_order_on_another_worker_is_refused(pool: Pool) -> None:
+def test_an_optimizer_in_another_order_on_another_worker_is_refused(pool: Pool, tmp_path: Path) -> None:
+    use = "tests.distributed.small_jobs:BackwardsOnOne"
     with told(JobError, "job.optimizer: parameter 0 of group 0 is", "on rank 0", "on rank 1", "in a list"):
-        pool.run(2, train, document("tests.distributed.small_jobs:OrderOfProcess"))
+        pool.run(2, train, document(use, {"claim": str(tmp_path / "claim")}))
 
 
 def test_what_one_worker_refuses_all_tell(pool: Pool, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jobs.hf.sample import made_tokenizer
 from tests.forked import ROOT
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 64}
@@ -32,6 +31,8 @@ BERT = {
 
 def make(folder: Path) -> Path:
     """`tokenizer`, `train` and `held-out` (documents of some lines each), `pieces.jsonl` and `held-out.jsonl` (labelled texts)."""
+    from jobs.hf.sample import made_tokenizer  # and transformers, for the tests of this folder alone
+
     text = (ROOT / "docs" / "exact-step.md").read_text()
     paragraphs = [part for part in text.split("\n\n") if len(part) < 800]
     made_tokenizer([text], 300).save_pretrained(folder / "tokenizer")

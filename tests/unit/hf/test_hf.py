@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep import train as train_run
 from lockstep.calls.exporting import export
@@ -20,6 +18,7 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.order import epoch_order
 from lockstep.errors import DataError, LockstepError, SpecError
 from lockstep.hf.causal_lm import CausalLM
+from lockstep.hf.libraries import transformers
 from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
 from lockstep.training.determinism import determinism
@@ -240,7 +239,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_from_pretrained_gives_what_was_trained(folder: Path, trained: Path) -> None:
     saved = exported(trained)
     assert exported(trained) == saved  # over the one before
-    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    model = transformers().AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
     own = load_job("lockstep.hf:CausalLM", language_model(folder, LLAMA)["job"]["params"]).model()
     own.load_state_dict(load_file(trained / "weights" / "final.safetensors"))
     tokens = torch.arange(30).view(2, 15)
@@ -248,14 +247,19 @@ def test_from_pretrained_gives_what_was_trained(folder: Path, trained: Path) -> 
     told = json.loads(saved.with_suffix(".json").read_text())
     assert told["weights_digest"] == weights_digest(model.state_dict())
     text = "exact runs\n"
-    both = (AutoTokenizer.from_pretrained(path)(text)["input_ids"] for path in (saved, folder / "tokenizer"))
+    both = (
+        transformers().AutoTokenizer.from_pretrained(path)(text)["input_ids"]
+        for path in (saved, folder / "tokenizer")
+    )
     assert len({tuple(tokens) for tokens in both}) == 1
 
 
 @pytest.mark.exact
 def test_a_classifier_keeps_the_names_of_its_classes(folder: Path, tmp_path: Path) -> None:
     run = recorded(classifier(folder), tmp_path)
-    model = AutoModelForSequenceClassification.from_pretrained(exported(run), local_files_only=True)
+    model = transformers().AutoModelForSequenceClassification.from_pretrained(
+        exported(run), local_files_only=True
+    )
     assert model.config.id2label == {0: "start", 1: "within"}
 
 
@@ -283,10 +287,16 @@ def test_adapters_load_in_peft_with_the_same_logits(folder: Path, tmp_path: Path
     assert weights_digest(job.load_pretrained(own, tmp_path / "saved").state_dict()) == weights_digest(
         own.state_dict()
     )
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved")
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(
+        transformers().AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved"
+    )
     tokens = torch.arange(30).view(2, 15)
     assert torch.equal(logits(model, tokens), logits(own, tokens))
-    assert not torch.equal(logits(model, tokens), logits(AutoModelForCausalLM.from_pretrained(base), tokens))
+    assert not torch.equal(
+        logits(model, tokens), logits(transformers().AutoModelForCausalLM.from_pretrained(base), tokens)
+    )
 
 
 @pytest.mark.exact

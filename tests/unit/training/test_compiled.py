@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor import config
 
 from lockstep.errors import JobError, SpecError
 from lockstep.plan import Plan
@@ -40,7 +40,14 @@ def test_a_program_is_for_batches_of_one_shape() -> None:
         assert shapes_of(other) != of
 
 
-def test_a_machine_without_a_compiler_is_told() -> None:
+@pytest.fixture
+def config() -> Any:
+    from torch._inductor import config  # takes seconds
+
+    return config
+
+
+def test_a_machine_without_a_compiler_is_told(config: Any) -> None:
     cpp_compiler.cache_clear()
     with (
         config.patch({"cpp.cxx": (None, "no-such-compiler")}),
@@ -52,7 +59,7 @@ def test_a_machine_without_a_compiler_is_told() -> None:
     assert "\n" not in str(info.value)
 
 
-def test_another_width_of_vectors_is_another_identity() -> None:
+def test_another_width_of_vectors_is_another_identity(config: Any) -> None:
     """A program adds up in as many lanes as the processor has: so has one that is told to use fewer."""
     losses = CompiledLosses("strict")
     here = identity_of_compiler(losses)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import lockstep
@@ -108,6 +107,8 @@ def test_what_is_no_metric_is_refused(given: Any, message: str) -> None:
 
 
 def test_figures_are_texts_by_the_name_of_a_file() -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure()
     figure.subplots().plot([1, 2])
     found = figures_of({"curve": figure, "confusion": torch.eye(2).long(), "notes.md": "# notes"})
