@@ -66,7 +66,7 @@ class Together(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         folder = path.removeprefix("tests/").partition("/")[0]
-        return {"cluster": "ray", "chaos": "ray", "distributed": folder}.get(folder, path)
+        return {"cluster": "ray", "chaos": "ray", "distributed": "pool", "gpu": "pool"}.get(folder, path)
 
 
 @pytest.hookimpl(optionalhook=True)  # several processes or one

@@ -119,6 +119,7 @@ def test_a_server_that_accepts_and_never_answers_is_told_in_seconds(tmp_path: Pa
     assert not list(tmp_path.glob("runs/*"))  # nothing is left behind
 
 
+@pytest.mark.scenario
 def test_a_signal_is_heard_while_the_command_waits_for_an_answer(tmp_path: Path, silent: Listener) -> None:
     process = command(tmp_path, "--address", silent.address)
     assert silent.asked.wait(60)

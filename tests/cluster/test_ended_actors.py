@@ -21,6 +21,7 @@ class Idle:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.scenario
 def test_an_actor_ends_by_rays_word_and_without(stopped: bool, tmp_path: Path) -> None:
     actor: Any = ray.remote(num_cpus=0)(Idle).remote()
     pid = ray.get(actor.process.remote())

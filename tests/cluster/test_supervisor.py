@@ -105,6 +105,7 @@ def assert_stages_are_all(account: dict[str, Any]) -> None:
     assert sum(account["seconds"].values()) == lost_s
 
 
+@pytest.mark.scenario
 def test_the_others_outlive_a_killed_worker(tmp_path: Path) -> None:
     """G1 and G4: one of three is killed. The two others go on in their processes; no checkpoint is read, no step done is taken again."""
     changes = {"workers": {"min": 1, "max": 3}, "length": {"epochs": 3}}

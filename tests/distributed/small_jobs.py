@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 

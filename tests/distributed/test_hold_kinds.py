@@ -80,6 +80,7 @@ def test_there_are_jobs_of_many_kinds() -> None:
         pytest.param([BackPropagationThroughTime, *OTHERS], marks=pytest.mark.exact, id="the others"),
     ],
 )
+@pytest.mark.scenario
 def test_each_kind_learns(alone: Alone, own: list[type[Kind]]) -> None:
     """And none is warned of without a reason."""
     for kind in own:
@@ -99,14 +100,19 @@ AT_ONCE = 20
 """Runs of a call of the pool."""
 
 WORKERS = [(2, 1), (1, 2), (3, 1), (1, 3)]
-"""Of the attempts before and after a run was stopped. Each kind takes one of these pairs, every third kind by default."""
+"""Of the attempts before and after a run was stopped. Each kind takes one of these pairs, every sixth kind by default and every third in `make scenarios`."""
 
 
 @pytest.mark.parametrize(
     ("before", "after", "own"),
     [
         *(
-            pytest.param(*pair, THIRD[i :: len(WORKERS)], id=f"{pair[0]}-{pair[1]}")
+            pytest.param(
+                *pair,
+                THIRD[i :: len(WORKERS)],
+                marks=[pytest.mark.scenario] if i in {1, 2} else [],
+                id=f"{pair[0]}-{pair[1]}",
+            )
             for i, pair in enumerate(WORKERS)
         ),
         *(

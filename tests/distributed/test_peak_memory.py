@@ -108,6 +108,7 @@ def test_a_worker_holds_two_sets_of_gradients_and_a_logarithm_in_full(
     check(pool, workers, micro_batches)
 
 
+@pytest.mark.scenario
 def test_the_peak_does_not_depend_on_when_threads_get_their_turn(pool: Pool) -> None:
     """What the backend has sent is let go of at once: the peak is the same in every run, on a busy machine too."""
     assert len({tuple(pool.run(3, peak, document(7))) for _ in range(4)}) == 1

@@ -238,6 +238,7 @@ def live(document: Document, origin: AttemptOrigin, keeps: bool = False) -> int:
     return found[0]
 
 
+@pytest.mark.scenario
 def test_a_resumed_worker_holds_no_more_than_one_from_the_beginning(pool: Pool, tmp_path: Path) -> None:
     """The control: the whole state that was read, kept for the run, would show."""
     document = sharded(

@@ -93,6 +93,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
         manager.shutdown_kernel(now=True)
 
 
+@pytest.mark.scenario
 def test_a_class_of_a_cell_trains_as_the_same_class_in_a_file(
     kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def ended(number: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.scenario
 def test_a_sweep_of_a_thousand_trials_rewrites_no_table_at_each_end(
     sweep: SweepSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

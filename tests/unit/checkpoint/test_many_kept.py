@@ -89,6 +89,7 @@ def test_a_save_costs_as_many_requests_beside_many_as_beside_few(uri: str, many:
 
 
 @pytest.mark.parametrize("uri", ["s3"], indirect=True)
+@pytest.mark.scenario
 def test_reading_all_of_them_at_each_save_is_seen(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without a memory of what is there, a save costs a request for each."""
     real = Catalogue.prune

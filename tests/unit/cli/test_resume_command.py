@@ -195,6 +195,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
         (["nonsense=1"], 2, r"lockstep: nonsense: unknown key"),
     ],
 )
+@pytest.mark.scenario
 def test_a_refused_resume_is_one_line(
     stopped: tuple[Path, str, str],
     more: list[str],

@@ -36,6 +36,7 @@ def named(folder: Path, name: str = "night", **changes: Any) -> Result:
     return train_named(OPTIONS, spec(folder, **changes), name)
 
 
+@pytest.mark.scenario
 def test_a_run_that_broke_is_resumed_under_its_name_with_the_bits_of_one_that_did_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def thirty_commits(repository: Path, changed: int, broken: int | None = None) ->
     return made
 
 
+@pytest.mark.scenario
 def test_the_commit_that_changed_bits_is_found_among_thirty(repository: Path) -> None:
     good = git(repository, "rev-parse", "HEAD")
     commits = thirty_commits(repository, changed=19, broken=22)

@@ -116,6 +116,7 @@ def store(
     ],
     indirect=["store"],
 )
+@pytest.mark.scenario
 def test_of_twenty_checkpoints_exactly_those_are_left_that_were_promised(
     spec: Specs, tmp_path: Path, store: tuple[str, Path], kept: str
 ) -> None:

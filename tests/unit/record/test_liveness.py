@@ -124,6 +124,7 @@ print(reader(uri, Path(sys.argv[4])).run(run_id).status)
 
 @pytest.mark.parametrize("kept", ["off", pytest.param("mlflow", marks=pytest.mark.exact)])
 @pytest.mark.parametrize("shift_s", [pytest.param(-600.0, marks=pytest.mark.exact), 600.0])
+@pytest.mark.scenario
 def test_readers_with_wrong_clocks_leave_a_live_run_alone(
     shift_s: float,
     kept: str,

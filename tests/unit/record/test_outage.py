@@ -229,6 +229,7 @@ def test_a_killed_driver_is_marked_and_what_it_left_is_sent(server: Server, tmp_
     assert ask(tmp_path, "record", "sync", run_id)["sent"] is False
 
 
+@pytest.mark.scenario
 def test_a_server_that_stays_away_costs_the_run_nothing_but_its_record(
     server: Server, spec: Callable[..., Spec], ask: Ask
 ) -> None:

@@ -427,6 +427,7 @@ def test_a_recorder_says_that_it_lives(shaky: Shaky, spec: Specs, monkeypatch: p
 
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(20_000, marks=pytest.mark.exact)])
+@pytest.mark.scenario
 def test_an_outage_costs_no_memory_for_what_the_journal_has(shaky: Shaky, spec: Specs, steps: int) -> None:
     """The steps wait on disk: in memory an offset each, not their eight points, beside what is held of any run."""
     recorder = recorder_on(shaky, spec(), patience_s=0.1)

@@ -87,6 +87,7 @@ def test_probe_is_that_of_the_machine_and_not_of_the_process() -> None:
     assert process.communicate(timeout=120)[0].strip() == here
 
 
+@pytest.mark.scenario
 def test_probe_tells_other_instruction_sets() -> None:
     """As on an older processor: torch's own kernels without vector instructions."""
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
