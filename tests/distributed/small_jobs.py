@@ -301,9 +301,13 @@ class BackwardsOnOne(Plain):
     class Params(Plain.Params):
         claim: str
 
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.backwards = claimed(params.claim)
+
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
-        if claimed(self.params.claim):
+        if self.backwards:
             parameters.reverse()
         return torch.optim.Adam(parameters, lr=0.01)
 
