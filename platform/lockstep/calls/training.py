@@ -92,7 +92,8 @@ def run_attempt(
     """Train one attempt of a run, to its end or to a signal. `hold` is that of a run that goes on; a new one is held as soon as it exists."""
     parent = spec.fork.run if spec.fork is not None else None
     source = options.source or recorded_main(spec, origin.run_id or parent)
-    with imported_from(source) if source else nullcontext():
+    ahead = nullcontext() if options.local else importing_ahead(options.address)
+    with ahead, imported_from(source) if source else nullcontext():
         return _run_attempt(spec, origin, replace(options, source=source), on_run_id, hold)
 
 
@@ -110,18 +111,6 @@ def _run_attempt(
         options.progress.say(f"warning: {text}")
     spec = find_initial_weights(spec)
     check_job_source(spec.job.use)
-    with nullcontext() if options.local else importing_ahead(options.address):
-        return _checked_attempt(spec, origin, options, on_run_id, hold, warnings)
-
-
-def _checked_attempt(
-    spec: Spec,
-    origin: AttemptOrigin,
-    options: RunOptions,
-    on_run_id: Callable[[str], None] | None,
-    hold: Hold | None,
-    warnings: list[str],
-) -> Result:
     check_job(spec, elsewhere=not options.local and cluster_address(options.address) != LOCAL)
     check_storage(spec)
     check_uri(spec.record.uri or RECORD_OFF)

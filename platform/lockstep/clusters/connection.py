@@ -20,7 +20,7 @@ from lockstep.clusters.authentication import (
     is_loopback,
     rays_token,
 )
-from lockstep.clusters.fork_server import PRELOAD, SERVER_AHEAD, py_executable, server_ahead
+from lockstep.clusters.fork_server import PRELOAD, py_executable, server_ahead
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
@@ -41,23 +41,19 @@ JOIN_S = 60.0
 """How long a cluster that answers may take to let a driver in."""
 
 
-def _unsaid(_text: str) -> None: ...
-
-
 _SETTINGS = {**RAY_SETTINGS, **WORKER_ENVIRONMENT}
+
+
+def _unsaid(_text: str) -> None: ...
 
 
 def importing_ahead(address: str | None) -> AbstractContextManager[None]:
     """Where a cluster is started within, its workers' imports begin now, beside what the driver does until then."""
     loaded = sys.modules.get("ray")
-    if (
-        cluster_address(address) != LOCAL
-        or (loaded is not None and loaded.is_initialized())
-        or SERVER_AHEAD in os.environ
-        or not py_executable()
-    ):
-        return nullcontext()
-    return server_ahead({**_SETTINGS, **os.environ})
+    connects = loaded is None or not loaded.is_initialized()
+    if connects and cluster_address(address) == LOCAL and py_executable():
+        return server_ahead({**_SETTINGS, **os.environ})
+    return nullcontext()
 
 
 @contextmanager
@@ -88,20 +84,6 @@ def connected(
         guard_rays_token()
     else:
         check_answers(address, lambda: stop is not None and stop.asked)
-    ahead = importing_ahead(address) if preload else nullcontext()
-    with ahead, _connection(address, verbose, for_workers, preload, stop, say):
-        yield address == LOCAL
-
-
-@contextmanager
-def _connection(
-    address: str,
-    verbose: bool,
-    for_workers: bool,
-    preload: Sequence[str],
-    stop: StopSignal | None,
-    say: Callable[[str], None],
-) -> Iterator[None]:
     show_token(address)  # before Ray is imported: it reads the environment once
     if not verbose:  # in a notebook, that a package is missing for widgets that nobody sees
         logging.getLogger("ray.widgets").setLevel(logging.WARNING)
@@ -123,7 +105,7 @@ def _connection(
     if stop is not None:
         stop.listen()  # Ray takes SIGTERM for itself when it connects
     try:
-        yield
+        yield address == LOCAL
     except KeyboardInterrupt:
         raise  # at once: to part from Ray under an attempt that goes on would crash the process
     except BaseException:

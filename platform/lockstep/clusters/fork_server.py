@@ -113,10 +113,8 @@ def _taken_over(place: socket.socket, words: list[str], until: float) -> bool:
     name = os.environ.get(SERVER_AHEAD)
     if not name:
         return False
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ahead,
-        suppress(OSError),
-    ):  # there is none any more
+    ahead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ahead, suppress(OSError):  # there is none any more, or it hangs
         ahead.connect(f"\0{name}")
         if _user(ahead) != os.getuid():
             return False
@@ -128,9 +126,13 @@ def _taken_over(place: socket.socket, words: list[str], until: float) -> bool:
 
 def _address(environment: Mapping[str, str], raylet: int) -> str:
     """The server's name, which no file system has: the raylet and the environment tell one from another."""
-    read = {name: value for name, value in environment.items() if not name.startswith(_READ_LATER)}
-    told = json.dumps([os.getuid(), raylet, read], sort_keys=True)
+    told = json.dumps([os.getuid(), raylet, _read_at_import(environment)], sort_keys=True)
     return f"\0lockstep-workers-{hashlib.sha256(told.encode()).hexdigest()}"
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a module may read as it is imported."""
+    return {name: value for name, value in environment.items() if not name.startswith(_READ_LATER)}
 
 
 def _user(place: socket.socket) -> int:
@@ -154,15 +156,13 @@ class _Worker(NamedTuple):
         for file in self.files:
             os.close(file)
 
-    def become(self) -> list[str]:
-        """Make this process the worker's. Its words."""
-        for number, file in enumerate(self.files):
+    def become(self) -> None:
+        """Make this process the worker's."""
+        for number, file in enumerate(self.files[:3]):
             os.dup2(file, number)
-        self.close()
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
-        return self.words
 
 
 def serve() -> None:
@@ -238,14 +238,16 @@ def _received(asked: socket.socket) -> _Worker:
 def _asked(server: socket.socket, asked: socket.socket) -> list[str] | int | None:
     """Fork the worker that is asked for. In the child its words, here its process id; None where nobody waits for it any more."""
     worker = _received(asked)
-    if not _has_left(asked):
+    try:
+        if _has_left(asked):
+            return None
         if not (pid := _fork(server)):
-            return worker.become()
+            worker.become()
+            return worker.words
         asked.send(b"1")
-    else:
-        pid = None
-    worker.close()
-    return pid
+        return pid
+    finally:
+        worker.close()
 
 
 def _has_left(asked: socket.socket) -> bool:
@@ -272,10 +274,9 @@ def server_ahead(environment: Mapping[str, str], modules: Sequence[str] = AHEAD_
 
     It ends with the block, or with this process.
     """
-    import secrets
-    import subprocess
+    import subprocess  # not by each worker that starts
 
-    name = f"lockstep-ahead-{secrets.token_hex(16)}"
+    name = f"lockstep-ahead-{os.urandom(16).hex()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as place:
         place.bind(f"\0{name}")
         place.listen(8)
@@ -303,45 +304,48 @@ def serve_ahead() -> None:
     ahead, driver = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     under = _imported_under(os.environ)  # now: what is imported may add to it
     _import(sys.argv[3:])
+    until = time.monotonic() + IDLE_S
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
-    while os.getppid() == driver:
-        if (asked := _next(ahead)) is None:
-            continue
-        with asked, suppress(OSError):  # whoever asked was killed meanwhile
-            worker = _received(asked)
-            if _has_left(asked) or _imported_under(worker.environment) != under:
-                worker.close()
-                continue
-            asked.send(b"1")
-        ahead.close()
-        _run(_first_of(worker, driver))
-        return
+    while os.getppid() == driver and time.monotonic() < until:
+        if (worker := _fitting(ahead, under)) is not None:
+            ahead.close()
+            _run(_first_of(worker, driver))
+            return
     os._exit(0)
+
+
+def _fitting(ahead: socket.socket, under: Mapping[str, str]) -> _Worker | None:
+    """The worker that asks next, if soon, where what was imported `under` these variables is for it: then it is told so."""
+    if (asked := _next(ahead)) is None:
+        return None
+    with asked, suppress(OSError):  # whoever asked was killed meanwhile
+        worker = _received(asked)
+        with suppress(OSError):
+            if not _has_left(asked) and _imported_under(worker.environment) == under:
+                asked.send(b"1")
+                return worker
+        worker.close()  # or its place would stay taken
+    return None
 
 
 def _imported_under(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that what is imported ahead may read."""
-    others = (*_READ_LATER, _RAYS)
-    return {
-        name: value
-        for name, value in environment.items()
-        if not name.startswith(others) and name not in _SHELLS
-    }
+    read = _read_at_import(environment).items()
+    return {name: value for name, value in read if not name.startswith(_RAYS) and name not in _SHELLS}
 
 
 def _first_of(worker: _Worker, driver: int) -> list[str]:
     """Go on as the server that this worker would have become, and fork it first."""
-    server = socket.socket(fileno=worker.files[3])
-    worker = worker._replace(files=worker.files[:3])
+    server = socket.socket(fileno=os.dup(worker.files[3]))
     os.environ.clear()
     os.environ.update(worker.environment)
     sys.path.insert(0, str(Path(worker.words[0]).parent))
     _import(os.environ[PRELOAD].split(","))
     server.listen(128)
     if not (pid := _fork(server)):
-        return worker.become()
+        worker.become()
     worker.close()
-    return _forked(server, driver, pid)
+    return _forked(server, driver, pid) if pid else worker.words
 
 
 if __name__ == "__main__":

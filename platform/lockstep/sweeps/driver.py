@@ -136,12 +136,13 @@ def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold:
     check_sweep(spec, elsewhere=cluster_address(options.address) != LOCAL)
     check_storage(base)
     check_uri(base.record.uri or RECORD_OFF)
-    from lockstep.clusters.connection import connected
+    from lockstep.clusters.connection import connected, importing_ahead
     from lockstep.clusters.keeper import kept
 
     verbose, say = options.verbose, options.progress.say
     with (
         StopSignal() as stop,
+        importing_ahead(options.address),
         connected(options.address, verbose=verbose, for_workers=True, preload=PRELOADED, stop=stop, say=say),
         kept(options.retries, say),
     ):
