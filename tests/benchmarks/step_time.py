@@ -93,8 +93,10 @@ class Contest:
     """
 
     def __init__(self, first: Iterator[float], second: Iterator[float], block: int) -> None:
+        """Before `fit`, which hides the default process group: the loops have their first step behind them."""
         self.loops = (first, second)
         self.block = block
+        self.world = dist.group.WORLD
         self.times: list[tuple[float, float, float]] = []
         self._steps = -WARM_UP
         self._began = 0.0
@@ -102,7 +104,7 @@ class Contest:
     def tell(self, event: Event) -> None:
         if isinstance(event, Started):
             for loop in self.loops:
-                steps(loop, WARM_UP)
+                steps(loop, WARM_UP, self.world)
         if not isinstance(event, StepRow):
             return
         self._steps += 1
@@ -110,7 +112,7 @@ class Contest:
             self._round(time.perf_counter() - self._began)
         if self._steps in (0, self.block):
             self._steps = 0
-            dist.barrier()
+            dist.barrier(self.world)
             self._began = time.perf_counter()
 
     def _round(self, own: float) -> None:
@@ -118,13 +120,13 @@ class Contest:
         turn = len(self.times) % 2
         taken = [0.0, 0.0]
         for i in (turn, 1 - turn):
-            taken[i] = steps(self.loops[i], self.block)
+            taken[i] = steps(self.loops[i], self.block, self.world)
         self.times.append((own / self.block, taken[0] / self.block, taken[1] / self.block))
 
 
-def steps(loop: Iterator[float], count: int) -> float:
-    """Take `count` steps of a hand-written loop; the seconds they took."""
-    dist.barrier()
+def steps(loop: Iterator[float], count: int, world: Any) -> float:
+    """Take `count` steps of a hand-written loop over the process group `world`; the seconds they took."""
+    dist.barrier(world)
     began = time.perf_counter()
     for _ in range(count):
         next(loop)
@@ -147,7 +149,7 @@ def contest(case: Case, rounds: int) -> list[tuple[float, float, float]]:
     job = load_job(spec.job.use, spec.job.params)
     loss = getattr(handwritten, case.mean_loss)
     loops = [handwritten.training(spec, job, loss) for _ in range(2)]
-    block = block_length(loops[0])
+    block = min(map(block_length, loops))
     spec = load_spec(document, [f"length.steps={WARM_UP + rounds * block}"])
     record = Contest(loops[0], loops[1], block)
     fit(spec, job, Group.join(torch.device("cpu")), record.tell, NoRequests())
@@ -156,8 +158,8 @@ def contest(case: Case, rounds: int) -> list[tuple[float, float, float]]:
 
 def block_length(loop: Iterator[float]) -> int:
     """Steps that take BLOCK_S, at least three; the same on every rank."""
-    steps(loop, WARM_UP)
-    step_s = [steps(loop, 3) / 3 for _ in range(5)]
+    steps(loop, WARM_UP, dist.group.WORLD)
+    step_s = [steps(loop, 3, dist.group.WORLD) / 3 for _ in range(5)]
     agreed = torch.tensor(median(step_s))
     dist.broadcast(agreed, src=0)
     return max(3, round(BLOCK_S / float(agreed)))

@@ -109,6 +109,7 @@ def test_a_dead_address_is_told_at_once(tmp_path: Path, by: str) -> None:
         assert error.startswith(f"address: no Ray cluster answers at {address} (Connection refused)")
 
 
+@pytest.mark.scenario
 def test_a_server_that_accepts_and_never_answers_is_told_in_seconds(tmp_path: Path, silent: Listener) -> None:
     process = command(tmp_path, "--address", silent.address)
     assert silent.asked.wait(60)

@@ -169,6 +169,7 @@ def test_a_node_that_is_lost_while_it_is_asked_is_left_out(tmp_path: Path) -> No
     assert _seen_from(nodes, probes, 60.0, StopSignal(), print) == {"127.0.0.1": ["unseen"]}
 
 
+@pytest.mark.scenario  # it waits for a task that sleeps
 @pytest.mark.usefixtures("cluster")
 def test_a_node_that_does_not_answer_is_told_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the spec waits for workers, unless the run is asked to stop: what starts there may have an environment to install."""

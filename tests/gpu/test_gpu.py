@@ -34,7 +34,14 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.parametrize("check", [name for name in CHECKS if name not in {"killed", "memory"}])
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(name, marks=[pytest.mark.scenario] if name in {"workers", "resume"} else [])
+        for name in CHECKS
+        if name not in {"killed", "memory"}
+    ],
+)
 def test_all_but_the_device_holds_on_a_cpu(pool: Pool, check: str) -> None:
     """What is left to a GPU is the device. (Memory on a CPU has tests of its own, beside the pool's.)"""
     found = list(CHECKS[check](Setting("cpu", pool, small=True)))

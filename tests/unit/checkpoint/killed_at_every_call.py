@@ -1,10 +1,10 @@
 """Runs the store under a shim that counts calls to the operating system and kills the process at call k, for all k.
 
-    python -m tests.unit.checkpoint.killed_at_every_call FOLDER
+    python -m tests.unit.checkpoint.killed_at_every_call FOLDER TRIAL …
 
 Prints one JSON object with, for each trial, the calls of an undisturbed process, and what was wrong with the store
 after a process was killed at one of them. A trial is a scenario (`first`: from nothing to a checkpoint, `next`: an
-attempt that finds checkpoints and an unfinished save) and a variant (`sound`, or broken on purpose).
+attempt that finds checkpoints and an unfinished save) and a variant (`sound`, or broken on purpose): `next-sound`.
 """
 
 from __future__ import annotations
@@ -251,16 +251,13 @@ def trial(folder: Path, scenario: str, variant: str) -> dict[str, Any]:
     return {"calls": calls, "wrong": wrong}
 
 
-TRIALS = [("first", "sound"), ("next", "sound")]
-TRIALS += [("next", broken) for broken in ("in_place", "manifest_first", "files_first")]
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     storage.PIECE = 1024  # several writes a file
     gc.disable()  # a collection in a forked process touches, and so copies, every page
     told = {}
-    for scenario, variant in TRIALS:
-        folder = Path(sys.argv[1]) / f"{scenario}-{variant}"
+    for name in sys.argv[2:]:
+        folder = Path(sys.argv[1]) / name
         folder.mkdir()
-        told[f"{scenario}-{variant}"] = trial(folder, scenario, variant)
+        told[name] = trial(folder, *name.split("-"))
     print(json.dumps(told))

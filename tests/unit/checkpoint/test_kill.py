@@ -16,14 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All of them in one process. In memory where the system has a place for it: a kill loses nothing that an fsync would save."""
+def trials(tmp_path_factory: pytest.TempPathFactory, *names: str) -> dict[str, Any]:
+    """What came of those trials, in one process. In memory where the system has a place for it: a kill loses nothing that an fsync would save."""
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(dir=memory if memory.is_dir() else tmp_path_factory.mktemp("killed"))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.unit.checkpoint.killed_at_every_call", folder],
+            [sys.executable, "-m", "tests.unit.checkpoint.killed_at_every_call", folder, *names],
             cwd=ROOT,
             env={"PYTHONPATH": f"{ROOT}/platform:{ROOT}", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -36,23 +35,47 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("scenario", ["first", "next"])
-def test_a_kill_at_any_call_leaves_a_whole_store(trials: dict[str, Any], scenario: str) -> None:
-    """Every checkpoint that can be seen is whole and holds its state, and the next attempt leaves nothing behind."""
-    told = trials[f"{scenario}-sound"]
-    assert told["wrong"] == {}
+@pytest.fixture(scope="module")
+def later_save(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The save of an attempt that finds checkpoints, and one that is broken."""
+    return trials(tmp_path_factory, "next-sound", "next-manifest_first")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trials(tmp_path_factory, "first-sound", "next-in_place", "next-files_first")
+
+
+def whole(told: dict[str, Any]) -> bool:
+    """Every checkpoint that could be seen was whole and held its state, and the next attempt left nothing behind."""
     assert len(told["calls"]) > 50
+    return told["wrong"] == {}
 
 
-@pytest.mark.parametrize("variant", ["in_place", "manifest_first", "files_first"])
-def test_the_kills_find_a_store_that_is_broken(trials: dict[str, Any], variant: str) -> None:
-    """Negative control: each of the rules that the store keeps is needed."""
-    assert trials[f"next-{variant}"]["wrong"]
+def test_a_kill_at_any_call_leaves_a_whole_store(later_save: dict[str, Any]) -> None:
+    assert whole(later_save["next-sound"])
 
 
-def test_nothing_is_published_before_it_is_on_the_disk(trials: dict[str, Any]) -> None:
+def test_the_kills_find_a_store_that_is_broken(later_save: dict[str, Any]) -> None:
+    """Negative control: the manifest is there before the files are."""
+    assert not whole(later_save["next-manifest_first"])
+
+
+@pytest.mark.scenario
+def test_a_kill_at_any_call_of_the_first_save_leaves_a_whole_store(others: dict[str, Any]) -> None:
+    assert whole(others["first-sound"])
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("variant", ["in_place", "files_first"])
+def test_each_rule_of_the_store_is_needed(others: dict[str, Any], variant: str) -> None:
+    """Negative control."""
+    assert not whole(others[f"next-{variant}"])
+
+
+def test_nothing_is_published_before_it_is_on_the_disk(later_save: dict[str, Any]) -> None:
     """What a kill cannot show, as the system keeps what the process wrote: an order that also stands a loss of power."""
-    calls = trials["next-sound"]["calls"]
+    calls = later_save["next-sound"]["calls"]
     assert set(Counter(name for name, _, _ in calls)) >= {
         "open",
         "write",

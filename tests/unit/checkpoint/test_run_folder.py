@@ -122,7 +122,7 @@ class FailsOnce:
         return self._left <= 0
 
 
-@everywhere
+@pytest.mark.parametrize("uri", ["local", pytest.param("s3", marks=pytest.mark.scenario)], indirect=True)
 @pytest.mark.parametrize("acts", [False, True])
 def test_a_claim_that_fails_at_any_call_can_be_made_again(storage: Storage, acts: bool) -> None:
     """As it is at a run's next save: what it left behind the first time is no other process's."""

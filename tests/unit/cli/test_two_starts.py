@@ -26,6 +26,7 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.record.journal_file import NAME
 from lockstep.record.run_store import SWEEP_FILE
 from lockstep.spec.loading import load_spec
+from tests import in_process
 from tests.unit.cli.test_command import ROOT, environment
 
 STEPS = 30
@@ -309,9 +310,10 @@ def test_who_is_refused_has_imported_nothing_that_takes_long(
     assert done.stdout.splitlines() == ["2 []"] * len(commands)
 
 
-def test_takeover_wants_a_run(commands: Commands, tmp_path: Path) -> None:
-    here = on_disk(tmp_path)
-    (pid,) = commands.start(["train", *JOB, "--local", "--json", "--takeover", *here.words])
-    ended = commands.ended(pid)
-    assert ended.code == 2 and ended.told["error"].startswith("takeover: ")
+def test_takeover_wants_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *JOB, "--local", "--takeover", *on_disk(tmp_path).words]
+    code, out, err = in_process.here(monkeypatch, capfd, ROOT, *words)
+    assert (code, out) == (2, "") and err.startswith("lockstep: takeover: ")
     assert not (tmp_path / "runs").exists()

@@ -307,6 +307,7 @@ def test_a_read_that_fails_is_tried_again(
     assert faults.failed == 5
 
 
+@pytest.mark.scenario  # the object store's client tries again for seconds
 def test_a_read_that_keeps_failing_names_file_and_row_group(
     tmp_path: Path, s3_query: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
