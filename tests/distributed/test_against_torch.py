@@ -37,7 +37,7 @@ def document(job: str, precision: str = "fp32") -> Document:
     }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.scenario)])
 @pytest.mark.parametrize("job", JOBS)
 def test_fit_is_torchs_own_loop_after_every_step(pool: Pool, job: str, precision: str) -> None:
     by_hand, _ = pool.run(2, train_by_hand, document(job, precision))

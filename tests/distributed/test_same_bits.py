@@ -105,6 +105,7 @@ def document(
         "precision": precision,
         "clip_norm": 1.0,
         "early_stop": {"patience": 9},  # never reached: the best weights are kept
+        "rehearsal": "off",  # it has tests of its own, and trains nothing
         **more,
     }
 

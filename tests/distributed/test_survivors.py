@@ -116,7 +116,8 @@ def test_a_worker_that_falls_silent_is_outlived_when_that_is_known() -> None:
     assert repeated(outlived) == [3]
 
 
-@pytest.mark.parametrize("silent", [pytest.param(True, marks=pytest.mark.scenario), False])
+@pytest.mark.scenario
+@pytest.mark.parametrize("silent", [True, False])
 def test_a_worker_that_is_lost_while_much_is_on_its_way_to_it(silent: bool) -> None:
     """gloo tells nobody of what was half sent when a connection ended: who waits for that, waits in vain."""
     outlived = outlive(LARGE, 4, [Fall(1, 3, "take on", 2, silent=silent)])

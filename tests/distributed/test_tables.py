@@ -244,6 +244,7 @@ def train_on_own_data(spec: Document, folder: str) -> Trained:
         return train(spec)
 
 
+@pytest.mark.scenario  # the unit tests read from one, without training
 def test_training_from_an_object_store(pool: Pool, tables: Path, s3: str) -> None:  # noqa: F811
     """The same bits through s3://, in memory and by row group, alone and on two workers."""
     files, root = FileSystem.from_uri(f"s3://key:secret@runs/tables?{s3}")

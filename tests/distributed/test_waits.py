@@ -94,6 +94,7 @@ def test_whoever_waits_for_a_message_of_a_rank_that_is_lost_is_told(what: str) -
     assert computed < 0.5  # no thread looks for what is gone
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("what", ["send", "receive"])
 def test_gloo_does_not_tell_it(what: str) -> None:
     """The control. Where it fails, gloo has learnt to tell: `training.waits` is then no longer needed."""

@@ -97,7 +97,9 @@ def trained(name: str, **params: Any) -> tuple[list[StepRow], dict[str, float]]:
     return rows, dict([event for event in told if isinstance(event, EvaluationRow)][-1].metrics)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [JOBS[0], *(pytest.param(name, marks=pytest.mark.scenario) for name in JOBS[1:])]
+)
 def test_each_job_learns(name: str) -> None:
     """Chance is one in four."""
     rows, metrics = trained(name)

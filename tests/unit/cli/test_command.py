@@ -167,7 +167,9 @@ def test_dry_run_tells_the_spec_and_the_plan_and_trains_nothing(tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.scenario), (signal.SIGINT, 130)]
+)
 def test_a_signal_ends_the_run_as_killed(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     words = ["train", "jobs/digits/train.yaml", "--local", "--json", "length.epochs=100000", "record.uri=off"]
     notify = f"echo $LOCKSTEP_EVENT $LOCKSTEP_STATUS >> '{tmp_path}/told'"

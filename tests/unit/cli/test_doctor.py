@@ -96,6 +96,7 @@ def test_it_tells_what_a_report_needs_and_changes_nothing(
     assert {line.split()[0] for line in text.splitlines()} >= {"versions", "machine", "gpus", "store", "runs"}
 
 
+@pytest.mark.scenario
 def test_servers_that_do_not_answer_cost_seconds(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both at once, and the exit code is 0: that they are silent is what the report is for."""
     with silent() as store, silent() as cluster:

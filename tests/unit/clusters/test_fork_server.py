@@ -122,6 +122,7 @@ def test_a_lost_server_is_replaced(start: Start) -> None:
     assert second["there"]
 
 
+@pytest.mark.scenario
 def test_a_worker_whose_server_hangs_starts_by_itself(tmp_path: Path) -> None:
     """And is not forked once more when the server runs on."""
     first = Started(tmp_path / "first", **{PRELOAD: "colorsys"})

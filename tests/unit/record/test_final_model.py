@@ -97,6 +97,7 @@ def test_the_final_model_computes_the_same_bits_without_the_jobs_code(
     assert zipfile.is_zipfile(archive)
 
 
+@pytest.mark.scenario
 def test_the_final_model_is_sent_without_torch(tmp_path: Path) -> None:
     """To import it, and its compiler, in the recorder would cost the end of every run seconds."""
     job = load_job("jobs.digits.job:Digits", {"width": 8})

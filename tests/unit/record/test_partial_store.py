@@ -141,6 +141,7 @@ def test_metrics_go_on_when_a_token_or_a_proxy_is_right_again(
     assert not sync(recorder.run_folder()).sent
 
 
+@pytest.mark.scenario
 def test_the_heartbeat_waits_for_no_upload(server: Server, proxy: Proxy, spec: Specs) -> None:
     """A file whose server hangs: the process is heard all the same."""
     proxy.silence_s = 20.0

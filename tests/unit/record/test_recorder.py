@@ -492,6 +492,7 @@ def test_the_death_of_the_process_that_writes_is_told(spec: Specs) -> None:
         recorder.close()
 
 
+@pytest.mark.scenario
 def test_a_process_that_writes_and_is_stopped_does_not_keep_the_run_waiting(
     spec: Specs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
