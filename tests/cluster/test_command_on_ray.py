@@ -46,7 +46,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
 ) -> None:
     """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone.
 
-    All its processes on Ray are forked from the one that the command had import ahead, which ends with it.
+    All its processes on Ray are forked from the one that the command had import ahead, which ends with it, and are as urgent as the command.
     """
     words = [
         "jobs/digits/train.yaml",
@@ -57,7 +57,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
         "length.epochs=100000",
         "record.uri=off",
     ]
-    left_out = {"PYTHONHASHSEED", "MKL_CBWR", "RAY_ADDRESS"}
+    left_out = {"PYTHONHASHSEED", "MKL_CBWR", "RAY_ADDRESS", "RAY_worker_niceness"}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", "train", *words, f"checkpoint.storage={tmp_path}"],
@@ -77,6 +77,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
     forked = [" ".join(child.cmdline()) for child in ahead.children()]
     for name in ("ray::Mailbox", "ray::RecorderActor", "ray::RayTrainWorker"):
         assert any(words.startswith(name) for words in forked), forked
+    assert {child.nice() for child in ahead.children()} == {psutil.Process().nice()}
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err

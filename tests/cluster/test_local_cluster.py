@@ -54,7 +54,6 @@ class Nodes:
             **kept,
             "XDG_STATE_HOME": str(state),
             "PYTHONPATH": str(ROOT / "platform"),
-            "RAY_worker_niceness": "0",
             "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # for every job: Ray's own way to show one
         }
         self.state = state / "lockstep"
