@@ -14,6 +14,7 @@ import psutil
 from lockstep.clusters.authentication import LOOPBACK_ONLY
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from tests.processes import named
 
 ENVIRONMENT = RAY_SETTINGS | WORKER_ENVIRONMENT | LOOPBACK_ONLY | {"RAY_AUTH_MODE": "disabled"}
 """Of the nodes and of every driver."""
@@ -60,14 +61,7 @@ class Nodes:
     def named(self, node: Any, name: str) -> list[psutil.Process]:
         """The processes of actors of this class on a node."""
         raylet = node.all_processes["raylet"][0].process.pid
-        found = []
-        for process in psutil.Process(raylet).children(recursive=True):
-            try:
-                if f"ray::{name}" in " ".join(process.cmdline()):
-                    found.append(process)
-            except psutil.NoSuchProcess:
-                continue
-        return found
+        return named(f"ray::{name}", among=psutil.Process(raylet).children(recursive=True))
 
     def kill(self, node: Any) -> None:
         """SIGKILL to the raylet; its workers end with it."""

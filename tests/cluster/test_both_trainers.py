@@ -15,6 +15,7 @@ from lockstep.clusters.ray_internals import PUBLIC_ONLY
 from lockstep.driver.result import Result
 from tests.cluster.test_ray_train import columns
 from tests.cluster.test_supervisor import accounts, spec, workers
+from tests.processes import named
 
 pytestmark = [
     pytest.mark.exact,  # test_ray_train.py trains with the public one, test_supervisor.py loses a mailbox
@@ -39,8 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def mailboxes() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [process for process in children if "Mailbox" in " ".join(process.cmdline())]
+    return named("Mailbox")
 
 
 def kill(found: list[Callable[[], list[psutil.Process]]], folder: Path, killed: list[str]) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
 from tests.cluster.test_connecting import Listener
+from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,8 +73,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
         assert time.monotonic() < deadline, "the run did not start"
         assert process.poll() is None, process.communicate()
         time.sleep(0.2)
-    children = psutil.Process(process.pid).children()
-    (ahead,) = (child for child in children if "serve_ahead" in " ".join(child.cmdline()))
+    (ahead,) = named("serve_ahead", among=psutil.Process(process.pid).children())
     forked = [" ".join(child.cmdline()) for child in ahead.children()]
     for name in ("ray::Mailbox", "ray::RecorderActor", "ray::RayTrainWorker"):
         assert any(words.startswith(name) for words in forked), forked

@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from lockstep.checkpoint.runs import steps_of
 from lockstep.checkpoint.storages import open_storage
 from lockstep.clusters.authentication import LOOPBACK_ONLY
 from lockstep.clusters.local_cluster import LocalCluster, marked
+from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -144,8 +144,8 @@ def test_the_token_is_for_its_owner_alone_and_in_no_process_list(nodes: Nodes) -
     for path in (file, nodes.state / "cluster.json"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(nodes.state.stat().st_mode) == 0o700
+    assert not named(token, among=marked(nodes.cluster.mark))
     for process in marked(nodes.cluster.mark):
-        assert token not in " ".join(process.cmdline())
         assert token not in " ".join(process.environ().values())
     for path in Path(nodes.cluster.folder).rglob("*.log"):
         assert token not in path.read_text(errors="replace"), path
@@ -410,12 +410,7 @@ def wait_for(happened: Callable[[], object], what: str) -> None:
 
 def processes_of(nodes: Nodes, *words: str) -> list[psutil.Process]:
     """The cluster's processes in whose command line all `words` are."""
-    found = []
-    for process in marked(nodes.cluster.mark):
-        with suppress(psutil.NoSuchProcess):
-            if all(word in " ".join(process.cmdline()) for word in words):
-                found.append(process)
-    return found
+    return named(*words, among=marked(nodes.cluster.mark))
 
 
 @pytest.mark.exact  # minutes

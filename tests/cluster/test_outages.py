@@ -18,6 +18,7 @@ import pytest
 
 from lockstep.record.events import StepRow
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
+from tests.processes import named
 from tests.unit.record.postgresql import postgresql
 from tests.unit.record.s3 import s3
 from tests.unit.record.server import Server
@@ -67,12 +68,7 @@ class Run(NamedTuple):
             return []
 
     def workers(self) -> list[psutil.Process]:
-        found = []
-        for process in self.tree():
-            with suppress(psutil.NoSuchProcess):
-                if "RayTrainWorker" in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+        return named("RayTrainWorker", among=self.tree())
 
     def wait_for(self, happened: Callable[[], object]) -> None:
         until = time.monotonic() + 300

@@ -23,6 +23,7 @@ from lockstep.driver.result import Result
 from lockstep.errors import ClusterError, JobError
 from lockstep.record.ledger import DETERMINISTIC, read_evaluations, read_parquet
 from tests.cluster.test_ray_train import columns
+from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,14 +51,7 @@ def spec(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def workers() -> list[psutil.Process]:
     """The processes of Ray Train's workers on this test's own cluster."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if "RayTrainWorker" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return named("RayTrainWorker")
 
 
 class Killer(threading.Thread):
@@ -323,8 +317,7 @@ def test_a_rank_that_hangs_is_found_and_replaced(tmp_path: Path, mailbox: str) -
 
 
 def actors(name: str) -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [process for process in children if f"ray::{name}" in " ".join(process.cmdline())]
+    return named(f"ray::{name}")
 
 
 @pytest.mark.exact  # a minute

@@ -22,6 +22,7 @@ from lockstep.errors import ClusterError, SilentError, SpecError
 from lockstep.record.stores import find_run
 from lockstep.spec.loading import load_spec
 from lockstep.sweeps.resumption import resume_sweep
+from tests.processes import named
 
 ROOT = Path(__file__).parents[2]
 
@@ -192,14 +193,7 @@ def test_a_trial_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
 
 def trial_workers() -> list[psutil.Process]:
     """The processes that train trials on this test's own cluster."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if " ".join(process.cmdline()).startswith(("ray::ResourceTrainable", "ray::Peer")):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return named("ray::ResourceTrainable") + named("ray::Peer")
 
 
 @pytest.mark.exact  # minutes
@@ -306,9 +300,8 @@ def test_a_sweep_whose_recorders_hang_ends_and_goes_on_when_it_is_resumed(
     def stop_recorders() -> None:
         while not list(tmp_path.glob("disturbed/runs/*/step-*/manifest.json")):
             time.sleep(0.05)
-        for process in psutil.Process().children(recursive=True):
-            if "ray::RecordersActor" in " ".join(process.cmdline()):
-                process.suspend()
+        for process in named("ray::RecordersActor"):
+            process.suspend()
 
     threading.Thread(target=stop_recorders, daemon=True).start()
     with pytest.raises(SilentError, match="the process of the sweep's recorders did not answer for 8 s"):

@@ -8,7 +8,6 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -17,6 +16,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.errors import SilentError
 from lockstep.sweeps.resumption import resume_sweep
 from tests.cluster.test_sweep import ROOT, document, outcome
+from tests.processes import named
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
@@ -125,7 +125,7 @@ def test_recorders_that_are_killed_as_they_start_are_told_in_one_line(tmp_path: 
     """Before any trial: nothing is there to resume."""
 
     def kill_recorders() -> None:
-        while not (found := recorders()):
+        while not (found := named("ray::RecordersActor")):
             time.sleep(0.005)
         found[0].kill()
 
@@ -138,11 +138,6 @@ def test_recorders_that_are_killed_as_they_start_are_told_in_one_line(tmp_path: 
     assert not list(tmp_path.glob("runs/*/decisions.jsonl"))
 
 
-def recorders() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [process for process in children if "ray::RecordersActor" in " ".join(process.cmdline())]
-
-
 @pytest.mark.scenario
 def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
     """No trial is told to have failed of it."""
@@ -152,7 +147,7 @@ def test_a_sweep_whose_recorders_are_killed_ends_and_goes_on_when_it_is_resumed(
 
     def kill_recorders() -> None:
         saved(tmp_path / "disturbed")
-        for process in recorders():
+        for process in named("ray::RecordersActor"):
             process.kill()
 
     threading.Thread(target=kill_recorders, daemon=True).start()

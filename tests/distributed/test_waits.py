@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -21,6 +22,8 @@ from tests.forked import forking
 
 NUMBERS = 1 << 24
 """So much that a connection holds a part of it alone."""
+SO_MAX_PACING_RATE = 47
+"""Linux's, which Python's `socket` does not name: bytes that a connection may send in a second."""
 GIVEN_S = 3.0
 
 
@@ -31,6 +34,9 @@ def live(pipe: Any, rank: int, folder: str, case: str) -> None:
     large = torch.zeros(NUMBERS)
     sends = case.startswith("send")
     if rank == 1:
+        for fd in group.sockets:  # that the message is still under way when the process stops
+            with socket.socket(fileno=os.dup(fd)) as sending:
+                sending.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 1 << 24)
         pipe.recv()
         (dist.irecv if sends else dist.isend)(large, 0, group.channel)
         pipe.send("under way")
@@ -113,6 +119,15 @@ def test_a_wait_gives_what_the_call_gives_or_raises() -> None:
         waits.for_call(fails)
     assert waits.for_call(lambda: time.sleep(0.3)) is None
     waits.end()
+
+
+def test_the_thread_that_waits_ends_with_the_last_reference() -> None:
+    waits = Waits()
+    thread = waits.for_call(threading.current_thread)
+    assert thread.name == "lockstep-waits"
+    del waits
+    thread.join(10.0)
+    assert not thread.is_alive()
 
 
 def test_a_wait_that_is_ended_raises_and_asks_before() -> None:

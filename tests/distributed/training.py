@@ -5,8 +5,9 @@ The functions here are called by name in the processes of a pool, or directly in
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -171,10 +172,14 @@ def train_job(
     """`fit` on `job`; the spec's own job is not looked at but for its source."""
     made: list[nn.Module] = []
     record = Kept(made, stop_in, run_id)
-    with _model_seen(job, made), _buckets_counted(record.buckets):
-        summary = fit(
-            load_spec(digested(document)), job, Group.join(torch.device(device)), record.tell, record, origin
-        )
+    if dist.is_initialized():
+        gc.collect()  # a process here may train a hundred runs, and the open group of one wakes up a hundred times a second
+    with (
+        _model_seen(job, made),
+        _buckets_counted(record.buckets),
+        closing(Group.join(torch.device(device))) as group,
+    ):
+        summary = fit(load_spec(digested(document)), job, group, record.tell, record, origin)
     assert summary is not None
     return Trained(
         weights_digest=summary["weights_digest"],

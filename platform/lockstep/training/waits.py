@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -56,6 +57,7 @@ class Waits:
         """What a call gives that waits for other ranks by itself. Raises what it fails with, or RuntimeError where the group is broken off."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
+            weakref.finalize(self, self._calls.put, None)
             threading.Thread(target=_called, args=(self._calls,), name="lockstep-waits", daemon=True).start()
         future: Future[T] = Future()
         self._calls.put((future, call))

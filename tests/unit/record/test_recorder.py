@@ -29,6 +29,7 @@ from lockstep.record.run_store import UnavailableError
 from lockstep.record.stores import reader
 from lockstep.record.sync import sync
 from lockstep.spec.fields import Spec
+from tests.processes import named
 from tests.unit.record.rows import corrupted, evaluation_row, step_row
 
 Specs = Callable[..., Spec]
@@ -485,7 +486,7 @@ def test_the_death_of_the_process_that_writes_is_told(spec: Specs) -> None:
     recorder.start()
     recorder.tell(step_row(1))
     run_id = recorder.run_id()
-    (child,) = [one for one in psutil.Process().children() if "writer_process" in " ".join(one.cmdline())]
+    (child,) = named("writer_process")
     child.kill()
     recorder.tell(step_row(2))
     with pytest.raises(RecordError, match=rf"has ended \(exit code -9\); `lockstep record sync {run_id}`"):
@@ -506,7 +507,7 @@ def test_a_process_that_writes_and_is_stopped_does_not_keep_the_run_waiting(
     while recorder.journaled < 1:
         assert time.monotonic() < until
         time.sleep(0.01)
-    (child,) = [one for one in psutil.Process().children() if "writer_process" in " ".join(one.cmdline())]
+    (child,) = named("writer_process")
     child.suspend()
     recorder.tell(step_row(2))
     with pytest.raises(RecordError, match=rf"did nothing for 3 s; `lockstep record sync {run_id}`"):
