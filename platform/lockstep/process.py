@@ -7,9 +7,14 @@ import socket
 from pathlib import Path
 
 
+def launched_by_torchrun() -> bool:
+    """Whether this process was started by `torchrun`, alone or as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def under_torchrun() -> bool:
     """Whether this process was started by `torchrun` as one of several."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return launched_by_torchrun() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def place() -> str:

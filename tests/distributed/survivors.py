@@ -351,7 +351,7 @@ class Breaking(Plain):
 
 _PLACES: dict[str, tuple[Any, str]] = {
     "forward": (Stepper, "_forward"),
-    "send whole": (dist, "all_to_all_single"),
+    "send whole": (Group, "swap"),
     "pass on": (dist, "batch_isend_irecv"),
     "take on": (_Bucket, "advance"),
     "send buffers": (Group, "broadcast"),

@@ -12,6 +12,7 @@ import pytest
 
 import lockstep.training.reduction as reduction
 from lockstep.training.exchange import Exchange
+from lockstep.training.group import Group
 from tests.benchmarks.scaling import (
     Link,
     Traffic,
@@ -70,15 +71,15 @@ def counted(document: Document, latency_bytes: int) -> Counted:
 
 @contextmanager
 def _counting(seen: list[tuple[str, int, int]]) -> Iterator[None]:
-    all_to_all, pass_on, send, begin = (
-        reduction._all_to_all, reduction._pass_on, reduction.Reduction._sent, reduction.Reduction.begin
+    swap, pass_on, send, begin = (
+        Group.swap, reduction._pass_on, reduction.Reduction._sent, reduction.Reduction.begin
     )  # fmt: skip
     exchange = Exchange.send
 
-    def counts_all_to_all(received: Any, outgoing: Any, lengths: Any, splits: Any, group: Any) -> Any:
-        others = [n for rank, n in enumerate(splits) if rank != group.rank]
-        seen.append(("sent", sum(others) * outgoing.element_size(), sum(n > 0 for n in others)))
-        return all_to_all(received, outgoing, lengths, splits, group)
+    def counts_swap(self: Any, message: Any, lengths: Any, largest: int) -> Any:
+        others = self.size - 1 if message.numel() else 0
+        seen.append(("sent", others * message.nbytes, others))
+        return swap(self, message, lengths, largest)
 
     def counts_pass_on(outgoing: Any, incoming: Any, group: Any) -> Any:
         parts = [part.numel() * part.element_size() for _, part in outgoing if part.numel()]
@@ -94,12 +95,12 @@ def _counting(seen: list[tuple[str, int, int]]) -> Iterator[None]:
         begin(self, *args)
 
     def counts_exchange(self: Any) -> None:
-        others = self.group.size - 1
-        seen.append(("exchange", self.message.numel() * 8 * others, others))
         exchange(self)
+        _, *sent = seen.pop()
+        seen.append(("exchange", *sent))
 
     with (
-        mock.patch.object(reduction, "_all_to_all", counts_all_to_all),
+        mock.patch.object(Group, "swap", counts_swap),
         mock.patch.object(reduction, "_pass_on", counts_pass_on),
         mock.patch.object(reduction.Reduction, "_sent", counts_bucket),
         mock.patch.object(reduction.Reduction, "begin", counts_step),

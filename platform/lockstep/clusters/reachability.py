@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.errors import ClusterError, SpecError
+from lockstep.process import launched_by_torchrun
 
 TCP_S = 3.0
 """How long an address may take to accept a connection."""
@@ -27,7 +28,12 @@ LOCAL = "local"
 
 
 def cluster_address(given: str | None) -> str:
-    """Where to connect to, as host:port, or LOCAL. SpecError for `auto` where no cluster is known."""
+    """Where to connect to, as host:port, or LOCAL. SpecError for `auto` where no cluster is known, and in a rank of torchrun."""
+    if launched_by_torchrun():
+        raise SpecError(
+            f"torchrun started this process, as rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, and each "
+            "rank would begin a run of its own on Ray; add --local to train as the ranks of torchrun, or give the command without it"
+        )
     named = given or os.environ.get("RAY_ADDRESS") or None
     if named == "auto":
         return _found_here()

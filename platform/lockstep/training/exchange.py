@@ -7,11 +7,10 @@ done, so its time is hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.job.interface import Loss
@@ -61,7 +60,9 @@ class Exchange:
         self._flagged: Sequence[int] = ()
         self._votes = (0.0, 0.0, 0.0)
         self._messages: Tensor | None = None
-        self._work: Any = None
+        self._wait: Callable[[], None] | None = None
+        """What waits for the messages of all ranks where they were sent by themselves, and those: full once it has returned."""
+        self._apart: list[Tensor] = []
 
     def put(self, loss: Loss) -> None:
         """Note the totals of this rank's next micro-batch; on a CUDA device they stay there."""
@@ -97,16 +98,14 @@ class Exchange:
         )
 
     def send(self) -> None:
-        """Send it in a collective of its own, without waiting.
-
-        Each rank sends to every other: gloo wakes half as many threads for that as for an all-reduce of two ranks,
-        and a third as many with four.
-        """
-        message = self.message
-        self._messages = message.new_empty(self.group.size * message.numel())
-        self._work = dist.all_to_all_single(
-            self._messages, message.repeat(self.group.size), group=self.group.channel, async_op=True
-        )
+        """Send it by itself, without waiting."""
+        message, rank = self.message, self.group.rank
+        lengths = [message.numel()] * self.group.size
+        lengths[rank] = 0
+        received, self._wait = self.group.swap(message, lengths, message.numel())
+        messages = list(torch.split(received, lengths))
+        messages[rank] = message
+        self._apart = messages
 
     @property
     def message(self) -> Tensor:
@@ -120,9 +119,10 @@ class Exchange:
 
     def read(self, micro_batches: int) -> Agreed:
         """Wait for it: what all ranks now know of a step with so many micro-batches that are not empty."""
-        if self._work is not None:
-            self.group.wait(self._work)
-            self._work = None
+        if self._wait is not None:
+            self._wait()
+            self.arrived(torch.cat(self._apart))
+            self._wait, self._apart = None, []
         messages: list[list[float]] = self.message.view(self.group.size, -1).tolist()
         self._messages = None
         rows = [

@@ -35,6 +35,7 @@ from lockstep.training.connections import (
     still_open,
     take_away,
 )
+from lockstep.training.links import DIRECT_BYTES, Links, linked
 from lockstep.training.waits import Waits
 
 T = TypeVar("T")
@@ -72,6 +73,8 @@ class Group:
     inodes: Inodes = field(default_factory=dict, compare=False)
     """The same by what they are still known by when they have ended."""
     waits: Waits = field(default_factory=Waits, compare=False)
+    links: Links | None = field(default=None, compare=False)
+    """For small messages; None in a group of one, on GPUs, in a large group, and where the channel's connections are not known."""
 
     @classmethod
     def join(cls, device: torch.device) -> Group:
@@ -115,7 +118,14 @@ class Group:
         found = shared(own, others)
         if len(found) < self.size - 1:
             return self
-        return replace(self, sockets=found, inodes=inodes(found), waits=Waits(partial(is_cut, found)))
+        host = next(iter(found.values())).own[0]
+        links = linked(self.rank, self.size, host, self.gather, COLLECTIVE_TIMEOUT.total_seconds())
+        if links is not None:
+            found = {**found, **links.ends}
+        waits = Waits(partial(is_cut, found))
+        if links is not None:
+            links.look = waits.look
+        return replace(self, sockets=found, inodes=inodes(found), waits=waits, links=links)
 
     @property
     def can_abort(self) -> bool:
@@ -143,6 +153,8 @@ class Group:
         if self.channel is None:
             return
         self.break_off()
+        if self.links is not None:
+            self.links.close()
         until = time.monotonic() + DRAINED_S
         while still_open(self.inodes) and time.monotonic() < until:
             time.sleep(0.001)
@@ -155,6 +167,8 @@ class Group:
         """End a group of which nobody waits any more."""
         if self.channel is not None:
             self.break_off()
+            if self.links is not None:
+                self.links.close()
             dist.destroy_process_group(self.channel)
 
     def wait(self, work: Any) -> None:
@@ -172,6 +186,37 @@ class Group:
                 work.wait()
 
         self.called(wait)
+
+    def swap(
+        self, message: Tensor, lengths: Sequence[int], largest: int
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Send `message` to every other rank and receive one from each, without waiting: what is received, by rank, and what waits for both.
+
+        Tensors of one dimension and one type. `lengths` has how many numbers each rank sends, 0 for this one. `message` stays as it is until all
+        has come. `largest` is the most numbers that any rank sends: by that all choose the same way.
+        """
+        received = message.new_empty(sum(lengths))
+        if self.links is not None and largest * message.element_size() <= DIRECT_BYTES:
+            return received, self.links.swap(message, dict(enumerate(torch.split(received, list(lengths)))))
+        outgoing = message.repeat(self.size - 1) if self.size > 2 else message
+        splits = [message.numel()] * self.size
+        splits[self.rank] = 0
+        work = dist.all_to_all_single(
+            received,
+            outgoing,
+            output_split_sizes=list(lengths),
+            input_split_sizes=splits,
+            group=self.channel,
+            async_op=True,
+        )
+
+        def wait() -> None:
+            self.wait(work)
+            # A thread of the backend holds on to the tensors of a work that is done for as long as it gets no turn to run.
+            if outgoing is not message:
+                outgoing.untyped_storage().resize_(0)
+
+        return received, wait
 
     def called(self, call: Callable[[], T]) -> T:
         """What a call gives that waits for the other ranks by itself."""

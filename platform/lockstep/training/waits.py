@@ -51,7 +51,7 @@ class Waits:
                 if work.is_completed():
                     work.wait()
                     return
-            self._look()
+            self.look()
 
     def for_call(self, call: Callable[[], T]) -> T:
         """What a call gives that waits for other ranks by itself. Raises what it fails with, or RuntimeError where the group is broken off."""
@@ -67,9 +67,10 @@ class Waits:
             except TimeoutError:  # of the call itself, or of this look
                 if future.done():
                     return future.result()
-            self._look()
+            self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """For whoever waits, now and then. RuntimeError where the group is broken off."""
         if self._ended.is_set():
             raise RuntimeError("connection closed by peer: the group was broken off")
         if self._is_cut():

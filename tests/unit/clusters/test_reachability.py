@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.calls.training import train
 from lockstep.clusters import local_cluster
 from lockstep.clusters.reachability import check_answers, cluster_address, host_and_port
 from lockstep.errors import ClusterError, SpecError
@@ -115,3 +116,11 @@ def test_a_second_signal_ends_a_command_whose_main_thread_is_stuck_outside_pytho
         process.kill()
         process.wait()
     process.stdout.close()
+
+
+def test_a_rank_of_torchrun_is_told_to_train_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would begin a run of its own, whose workers wait for ever for the store of torchrun's agent."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SpecError, match=r"^torchrun started this process, as rank 1 of 2, .*; add --local "):
+        train("jobs/digits/train.yaml", ["record.uri=off"])
