@@ -1,8 +1,8 @@
 """The trainings of `commands.py` as people write them without Lockstep, each a program: `python -m tests.benchmarks.programs PEER CASE STEPS OUT [WORKERS]`.
 
-`ddp`, `gather` and `accelerate` are one rank each, as `torchrun` and `accelerate launch` start it; `lightning` and `ray` start their ranks themselves.
+`ddp`, `gather` and `accelerate` are one rank each, as `torchrun` starts it; `lightning` and `ray` start their ranks themselves.
 All draw batches of samples (`gather` by one indexing of tensors in memory, without a loader), clip the norm of gradients and update with AdamW, one thread a rank; none saves, evaluates or records. Rank 0 writes to OUT when
-each step ended, in seconds since the epoch, and the most memory that it held, in bytes.
+each step ended, in seconds since the epoch, the most memory that it held, in bytes, and how many ranks there were.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class Log:
         self._times.append(time.time())
         return len(self._times) == self.steps
 
-    def write(self, rank: int) -> None:
+    def write(self, rank: int, ranks: int) -> None:
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if rank == 0:
-            self._out.write_text(json.dumps({"times": self._times, "peak_bytes": peak}))
+            self._out.write_text(json.dumps({"times": self._times, "peak_bytes": peak, "ranks": ranks}))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -148,7 +148,7 @@ def by_hand(case: Case, log: Log, batches: Callable[[int, int], Iterator[Any]]) 
         optimizer.step()
         if log.step(loss):
             break
-    log.write(rank)
+    log.write(rank, world)
     if world > 1:
         dist.destroy_process_group()
 
@@ -177,7 +177,7 @@ def accelerate(case: Case, log: Log, workers: int) -> None:
         optimizer.step()
         if log.step(loss):
             break
-    log.write(accelerator.process_index)
+    log.write(accelerator.process_index, accelerator.num_processes)
     accelerator.end_training()
 
 
@@ -206,7 +206,7 @@ def lightning(case: Case, log: Log, workers: int) -> None:
         gradient_clip_val=CLIP_NORM, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(), loader)
-    log.write(trainer.global_rank)
+    log.write(trainer.global_rank, trainer.world_size)
 
 
 def in_ray(config: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ def in_ray(config: dict[str, Any]) -> None:
         optimizer.step()
         if log.step(loss):
             break
-    log.write(context.get_world_rank())
+    log.write(context.get_world_rank(), context.get_world_size())
 
 
 def ray(name: str, steps: int, out: str, workers: int) -> None:

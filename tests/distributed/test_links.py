@@ -1,0 +1,190 @@
+"""Small messages past gloo: each comes whole and in order, and who waits for one is told of a lost rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.training import links
+from lockstep.training.connections import connected, shut
+from lockstep.training.group import Group
+from lockstep.training.links import DIRECT_BYTES, Links, linked
+from tests.distributed.pool import Pool
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Links, Links]]:
+    """Ranks 0 and 1 of a group of two."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    for opened in (one, other):
+        opened.setblocking(False)
+    both = Links({1: one}, 2.0), Links({0: other}, 2.0)
+    yield both
+    for each in both:
+        each.close()
+
+
+def both(*calls: Callable[[], object]) -> list[object]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+def test_messages_come_whole_and_in_order(pair: tuple[Links, Links]) -> None:
+    """Also those of more than a connection takes at once, and of nothing."""
+    sizes = (3, 1 << 20, 0, 7)
+
+    def swaps(rank: int) -> list[torch.Tensor]:
+        own = [torch.full((size + rank * (size > 0),), float(10 * rank + size)) for size in sizes]
+        received = [torch.zeros(size + (1 - rank) * (size > 0)) for size in sizes]
+        waits = [
+            pair[rank].swap(message, {1 - rank: into}) for message, into in zip(own, received, strict=True)
+        ]
+        for wait in reversed(waits):  # the last one waits for those before it
+            wait()
+        return received
+
+    for rank, received in enumerate(both(lambda: swaps(0), lambda: swaps(1))):
+        for size, message in zip(sizes, received, strict=True):  # type: ignore[call-overload]
+            assert torch.equal(
+                message, torch.full((size + (1 - rank) * (size > 0),), float(10 * (1 - rank) + size))
+            )
+
+
+@pytest.mark.parametrize("how", ["before", "in the middle"])
+def test_a_rank_that_is_lost_is_told_at_once(pair: tuple[Links, Links], how: str) -> None:
+    if how == "in the middle":
+        pair[1].swap(torch.zeros(5), {0: torch.zeros(0)})
+    wait = pair[0].swap(torch.zeros(0), {1: torch.zeros(10)})
+    threading.Timer(0.2, pair[1].close).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="connection closed by peer: rank 1"):
+        wait()
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_connection_that_is_shut_from_another_thread_ends_the_wait(pair: tuple[Links, Links]) -> None:
+    ends = pair[0].ends
+    assert {fd: connected()[fd] for fd in ends} == ends
+    wait = pair[0].swap(torch.zeros(1), {1: torch.zeros(1)})
+    threading.Timer(0.2, shut, [ends]).start()
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        wait()
+
+
+def test_a_rank_that_says_nothing_is_waited_for_so_long(pair: tuple[Links, Links]) -> None:
+    looked: list[None] = []
+    pair[0].look = lambda: looked.append(None)
+    wait = pair[0].swap(torch.zeros(1), {1: torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r"timed out waiting 2000 ms for swap operation with ranks 1"):
+        wait()
+    assert len(looked) > 5
+
+    def broken_off() -> None:
+        raise RuntimeError("the group was broken off")
+
+    pair[0].look = broken_off
+    with pytest.raises(RuntimeError, match="the group was broken off"):
+        wait()
+
+
+def test_a_forked_process_closes_nothing_that_it_may_not_have(pair: tuple[Links, Links]) -> None:
+    """It may have another file by the number of a connection that it let go of."""
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        fd = next(iter(pair[0].ends))
+        os.dup2(write, fd)
+        pair[0].close()
+        os.write(fd, b"there")
+        os._exit(0)
+    os.close(write)
+    assert os.read(read, 9) == b"there"
+    os.close(read)
+    os.waitpid(pid, 0)
+
+
+def grouped(size: int, hosts: dict[int, str], meanwhile: Callable[[Any], None]) -> list[Links | None]:
+    """What `linked` gives each rank of a group that is threads of this process; `meanwhile` sees what rank 0 has gathered."""
+    values: dict[int, Any] = {}
+    barrier = threading.Barrier(size)
+
+    def of(rank: int) -> Links | None:
+        def gather(value: Any) -> list[Any]:
+            values[rank] = value
+            barrier.wait(30)
+            every = [values[r] for r in range(size)]
+            if rank == 0 and isinstance(value, tuple):
+                meanwhile(value)
+            barrier.wait(30)
+            return every
+
+        return linked(rank, size, hosts.get(rank, "127.0.0.1"), gather, 30.0)
+
+    return both(*[lambda rank=rank: of(rank) for rank in range(size)])  # type: ignore[misc, return-value]
+
+
+def test_a_stranger_that_connects_is_none_of_the_ranks() -> None:
+    def strangers(address: tuple[str, int, bytes]) -> None:
+        silent, wrong = (socket.create_connection(address[:2]) for _ in range(2))
+        wrong.sendall(bytes(16) + (1).to_bytes(2))
+        opened.extend([silent, wrong])
+
+    opened: list[socket.socket] = []
+    found = grouped(3, {}, strangers)
+    received = [torch.zeros(3, dtype=torch.int64) for _ in found]
+
+    def swap(rank: int) -> None:
+        link = found[rank]
+        assert link is not None
+        incoming = {other: received[rank][other : other + 1] for other in range(3) if other != rank}
+        received[rank][rank] = rank
+        link.swap(torch.tensor([rank]), incoming)()
+
+    both(*[lambda rank=rank: swap(rank) for rank in range(3)])  # type: ignore[misc]
+    assert [each.tolist() for each in received] == [[0, 1, 2]] * 3
+    for each in [*found, *opened]:
+        assert each is not None
+        each.close()
+
+
+def test_where_one_rank_cannot_connect_none_has_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "CONNECT_S", 0.5)
+    assert grouped(3, {1: "192.0.2.1"}, lambda _: None) == [None] * 3
+    assert linked(0, links.MOST_RANKS + 1, "127.0.0.1", list, 30.0) is None
+
+
+def swapped(sizes: list[int], past_gloo: bool) -> list[list[float]]:
+    """What a rank receives of messages of so many numbers, each rank's of its own length and values."""
+    group = Group.join(torch.device("cpu"))
+    if group.size > 1:
+        assert group.links is not None
+    if not past_gloo:
+        group = replace(group, links=None)
+    found = []
+    for size in sizes:
+        lengths = [size + rank for rank in range(group.size)]
+        largest, own = max(lengths), torch.arange(lengths[group.rank]) + 0.5 * group.rank
+        lengths[group.rank] = 0
+        received, wait = group.swap(own, lengths, largest)
+        wait()
+        found.append(received.tolist())
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_both_ways_bring_the_same(pool: Pool, workers: int) -> None:
+    sizes = [1, 5, DIRECT_BYTES // 4 + 1, 2]  # the third is a large one
+    ours = pool.run(workers, swapped, sizes, True)
+    assert ours == pool.run(workers, swapped, sizes, False)
+    first = [number + 0.5 * rank for rank in range(1, workers) for number in range(1 + rank)]
+    assert ours[0][0] == first
