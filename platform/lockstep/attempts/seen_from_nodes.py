@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from lockstep.attempts.shared_files import check_shared, patience_s
-from lockstep.checks.findings import Finding, advised, told
+from lockstep.checks.findings import Finding, advised, failure_of
 from lockstep.checks.from_here import Sight, compared, look_from_here
 from lockstep.clusters.connection import connected
 from lockstep.driver.signals import StopSignal
@@ -21,7 +21,7 @@ def seen_from_nodes(spec: Spec, address: str | None) -> list[Finding]:
         try:
             findings += [advised("folders", text) for text in check_shared(spec, StopSignal())]
         except SpecError as error:  # the spec is right for another cluster
-            findings.append(told("folders", error))
+            findings.append(failure_of("folders", error))
         return [*findings, *compared(_asked(spec))]
 
 

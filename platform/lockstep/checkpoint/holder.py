@@ -107,9 +107,9 @@ class Hold:
         """StaleAttemptError where another command has taken the run over."""
         self._look()
         if self.taker is not None:
-            raise StaleAttemptError(self.told())
+            raise StaleAttemptError(self.taken_over())
 
-    def told(self) -> str:
+    def taken_over(self) -> str:
         """Who has taken the run over."""
         taker = self.taker.shown if self.taker is not None else "another command"
         return f"{self.what} was taken over by {taker} (--takeover) after step {self.holder.step}; this command has ended, that one goes on"
@@ -168,9 +168,9 @@ def holding(
     except StaleAttemptError as error:
         with suppress(StorageError):
             hold._look()
-        if hold.taker is None or str(error) == hold.told():
+        if hold.taker is None or str(error) == hold.taken_over():
             raise
-        raise StaleAttemptError(hold.told()) from error
+        raise StaleAttemptError(hold.taken_over()) from error
     finally:
         _held.pop(key, None)
         hold.release()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lockstep.checks import of_data, of_model, of_run
 from lockstep.checks.estimate import estimated, shown
-from lockstep.checks.findings import Finding, Report, failed, passed, told
+from lockstep.checks.findings import Finding, Report, failed, failure_of, passed
 from lockstep.checks.first_step import FirstStep, PhaseSeen, labels_of, walk
 from lockstep.checks.learning import FASTER, Learning, learn
 from lockstep.checks.piled_up import zero_grad
@@ -154,7 +154,7 @@ def _looked(check: Check, trial: Trial) -> list[Finding]:
     except SpecError:
         raise
     except LockstepError as error:
-        return [told(_name_of(error, check.name), error)]
+        return [failure_of(_name_of(error, check.name), error)]
 
 
 def _name_of(error: LockstepError, name: str) -> str:

@@ -34,7 +34,7 @@ def failed(name: str, evidence: str, remedy: str) -> Finding:
     return Finding(name, "failure", evidence, remedy)
 
 
-def told(name: str, error: LockstepError) -> Finding:
+def failure_of(name: str, error: LockstepError) -> Finding:
     """An error as a failure: its line says what is wrong, and after the last semicolon what to do."""
     evidence, _, remedy = str(error).rpartition("; ")
     return failed(name, evidence or remedy, remedy if evidence else "mend what the line names")

@@ -91,7 +91,7 @@ def _evaluated(specimen: Specimen, model: nn.Module, key: MicroBatch) -> str:
     """A module that is in training mode after one evaluation micro-batch."""
     batch, buffers = specimen.fetch(key), KeptBuffers(model)
     try:
-        with evaluating(model), specimen.told(key):
+        with evaluating(model), specimen.with_place(key):
             if has_evaluation_loss(specimen.job):
                 loss = specimen.job.loss(model, batch)
                 means_of(loss, specimen.job.metrics(model, batch))
@@ -121,7 +121,7 @@ def labels_of(specimen: Specimen, phase: str | None) -> Seen:
                 break
             buffers = KeptBuffers(state.model)
             # A loss of training may take gradients within itself, as a penalty on them does.
-            with specimen.told(key), torch.set_grad_enabled(not held_out), state.precision.autocast():
+            with specimen.with_place(key), torch.set_grad_enabled(not held_out), state.precision.autocast():
                 loss(state.model, specimen.fetch(key))
             buffers.restore()
     return seen

@@ -133,7 +133,7 @@ class Specimen:
         if any(torch.nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
             key = self.micro_batches()[0]
             model.eval()
-            with torch.no_grad(), self.told(key):
+            with torch.no_grad(), self.with_place(key):
                 for module in self.modules(job, model):
                     module(self.fetch(key))
             model.train()
@@ -146,7 +146,7 @@ class Specimen:
         """The loss of a micro-batch, seeded as in its step."""
         cuda = self.device if self.device.type == "cuda" else None
         seed_all(self.spec.seed, "step", key.step, key.micro_batch, *module.phase.key, cuda=cuda)
-        with self.told(key), state.precision.autocast():
+        with self.with_place(key), state.precision.autocast():
             loss: Loss = module(batch)
         check_loss(loss, state.precision, first=True, told=module.phase.loss_told)
         return loss
@@ -155,7 +155,7 @@ class Specimen:
         """The loss of a micro-batch, whose gradients are left in the model. Buffers are put back."""
         buffers = KeptBuffers(state.model)
         try:
-            with self.told(key):
+            with self.with_place(key):
                 loss = self.forward(module, state, batch, key)
                 module.backward(state.precision.scaled(loss.total))
         finally:
@@ -168,7 +168,7 @@ class Specimen:
         return loss
 
     @contextmanager
-    def told(self, key: MicroBatch) -> Iterator[None]:
+    def with_place(self, key: MicroBatch) -> Iterator[None]:
         """Whatever the job raises in the block as a LockstepError with the place of the micro-batch."""
         try:
             yield

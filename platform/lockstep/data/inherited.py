@@ -80,7 +80,7 @@ def make_own(inherited: Iterable[Opened]) -> None:
         _start_anew(pool)
 
 
-def told(error: BaseException) -> str:
+def explanation(error: BaseException) -> str:
     """What follows the text of an error where it may come from a file or a connection that this process cannot read."""
     every = list(dict.fromkeys(_CUT))
     if not every or not _is_cut(error):

@@ -126,7 +126,7 @@ class MicroBatches(Dataset[Any]):
 def _told(error: BaseException, batch: MicroBatch, what: str) -> JobError:
     """What the job's code raised, with the samples and the step."""
     text = " ".join(str(error).split()) or "no message"
-    text += inherited.told(error)
+    text += inherited.explanation(error)
     where = f"step {batch.step + 1}, micro-batch {batch.micro_batch}"
     if batch.step < 0:
         where = f"evaluation micro-batch {batch.micro_batch}"
