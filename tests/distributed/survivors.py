@@ -40,7 +40,7 @@ from lockstep.training.group import Group
 from lockstep.training.loop import fit, join
 from lockstep.training.meeting import Meeting
 from lockstep.training.recovery import Seat, next_attempt
-from lockstep.training.reduction import _Bucket
+from lockstep.training.reduction import _Piece
 from lockstep.training.requests import NoRequests
 from lockstep.training.roll_call import RollCalls
 from lockstep.training.state import TrainState
@@ -352,8 +352,8 @@ class Breaking(Plain):
 _PLACES: dict[str, tuple[Any, str]] = {
     "forward": (Stepper, "_forward"),
     "send whole": (Group, "swap"),
-    "pass on": (dist, "batch_isend_irecv"),
-    "take on": (_Bucket, "advance"),
+    "pass on": (Group, "pass_on"),
+    "take on": (_Piece, "advance"),
     "send buffers": (Group, "broadcast"),
     "gather": (Group, "gather"),
     "gather outputs": (Group, "gather_first"),

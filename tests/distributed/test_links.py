@@ -48,7 +48,8 @@ def test_messages_come_whole_and_in_order(pair: tuple[Links, Links]) -> None:
         own = [torch.full((size + rank * (size > 0),), float(10 * rank + size)) for size in sizes]
         received = [torch.zeros(size + (1 - rank) * (size > 0)) for size in sizes]
         waits = [
-            pair[rank].swap(message, {1 - rank: into}) for message, into in zip(own, received, strict=True)
+            pair[rank].pass_on([(1 - rank, message)], [(1 - rank, into)])
+            for message, into in zip(own, received, strict=True)
         ]
         for wait in reversed(waits):  # the last one waits for those before it
             wait()
@@ -64,8 +65,8 @@ def test_messages_come_whole_and_in_order(pair: tuple[Links, Links]) -> None:
 @pytest.mark.parametrize("how", ["before", "in the middle"])
 def test_a_rank_that_is_lost_is_told_at_once(pair: tuple[Links, Links], how: str) -> None:
     if how == "in the middle":
-        pair[1].swap(torch.zeros(5), {0: torch.zeros(0)})
-    wait = pair[0].swap(torch.zeros(0), {1: torch.zeros(10)})
+        pair[1].pass_on([(0, torch.zeros(5))], [])
+    wait = pair[0].pass_on([(1, torch.zeros(0))], [(1, torch.zeros(10))])
     threading.Timer(0.2, pair[1].close).start()
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="connection closed by peer: rank 1"):
@@ -76,7 +77,7 @@ def test_a_rank_that_is_lost_is_told_at_once(pair: tuple[Links, Links], how: str
 def test_a_connection_that_is_shut_from_another_thread_ends_the_wait(pair: tuple[Links, Links]) -> None:
     ends = pair[0].ends
     assert {fd: connected()[fd] for fd in ends} == ends
-    wait = pair[0].swap(torch.zeros(1), {1: torch.zeros(1)})
+    wait = pair[0].pass_on([(1, torch.zeros(1))], [(1, torch.zeros(1))])
     threading.Timer(0.2, shut, [ends]).start()
     with pytest.raises(RuntimeError, match="connection closed by peer"):
         wait()
@@ -85,8 +86,8 @@ def test_a_connection_that_is_shut_from_another_thread_ends_the_wait(pair: tuple
 def test_a_rank_that_says_nothing_is_waited_for_so_long(pair: tuple[Links, Links]) -> None:
     looked: list[None] = []
     pair[0].look = lambda: looked.append(None)
-    wait = pair[0].swap(torch.zeros(1), {1: torch.zeros(1)})
-    with pytest.raises(RuntimeError, match=r"timed out waiting 2000 ms for swap operation with ranks 1"):
+    wait = pair[0].pass_on([(1, torch.zeros(1))], [(1, torch.zeros(1))])
+    with pytest.raises(RuntimeError, match=r"timed out waiting 2000 ms for recv operation with ranks 1"):
         wait()
     assert len(looked) > 5
 
@@ -146,9 +147,10 @@ def test_a_stranger_that_connects_is_none_of_the_ranks() -> None:
     def swap(rank: int) -> None:
         link = found[rank]
         assert link is not None
-        incoming = {other: received[rank][other : other + 1] for other in range(3) if other != rank}
         received[rank][rank] = rank
-        link.swap(torch.tensor([rank]), incoming)()
+        others = [other for other in range(3) if other != rank]
+        incoming = [(other, received[rank][other : other + 1]) for other in others]
+        link.pass_on([(other, torch.tensor([rank])) for other in others], incoming)()
 
     both(*[lambda rank=rank: swap(rank) for rank in range(3)])  # type: ignore[misc]
     assert [each.tolist() for each in received] == [[0, 1, 2]] * 3
@@ -164,7 +166,7 @@ def test_where_one_rank_cannot_connect_none_has_links(monkeypatch: pytest.Monkey
 
 
 def swapped(sizes: list[int], past_gloo: bool) -> list[list[float]]:
-    """What a rank receives of messages of so many numbers, each rank's of its own length and values."""
+    """What a rank receives of messages of so many numbers, each rank's of its own length and values, and of what the last one gives to all."""
     group = Group.join(torch.device("cpu"))
     if group.size > 1:
         assert group.links is not None
@@ -178,6 +180,9 @@ def swapped(sizes: list[int], past_gloo: bool) -> list[list[float]]:
         received, wait = group.swap(own, lengths, largest)
         wait()
         found.append(received.tolist())
+        given = torch.arange(2 * size).view(2, size) + 0.5 * group.rank
+        group.broadcast(given, source=group.size - 1)
+        found.append(given.view(-1).tolist())
     return found
 
 
@@ -187,4 +192,4 @@ def test_both_ways_bring_the_same(pool: Pool, workers: int) -> None:
     ours = pool.run(workers, swapped, sizes, True)
     assert ours == pool.run(workers, swapped, sizes, False)
     first = [number + 0.5 * rank for rank in range(1, workers) for number in range(1 + rank)]
-    assert ours[0][0] == first
+    assert ours[0][:2] == [first, [0.5 * (workers - 1), 1 + 0.5 * (workers - 1)]]

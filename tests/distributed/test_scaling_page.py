@@ -72,7 +72,7 @@ def counted(document: Document, latency_bytes: int) -> Counted:
 @contextmanager
 def _counting(seen: list[tuple[str, int, int]]) -> Iterator[None]:
     swap, pass_on, send, begin = (
-        Group.swap, reduction._pass_on, reduction.Reduction._sent, reduction.Reduction.begin
+        Group.swap, Group.pass_on, reduction.Reduction._sent, reduction.Reduction.begin
     )  # fmt: skip
     exchange = Exchange.send
 
@@ -81,10 +81,10 @@ def _counting(seen: list[tuple[str, int, int]]) -> Iterator[None]:
         seen.append(("sent", others * message.nbytes, others))
         return swap(self, message, lengths, largest)
 
-    def counts_pass_on(outgoing: Any, incoming: Any, group: Any) -> Any:
+    def counts_pass_on(self: Any, outgoing: Any, incoming: Any) -> Any:
         parts = [part.numel() * part.element_size() for _, part in outgoing if part.numel()]
         seen.append(("sent", sum(parts), len(parts)))
-        return pass_on(outgoing, incoming, group)
+        return pass_on(self, outgoing, incoming)
 
     def counts_bucket(self: Any, buffer: Any, indices: Any) -> Any:
         seen.append(("bucket", buffer.numel(), 0))
@@ -101,7 +101,7 @@ def _counting(seen: list[tuple[str, int, int]]) -> Iterator[None]:
 
     with (
         mock.patch.object(Group, "swap", counts_swap),
-        mock.patch.object(reduction, "_pass_on", counts_pass_on),
+        mock.patch.object(Group, "pass_on", counts_pass_on),
         mock.patch.object(reduction.Reduction, "_sent", counts_bucket),
         mock.patch.object(reduction.Reduction, "begin", counts_step),
         mock.patch.object(Exchange, "send", counts_exchange),

@@ -35,7 +35,7 @@ from lockstep.training.connections import (
     still_open,
     take_away,
 )
-from lockstep.training.links import DIRECT_BYTES, Links, linked
+from lockstep.training.links import DIRECT_BYTES, Links, Messages, linked
 from lockstep.training.waits import Waits
 
 T = TypeVar("T")
@@ -178,6 +178,26 @@ class Group:
         else:
             work.wait()
 
+    def pass_on(self, outgoing: Messages, incoming: Messages) -> Callable[[], None]:
+        """Send a tensor to each rank named and receive one from each, without waiting; what waits for all of it. Nothing is sent for an empty one.
+
+        A small one goes past gloo, where there are links: sender and receiver both know its size.
+        """
+        waits: list[Callable[[], None]] = []
+        if self.links is not None:
+            small = [[one for one in each if one[1].nbytes <= DIRECT_BYTES] for each in (outgoing, incoming)]
+            outgoing, incoming = (
+                [one for one in each if one[1].nbytes > DIRECT_BYTES] for each in (outgoing, incoming)
+            )
+            waits = [self.links.pass_on(*small)] if any(small) else []
+        sends = [dist.P2POp(dist.isend, part, peer, self.channel) for peer, part in outgoing if part.numel()]
+        receives = [
+            dist.P2POp(dist.irecv, part, peer, self.channel) for peer, part in incoming if part.numel()
+        ]
+        if sends or receives:
+            waits.append(partial(self.wait_for_messages, dist.batch_isend_irecv(sends + receives)))
+        return partial(_each, waits)
+
     def wait_for_messages(self, works: Sequence[Any]) -> None:
         """Wait for messages to and from single ranks, in this order."""
 
@@ -197,7 +217,10 @@ class Group:
         """
         received = message.new_empty(sum(lengths))
         if self.links is not None and largest * message.element_size() <= DIRECT_BYTES:
-            return received, self.links.swap(message, dict(enumerate(torch.split(received, list(lengths)))))
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            parts = torch.split(received, list(lengths))
+            sent, into = [(r, message) for r in others], [(r, parts[r]) for r in others]
+            return received, self.links.pass_on(sent, into)
         outgoing = message.repeat(self.size - 1) if self.size > 2 else message
         splits = [message.numel()] * self.size
         splits[self.rank] = 0
@@ -265,10 +288,20 @@ class Group:
         return found
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` on every rank with that of rank `source`."""
-        if self.size > 1:
-            work = dist.broadcast(tensor, group_src=source, group=self.channel, async_op=True)
-            self.wait(work)
+        """Overwrite `tensor`, of one shape and layout on all ranks, with that of rank `source`."""
+        if self.size == 1:
+            return
+        if self.links is not None and tensor.nbytes <= DIRECT_BYTES and tensor.is_contiguous():
+            others = [(rank, tensor) for rank in range(self.size) if rank != source]
+            own = self.rank == source
+            self.links.pass_on(others if own else [], [] if own else [(source, tensor)])()
+        else:
+            self.wait(dist.broadcast(tensor, group_src=source, group=self.channel, async_op=True))
+
+
+def _each(waits: Sequence[Callable[[], None]]) -> None:
+    for wait in waits:
+        wait()
 
 
 def local_device(spec: Spec) -> torch.device:

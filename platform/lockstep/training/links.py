@@ -5,7 +5,7 @@ time slice is over. Two ranks on two processors that compute 3.2 ms a step and s
 all-to-all (4.0 at the 90th percentile), 0.2 ms (0.4) if who waits for a message reads it. A large message stays with gloo, whose threads
 go on with it while a backward computes.
 
-Invariants: messages between two ranks are read in the order in which they were sent; all ranks swap in one order, and agree on the lengths.
+Invariants: messages between two ranks are read in the order in which they were sent; both know how long each is.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from lockstep.training.connections import Ends, Sockets
 from lockstep.training.waits import LOOK_S
 
-DIRECT_BYTES = 1 << 18
-"""The largest message to one rank: about what a connection takes at once, so that nobody has to go on with it."""
+DIRECT_BYTES = 1 << 19
+"""The largest message: about what a connection takes at once, so that nobody has to go on with it."""
 
 MOST_RANKS = 16
 """In larger groups each rank would look at so many connections that gloo's threads cost less."""
@@ -37,8 +37,12 @@ CONNECT_S = 10.0
 """How long the ranks may take to connect, which have just met; without links all goes through gloo."""
 
 
+Messages = Sequence[tuple[int, Tensor]]
+"""Each with the rank that it goes to, or comes from."""
+
+
 class Links:
-    """A connection to every other rank. The thread that trains swaps messages; any other may shut them down by their descriptors."""
+    """A connection to every other rank. The thread that trains passes messages on; any other may shut them down by their descriptors."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
         """`sockets` by rank. A message that has not moved for `timeout_s` has no end."""
@@ -55,17 +59,20 @@ class Links:
         sockets = [link.socket for link in self._links.values()]
         return {one.fileno(): Ends(one.getsockname()[:2], one.getpeername()[:2]) for one in sockets}
 
-    def swap(self, outgoing: Tensor, incoming: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Send a message to every other rank, and receive what fills the tensor of each, without waiting; what waits for both.
+    def pass_on(self, outgoing: Messages, incoming: Messages) -> Callable[[], None]:
+        """Send messages to single ranks, and receive what fills the tensors given with theirs, without waiting; what waits for all of it.
 
-        Tensors of one dimension on the CPU, of any type, which stay as they are until then. An empty one is no message. Raises
+        Tensors without gaps on the CPU, of any type, which stay as they are until then. An empty one is no message. Raises
         RuntimeError where a rank is lost or the group is broken off.
         """
-        sent = _memory(outgoing)
-        for rank, link in self._links.items():
-            link.put(sent, _memory(incoming[rank]))
+        for rank, message in outgoing:
+            self._links[rank].put_out(_memory(message))
+        for rank, into in incoming:
+            self._links[rank].put_in(_memory(into))
+        links = {rank: self._links[rank] for rank, _ in (*outgoing, *incoming)}.values()
+        for link in links:
             link.push()
-        ends = [(link, link.put_out, link.put_in) for link in self._links.values()]
+        ends = [(link, link.wanted_out, link.wanted_in) for link in links]
         held = (outgoing, incoming)  # whoever waits keeps what is read from and written to
         return lambda: self._wait(ends, held)
 
@@ -88,7 +95,7 @@ class Links:
             if time.monotonic() - moved_at > self._timeout_s:
                 ranks = ", ".join(str(link.rank) for link, _, _ in ends)
                 raise RuntimeError(
-                    f"timed out waiting {1e3 * self._timeout_s:.0f} ms for swap operation with ranks {ranks}"
+                    f"timed out waiting {1e3 * self._timeout_s:.0f} ms for recv operation with ranks {ranks}"
                 )
 
 
@@ -99,21 +106,23 @@ class _Link:
         self.rank, self.socket = rank, opened
         self._out: deque[memoryview] = deque()
         self._in: deque[memoryview] = deque()
-        self.put_out = self.put_in = self.gone_out = self.come_in = 0
-        """Messages that were put, and that are done."""
+        self.wanted_out = self.wanted_in = self.gone_out = self.come_in = 0
+        """Messages that were asked for, and that are done."""
 
     @property
     def wanted(self) -> int:
         """What it waits for, as `select.poll` has it."""
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
-    def put(self, outgoing: memoryview, incoming: memoryview) -> None:
-        if outgoing:
-            self._out.append(outgoing)
-            self.put_out += 1
-        if incoming:
-            self._in.append(incoming)
-            self.put_in += 1
+    def put_out(self, message: memoryview) -> None:
+        if message:
+            self._out.append(message)
+            self.wanted_out += 1
+
+    def put_in(self, into: memoryview) -> None:
+        if into:
+            self._in.append(into)
+            self.wanted_in += 1
 
     def push(self) -> None:
         """Send what the connection takes now."""
@@ -225,7 +234,7 @@ def _connect(
     """Connect to the ranks below, and have those above connect. OSError where one of them does not in time; `sockets` has those that did."""
     until = time.monotonic() + CONNECT_S
     for other, (host, port, theirs) in enumerate(addresses[:rank]):
-        sockets[other] = socket.create_connection((host, port), CONNECT_S)
+        sockets[other] = socket.create_connection((host, port), max(0.001, until - time.monotonic()))
         sockets[other].sendall(theirs + rank.to_bytes(2))
     while len(sockets) < len(addresses) - 1:
         server.settimeout(max(0.001, until - time.monotonic()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,14 +23,14 @@ NUMBERS = 70
 
 
 class Post:
-    """Delivers what `_pass_on` sends between ranks of one process, in the order in which a pair sent it."""
+    """Delivers what is passed on between ranks of one process, in the order in which a pair sent it."""
 
     def __init__(self) -> None:
         self.rank = 0
         self.boxes: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.sent: dict[int, list[int]] = defaultdict(list)
 
-    def pass_on(self, outgoing: Any, incoming: Any, group: object) -> Callable[[], None]:
+    def pass_on(self, outgoing: Any, incoming: Any) -> Callable[[], None]:
         here = self.rank
         for peer, part in outgoing:
             if part.numel():
@@ -52,9 +53,9 @@ def partial_sums(leaves: int, own: range, every: list[Tensor]) -> list[Tensor]:
 
 
 def reduced(
-    plan: Plan, workers: int, leaves: int, every: list[Tensor], latency: int
+    plan: Plan, workers: int, leaves: int, every: list[Tensor], latency: int, piece_bytes: int = 1 << 20
 ) -> tuple[list[Tensor], Post]:
-    """The buckets of all ranks after `_in_stages`, all ranks taken round by round."""
+    """The buckets of all ranks after their stages, all ranks taken round by round, and piece by piece."""
     post, ranks = Post(), []
     for rank in range(workers):
         group = Group(rank, workers, torch.device("cpu"), object())
@@ -62,9 +63,12 @@ def reduced(
         hook._leaves, hook._nodes = hook._tree(SimpleNamespace(micro_batches=leaves))  # type: ignore[arg-type]
         sums = partial_sums(leaves, clip(hook.ranges[rank], leaves), every)
         buffer = sums[-1] if sums else torch.zeros(NUMBERS)
-        ranks.append((rank, buffer, hook._in_stages(buffer, sums)))
+        with mock.patch.object(reduction, "PIECE_BYTES", piece_bytes):
+            alone = workers == 2 and max(map(len, hook._nodes)) == 1  # they swap their buckets
+            pieces = [hook._in_stages(buffer, sums)] if alone else hook._large(buffer, sums)
+        ranks.append((rank, buffer, chain(*pieces)))
     with (
-        mock.patch.object(reduction, "_pass_on", post.pass_on),
+        mock.patch.object(Group, "pass_on", lambda _group, *messages: post.pass_on(*messages)),
         mock.patch.object(reduction, "LATENCY_BYTES", latency),
     ):
         waiting: dict[int, Callable[[], None]] = {rank: lambda: None for rank, _, _ in ranks}
@@ -108,9 +112,9 @@ def test_every_rank_has_the_bits_of_one_process(micro_batches: int) -> None:
     plan = Plan.of(micro_batches, micro_batches, 1, drop_last=False)
     for workers, leaves in cases(micro_batches):
         wanted = in_one_process(leaves)
-        for latency in (0, 150, 1 << 19):
-            for bucket in reduced(plan, workers, leaves, gradients(leaves), latency)[0]:
-                assert torch.equal(bucket, wanted), (workers, leaves, latency)
+        for latency, piece_bytes in ((0, 1 << 20), (150, 1 << 20), (1 << 19, 1 << 20), (0, 100)):
+            for bucket in reduced(plan, workers, leaves, gradients(leaves), latency, piece_bytes)[0]:
+                assert torch.equal(bucket, wanted), (workers, leaves, latency, piece_bytes)
 
 
 def test_a_stage_that_adds_in_another_order_gives_other_bits() -> None:
