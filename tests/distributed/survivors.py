@@ -37,6 +37,7 @@ from lockstep.spec.loading import load_spec
 from lockstep.training.agreement import Agreement
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.group import Group
+from lockstep.training.links import _Link
 from lockstep.training.loop import fit, join
 from lockstep.training.meeting import Meeting
 from lockstep.training.recovery import Seat, next_attempt
@@ -355,6 +356,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "pass on": (Group, "pass_on"),
     "take on": (_Piece, "advance"),
     "send buffers": (Group, "broadcast"),
+    "send to one": (_Link, "send"),
     "gather": (Group, "gather"),
     "gather outputs": (Group, "gather_first"),
     "update": (Stepper, "_update"),

@@ -66,12 +66,10 @@ class Links:
         RuntimeError where a rank is lost or the group is broken off.
         """
         for rank, message in outgoing:
-            self._links[rank].put_out(_memory(message))
+            self._links[rank].send(_memory(message))
         for rank, into in incoming:
-            self._links[rank].put_in(_memory(into))
+            self._links[rank].receive(_memory(into))
         links = {rank: self._links[rank] for rank, _ in (*outgoing, *incoming)}.values()
-        for link in links:
-            link.push()
         ends = [(link, link.wanted_out, link.wanted_in) for link in links]
         held = (outgoing, incoming)  # whoever waits keeps what is read from and written to
         return lambda: self._wait(ends, held)
@@ -114,12 +112,15 @@ class _Link:
         """What it waits for, as `select.poll` has it."""
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
-    def put_out(self, message: memoryview) -> None:
+    def send(self, message: memoryview) -> None:
+        """Have a message follow those before it, and send what the connection takes now."""
         if message:
             self._out.append(message)
             self.wanted_out += 1
+            self.push()
 
-    def put_in(self, into: memoryview) -> None:
+    def receive(self, into: memoryview) -> None:
+        """Have the next message that nobody waits for yet fill this."""
         if into:
             self._in.append(into)
             self.wanted_in += 1
