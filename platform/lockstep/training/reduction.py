@@ -6,8 +6,8 @@ lie in its range (`TreeSum`); a DDP communication hook exchanges the rest, bucke
 on (`TreeReduction`). `NativeReduction` is the hook for those who need no such order.
 
 Invariants of the hook: collectives and messages are issued from one place, in an order that is the same on all ranks.
-A bucket goes through rounds. A call sends its own bucket, then takes every bucket before it one round further, the
-oldest first; the last call takes all of them to the end. No collective is issued from a future's callback: with two
+A bucket, or each piece of a large one, goes through rounds. A call sends its own bucket, then takes every piece before it one round further,
+the oldest first; the last call takes all of them to the end. No collective is issued from a future's callback: with two
 buckets that hangs.
 """
 
