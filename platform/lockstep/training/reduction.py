@@ -72,7 +72,7 @@ LATENCY_BYTES = 1 << 19
 
 
 PIECE_BYTES = 1 << 20
-"""The least that a large bucket is cut into: many times what the latency of its messages is worth."""
+"""A larger bucket is cut into pieces: so much takes many times the latency of its messages."""
 
 MOST_PIECES = 4
 """Of a bucket: as many stages are then kept busy, and more would cost messages."""
@@ -271,7 +271,7 @@ class TreeReduction(Reduction):
         if self.group.size == 2 and max(map(len, self._nodes)) == 1:
             return [self._whole(buffer, sums)]
         # While one piece crosses the network, the next is swapped inside the machine. Whole, a bucket of 12 MB took 1.7 times as long
-        # as its bytes need on the network, in pieces 1.15 times. On a GPU one stream carries them all, one after another.
+        # as its bytes need on the network, in pieces 1.2 times. On a GPU one stream carries them all, one after another.
         count = 1 if buffer.is_cuda else min(MOST_PIECES, -(-buffer.nbytes // PIECE_BYTES))
         cuts = slices(buffer.numel(), count)
         return [self._in_stages(buffer[cut], [total[cut] for total in sums]) for cut in cuts]
