@@ -7,6 +7,7 @@ from collections.abc import Callable
 from lockstep.attempts.ahead import AHEAD
 from lockstep.attempts.shared_files import check_shared
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checks.preflight import check_job
 from lockstep.clusters.connection import connected
 from lockstep.clusters.keeper import kept
 from lockstep.clusters.ray_internals import warnings_of_ray
@@ -25,24 +26,34 @@ def train_on_ray(
     warnings: list[str],
     on_run_id: Callable[[str], None],
 ) -> Result:
-    """Train on the Ray cluster that `options` name, on the one that `cluster_address` finds, or on a new local one."""
+    """Train on the Ray cluster that `options` name, on the one that `cluster_address` finds, or on a new local one.
+
+    The job is checked for a cluster that is there: it starts the run's first processes meanwhile. SpecError, with nothing recorded.
+    """
     say = options.progress.say
     with connected(
         options.address, verbose=options.verbose, preload=AHEAD, stop=stop, say=say
     ) as own_cluster:
         from lockstep.attempts.chaos import Chaos, parse
+        from lockstep.attempts.recording import Recording
         from lockstep.attempts.supervisor import Supervisor
 
         environment = {} if own_cluster else WORKER_ENVIRONMENT
-        for text in (found := [*warnings_of_ray(), *check_shared(spec, stop, say)]):
-            say(f"warning: {text}")
 
         def tell(run_id: str) -> None:
             say(f"run {run_id}")
             on_run_id(run_id)
 
-        supervisor = Supervisor(spec, options, stop, origin, environment, [*warnings, *found], tell)
-        if options.chaos is not None:
-            supervisor.chaos = Chaos(parse(options.chaos), spec.seed, say)
-        with kept(options.retries, say):
-            return supervisor.run()
+        # Its processes start, and nothing is recorded yet, beside what is found out here.
+        with Recording(spec, environment, origin.run_id, say) as recording:
+            if not own_cluster:
+                check_job(spec, elsewhere=True)
+            for text in (found := [*warnings_of_ray(), *check_shared(spec, stop, say)]):
+                say(f"warning: {text}")
+            supervisor = Supervisor(
+                spec, options, stop, origin, recording, environment, [*warnings, *found], tell
+            )
+            if options.chaos is not None:
+                supervisor.chaos = Chaos(parse(options.chaos), spec.seed, say)
+            with kept(options.retries, say):
+                return supervisor.run()

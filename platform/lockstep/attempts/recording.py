@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -33,7 +33,7 @@ MOST_RECORDERS = 20
 
 
 class Recording:
-    """The record of one run, as its driver has it. `say` is told when a recorder is replaced."""
+    """The record of one run, as its driver has it, for the length of a block. `say` is told when a recorder is replaced."""
 
     def __init__(
         self, spec: Spec, environment: Mapping[str, str], run_id: str | None, say: Callable[[str], None]
@@ -156,7 +156,10 @@ class Recording:
             elif self._is_hung:
                 self._replace_hung()
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
         """The run is over: end both actors now, rather than when the last reference to them goes."""
         end_actor(self.recorder, self._state.pid)
         end_actor(self.mailbox, self._mailbox_pid)

@@ -56,6 +56,7 @@ class Supervisor:
         options: RunOptions,
         stop: StopSignal,
         origin: AttemptOrigin,
+        recording: Recording,
         environment: Mapping[str, str],
         warnings: list[str],
         on_run_id: Callable[[str], None],
@@ -68,7 +69,7 @@ class Supervisor:
         self.environment = dict(environment)
         self.warnings = list(warnings)
         self.summaries: list[AttemptSummary] = []
-        self._recording: Recording
+        self._recording = recording
         self._warned = 0
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
@@ -81,7 +82,7 @@ class Supervisor:
         self._change: PlannedChange | None = None
         """By which workers join or leave the attempt at hand, while it goes on."""
         self._standbys = Standbys(self._warn)
-        self._blame = Blame(spec.checkpoint.storage, self._warn, lambda event: self._recording.tell(event))
+        self._blame = Blame(spec.checkpoint.storage, self._warn, recording.tell)
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
         self._named = False
@@ -91,7 +92,6 @@ class Supervisor:
     def run(self) -> Result:
         """Train until the run ends, however it does."""
         place = first_place(self.spec, self.stop, self.progress.say)
-        self._recording = Recording(self.spec, self.environment, self.origin.run_id, self.progress.say)
         try:
             summary, failure = self._attempts(place)
             self._board.ends(Finished(summary).status, summary["step"])
@@ -105,8 +105,6 @@ class Supervisor:
             if isinstance(error, LockstepError):
                 raise with_run(error, self._recording.run_id, self.spec.folder) from error
             raise
-        finally:
-            self._recording.end()
         if failure is not None:
             raise failure
         state = self._recording.state

@@ -111,7 +111,8 @@ def _run_attempt(
         options.progress.say(f"warning: {text}")
     spec = find_initial_weights(spec)
     check_job_source(spec.job.use)
-    check_job(spec, elsewhere=not options.local and cluster_address(options.address) != LOCAL)
+    if options.local or cluster_address(options.address) == LOCAL:
+        check_job(spec, elsewhere=False)
     check_storage(spec)
     check_uri(spec.record.uri or RECORD_OFF)
     if options.local and options.chaos is not None:

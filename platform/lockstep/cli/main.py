@@ -7,6 +7,8 @@ by a signal.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import time
@@ -84,6 +86,8 @@ def run() -> None:
         os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
         os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
     end_on_second_signal()
+    # Whatever there is at the end is not looked through once more: with torch and Ray a second, and more.
+    atexit.register(gc.freeze)
     app()
 
 

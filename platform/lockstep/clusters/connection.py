@@ -51,7 +51,7 @@ def importing_ahead(address: str | None) -> AbstractContextManager[None]:
     """Where a cluster is started within, its workers' imports begin now, beside what the driver does until then."""
     loaded = sys.modules.get("ray")
     connects = loaded is None or not loaded.is_initialized()
-    if connects and cluster_address(address) == LOCAL and py_executable():
+    if connects and cluster_address(address) == LOCAL:
         return server_ahead({**_SETTINGS, **os.environ})
     return nullcontext()
 

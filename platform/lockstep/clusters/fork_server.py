@@ -6,8 +6,9 @@ Ray starts a worker by the `py_executable` of its runtime environment, here this
   the child.
 * Others hand their arguments, environment, working directory and open files over to the server, and end. They wait for it if
   they have PRELOAD, and start as ever if they have not and there is none.
-* A driver that starts a cluster of its own has a process import ahead, beside the start of Ray, what reads nothing of Ray's. The
-  first worker makes that one the server, where its environment is the same but for Ray's own variables.
+* Who starts a cluster on this machine, a driver or `lockstep cluster up`, has a process import ahead, beside the start of Ray, what
+  reads nothing of Ray's. It forks the servers of the cluster's jobs, where their environment is the same but for Ray's own variables,
+  as long as the files that it imported are what they were.
 
 A server forks for workers of its own environment alone, its job's, for what it has imported was read under that environment. It ends
 with the raylet or the driver that started it. Lost, it is replaced by the next worker that asks for it.
@@ -28,9 +29,9 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 PRELOAD = "LOCKSTEP_PRELOAD"
 """The modules that a worker's process is to have imported, with commas between them."""
@@ -270,12 +271,15 @@ def _fork(server: socket.socket) -> int:
 
 @contextmanager
 def server_ahead(environment: Mapping[str, str], modules: Sequence[str] = AHEAD_OF_RAY) -> Iterator[None]:
-    """Have a process of this environment import `modules`, and become the server of the cluster that is started within.
+    """Have a process of this environment import `modules`, and fork the servers of the cluster that is started within.
 
     It ends with the block, or with this process.
     """
     import subprocess  # not by each worker that starts
 
+    if not py_executable():
+        yield
+        return
     name = f"lockstep-ahead-{os.urandom(16).hex()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as place:
         place.bind(f"\0{name}")
@@ -301,31 +305,54 @@ def server_ahead(environment: Mapping[str, str], modules: Sequence[str] = AHEAD_
 
 def serve_ahead() -> None:
     """In the process that `server_ahead` starts. Returns in a worker, once it has done its work."""
-    ahead, driver = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    under = _imported_under(os.environ)  # now: what is imported may add to it
+    ahead, driver, environment = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), dict(os.environ)
+    began = time.time_ns()
     _import(sys.argv[3:])
-    until = time.monotonic() + IDLE_S
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
-    while os.getppid() == driver and time.monotonic() < until:
-        if (worker := _fitting(ahead, under)) is not None:
-            ahead.close()
-            _run(_first_of(worker, driver))
-            return
-    os._exit(0)
+    imported = _imported_files()
+    if any(written >= began for _, written in imported.values()):
+        os._exit(0)  # nobody knows in which state it was read
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a server
+    this, worker = os.getpid(), None
+    while worker is None and os.getppid() == driver:
+        if (asked := _next(ahead)) is not None:
+            with asked, suppress(OSError):  # whoever asked was killed meanwhile
+                worker = _fitting(asked, ahead, environment, imported)
+    if worker is None:
+        os._exit(0)
+    ahead.close()
+    _run(_first_of(worker, this))
 
 
-def _fitting(ahead: socket.socket, under: Mapping[str, str]) -> _Worker | None:
-    """The worker that asks next, if soon, where what was imported `under` these variables is for it: then it is told so."""
-    if (asked := _next(ahead)) is None:
+def _fitting(
+    asked: socket.socket, ahead: socket.socket, environment: Mapping[str, str], imported: Mapping[str, Any]
+) -> _Worker | None:
+    """In a child, the worker that asks, for which what was `imported` in this environment is; None here."""
+    worker = _received(asked)
+    with ExitStack() as stack:
+        stack.callback(worker.close)  # or its place would stay taken
+        if _has_left(asked) or _imported_under(worker.environment) != _imported_under(environment):
+            return None
+        if _imported_files() != imported:  # a package was edited, or installed anew: once more from the start
+            worker.close()
+            ahead.set_inheritable(True)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.execve(sys.executable, sys.orig_argv, environment)
+        if not os.fork():
+            stack.pop_all()
+            return worker
+        asked.send(b"1")
         return None
-    with asked, suppress(OSError):  # whoever asked was killed meanwhile
-        worker = _received(asked)
-        with suppress(OSError):
-            if not _has_left(asked) and _imported_under(worker.environment) == under:
-                asked.send(b"1")
-                return worker
-        worker.close()  # or its place would stay taken
-    return None
+
+
+def _imported_files() -> dict[str, tuple[int, int]]:
+    """Which file each module was read from, as far as they are there: its inode, and when it was last changed, in nanoseconds of Unix time."""
+    found = {}
+    for module in list(sys.modules.values()):
+        if file := getattr(module, "__file__", None):
+            with suppress(OSError):
+                seen = Path(file).stat()
+                found[file] = seen.st_ino, seen.st_ctime_ns
+    return found
 
 
 def _imported_under(environment: Mapping[str, str]) -> dict[str, str]:
@@ -334,8 +361,8 @@ def _imported_under(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in read if not name.startswith(_RAYS) and name not in _SHELLS}
 
 
-def _first_of(worker: _Worker, driver: int) -> list[str]:
-    """Go on as the server that this worker would have become, and fork it first."""
+def _first_of(worker: _Worker, parent: int) -> list[str]:
+    """Go on as the server that this worker would have become, and fork it first: in each child the words of its worker."""
     server = socket.socket(fileno=os.dup(worker.files[3]))
     os.environ.clear()
     os.environ.update(worker.environment)
@@ -345,7 +372,7 @@ def _first_of(worker: _Worker, driver: int) -> list[str]:
     if not (pid := _fork(server)):
         worker.become()
     worker.close()
-    return _forked(server, driver, pid) if pid else worker.words
+    return _forked(server, parent, pid) if pid else worker.words
 
 
 if __name__ == "__main__":

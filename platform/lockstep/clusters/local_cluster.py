@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from lockstep.clusters.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
+from lockstep.clusters.fork_server import server_ahead
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.errors import ClusterError, SpecError, StorageError
@@ -254,8 +255,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def hold(config: dict[str, Any]) -> None:
-    """Start the nodes, tell where they are, and keep them until SIGTERM."""
-    from ray.cluster_utils import Cluster
+    """Start the nodes, tell where they are, and keep them until SIGTERM; and what their workers import, once for all jobs."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(0)
@@ -271,12 +271,20 @@ def hold(config: dict[str, Any]) -> None:
     if not is_loopback(host) and host != "0.0.0.0":
         each["node_ip_address"] = host
     (folder / "ray").mkdir(mode=0o700)  # where Ray writes the address
+    with server_ahead(os.environ) if is_loopback(host) else nullcontext():
+        _keep_nodes(config, folder, each)
+
+
+def _keep_nodes(config: dict[str, Any], folder: Path, each: dict[str, Any]) -> None:
+    """Start the nodes, `each` with these settings, and keep them."""
+    from ray.cluster_utils import Cluster
+
     cluster = Cluster()
     try:
         cluster.add_node(
             **each,
             include_dashboard=True,
-            dashboard_host=host,
+            dashboard_host=config["host"],
             dashboard_port=config["port"],
             temp_dir=str(folder),
         )

@@ -34,10 +34,11 @@ def store_for(spec: Spec, started_at: float) -> RunStore:
 
 def warm_up(spec: Spec) -> None:
     """Import what the store of `spec` needs, ahead of its opening: of MLflow that takes some seconds."""
-    if spec.record.uri != RECORD_OFF:
-        from lockstep.record.mlflow_store.client import import_mlflow
+    uri = spec.record.uri
+    if uri is not None and uri != RECORD_OFF:
+        from lockstep.record.mlflow_store.client import import_store
 
-        import_mlflow()
+        import_store(uri)
 
 
 def find_copies(uri: str, run_id: str) -> list[CheckpointCopy]:

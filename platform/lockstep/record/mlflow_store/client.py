@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -111,6 +112,17 @@ def import_mlflow() -> None:
         ) from error
     for logger in (mlflow.__name__, "alembic"):
         logging.getLogger(logger).setLevel(logging.WARNING)
+
+
+def import_store(uri: str) -> None:
+    """Import what the store at `uri` needs to be opened: MLflow, and for a database what makes rows of its values."""
+    import_mlflow()
+    importlib.import_module("mlflow.tracking.client")
+    if is_database(uri):
+        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+        from sqlalchemy.orm import configure_mappers
+
+        configure_mappers()
 
 
 def is_database(uri: str) -> bool:
