@@ -27,6 +27,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.chosen_nodes import ChosenNodes
+from lockstep.clusters.ray_internals.held_poll import HeldPollWorker
 from lockstep.clusters.ray_internals.losses import Losses
 from lockstep.clusters.ray_internals.nodes import free_resources
 from lockstep.clusters.ray_internals.stage_times import StageTimes
@@ -44,6 +45,8 @@ CONTEXT_S = 300.0
 
 class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """A group of workers without a controller actor, which ends at once."""
+
+    _worker_cls = HeldPollWorker
 
     def _start(self) -> None:
         """Start, or leave nothing behind: Ray leaves a group that fails once its workers are there to the death of the controller's process."""
