@@ -20,9 +20,10 @@ from lockstep.record.recorder import Recorder
 from lockstep.record.stores import warm_up
 from lockstep.spec.fields import Spec
 
-FETCH_S = 0.3
-"""How often the mailbox is looked into: a call takes 4 ms of a processor from the workers, on both sides together."""
+FETCH_S, STEADY_FETCH_S = 0.3, 1.0
+"""How often the mailbox is looked into, at first and in a run that has gone on for STEADY_S: a call takes 4 ms of a processor from the workers, on both sides together."""
 
+STEADY_S = 30.0
 
 _BEGUN = (Started, Finished, Failed)
 """With the first of these events a run is created."""
@@ -48,12 +49,14 @@ class RecorderActor:
         self._exists = run_id is not None
         """The run is there already: of an earlier attempt, or of a recorder that was lost."""
         self._done = self._sent = 0
+        self._began, self._ends = time.monotonic(), threading.Event()
         threading.Thread(target=_import_aside, args=(spec,), name="lockstep-import", daemon=True).start()
 
     def record(self) -> RecordError | None:
         """Until the mailbox is closed and all of it is written. Returns, rather than raises, what could not be: Ray would wrap it."""
         while not (fetched := self._fetch()).closed:
-            time.sleep(0.0 if len(fetched.events) == EVENTS_PER_FETCH else FETCH_S)
+            if len(fetched.events) < EVENTS_PER_FETCH:
+                self._pause()
         if not self._recorder.started:
             return None
         failures: list[RecordError] = []
@@ -65,6 +68,16 @@ class RecorderActor:
             closing.join(FETCH_S)
             self._fetch()
         return failures[0] if failures else None
+
+    def end(self) -> None:
+        """The mailbox is being closed: look into it now."""
+        self._ends.set()
+
+    def _pause(self) -> None:
+        if self._ends.is_set():
+            time.sleep(FETCH_S)
+        else:
+            self._ends.wait(STEADY_FETCH_S if time.monotonic() - self._began > STEADY_S else FETCH_S)
 
     def _fetch(self) -> Fetched:
         done = self._done + self._recorder.journaled

@@ -17,7 +17,7 @@ from lockstep.record.events import Event, Joined
 from lockstep.spec.fields import Spec
 
 SILENT_S = 60.0
-"""How long a recorder may leave the mailbox alone before it is replaced; it looks five times a second."""
+"""How long a recorder may leave the mailbox alone before it is replaced; it looks once a second or more often."""
 
 STARTING_S = 300.0
 """How long its process, and that of the mailbox, may take to start."""
@@ -137,6 +137,7 @@ class Recording:
     def close(self) -> RecordError | None:
         """Nothing more will be told: wait until all of it is written. What could not be."""
         self.mailbox.close.remote()
+        self.recorder.end.remote()
         until = time.monotonic() + CLOSING_S
         while True:
             done, _ = ray.wait([self._work], timeout=LOOK_S)

@@ -43,8 +43,10 @@ from lockstep.errors import ClusterError, LockstepError, RecordError, SilentErro
 from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver
 from lockstep.spec.fields import Spec
 
-POLL_S = 0.3
-"""How often the driver looks at a run."""
+POLL_S, STEADY_POLL_S = 0.3, 1.0
+"""How often the driver looks at a run, at first and in an attempt that has taken steps for STEADY_S: a look takes some milliseconds of a processor from the workers."""
+
+STEADY_S = 30.0
 
 
 class Supervisor:
@@ -73,7 +75,7 @@ class Supervisor:
         self._warned = 0
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
-        self._last_step_at = 0.0
+        self._last_step_at = self._looked_at = 0.0
         self._before: Mapping[str, float] = {}
         """When the attempt before came to the end of its stages."""
         self._cluster: ClusterWatch
@@ -223,6 +225,8 @@ class Supervisor:
                 told = True
                 self._recording.ask_stop()
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
+            if self._looked_just_now(attempt):
+                continue
             status = self._recording.status()
             if patience.is_over(status.view.signs_of_life, time.monotonic()):
                 self._end_hung(attempt, patience, status.view)
@@ -241,6 +245,16 @@ class Supervisor:
             self._leave(self._blame.judge(status.view, self.summaries[-1]), status.view)
             if self._moving is None and not told and self.summaries[-1].last_step:
                 self._tend(attempt, cluster, status)
+
+    def _looked_just_now(self, attempt: WorkerGroup) -> bool:
+        """Whether a look can be left out: the attempt goes on by itself, and nothing is asked of it."""
+        first, now = attempt.moments.at.get("first_step"), time.monotonic()
+        steady = first is not None and time.time() - first > STEADY_S
+        asked = self.stop.asked or self._moving or self._change or len(attempt.lost) != len(self._outlived)
+        if steady and not asked and now - self._looked_at < STEADY_POLL_S:
+            return True
+        self._looked_at = now
+        return False
 
     def _tend(self, attempt: WorkerGroup, cluster: ClusterWatch, status: RunStatus) -> None:
         """While it trains: keep standbys for it, and have it save or change its workers as the cluster around it changes."""
