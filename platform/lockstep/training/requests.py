@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Requests(Protocol):
-    """Asked on every rank. `stop`, `save` and `regroup` never wait; `run_id` and `go_on` are asked of rank 0 alone and may."""
+    """`stop`, `save` and `regroup` are asked on every rank and never wait; `run_id` and `go_on` are asked on rank 0 alone and may."""
 
     def stop(self) -> bool:
         """Whether someone asks the run to end after the next step."""
