@@ -79,6 +79,15 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 
 @each_page()
+def test_tables_are_whole(page: Path) -> None:
+    """A row behind a blank line is shown as it is typed."""
+    lines = FENCE.sub("", page.read_text()).splitlines()
+    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"[|\s:-]+", after), line
+
+
+@each_page()
 def test_snippets_parse(page: Path) -> None:
     for text in blocks(page, "python"):
         ast.parse(text)
