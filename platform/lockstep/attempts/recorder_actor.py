@@ -17,11 +17,15 @@ from lockstep.clusters.answers import answer_of
 from lockstep.errors import RecordError
 from lockstep.record.events import Event, Failed, Finished, Started
 from lockstep.record.recorder import Recorder
-from lockstep.record.stores import warm_up
+from lockstep.record.run_store import RunStore
+from lockstep.record.stores import store_for, warm_up
 from lockstep.spec.fields import Spec
 
 FETCH_S, STEADY_FETCH_S = 0.3, 1.0
 """How often the mailbox is looked into, at first and in a run that has gone on for STEADY_S: a call takes 4 ms of a processor from the workers, on both sides together."""
+
+OPENING_FETCH_S = 0.05
+"""While the run is created: the workers wait for its id."""
 
 STEADY_S = 30.0
 
@@ -33,13 +37,18 @@ class RecorderActor:
     """Records one run from its mailbox until that is closed.
 
     The run is created with the first facts that a worker tells, just before the first step: what is found before, in the job
-    or its data, leaves nothing behind. What that needs is imported ahead, where the processors have nothing better to do.
+    or its data, leaves nothing behind. What that needs is imported meanwhile.
     """
 
     def __init__(self, spec: Spec, run_id: str | None, mailbox: Any, source: str, path: list[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]  # where the driver finds the job
+        # Both threads import the same modules, of which some import each other: the second one would find halves of them.
+        self._importing = threading.Thread(
+            target=_import_ahead, args=(spec,), name="lockstep-import", daemon=True
+        )
         self._recorder = Recorder(
             spec,
+            partial(self._store, time.time()),
             run_id=run_id,
             on_aliases=partial(pin_aliased, spec.checkpoint.storage),
             fetch=partial(read_shared, spec.checkpoint.storage),
@@ -48,9 +57,15 @@ class RecorderActor:
         self._mailbox = mailbox
         self._exists = run_id is not None
         """The run is there already: of an earlier attempt, or of a recorder that was lost."""
+        self._named = False
+        """The mailbox knows the run's id."""
         self._done = self._sent = 0
         self._began, self._ends = time.monotonic(), threading.Event()
-        threading.Thread(target=_import_aside, args=(spec,), name="lockstep-import", daemon=True).start()
+        self._importing.start()
+
+    def _store(self, started_at: float, spec: Spec) -> RunStore:
+        self._importing.join()
+        return store_for(spec, started_at)
 
     def record(self) -> RecordError | None:
         """Until the mailbox is closed and all of it is written. Returns, rather than raises, what could not be: Ray would wrap it."""
@@ -74,14 +89,18 @@ class RecorderActor:
         self._ends.set()
 
     def _pause(self) -> None:
-        if self._ends.is_set():
+        if self._recorder.started and not self._named:
+            time.sleep(OPENING_FETCH_S)
+        elif self._ends.is_set():
             time.sleep(FETCH_S)
         else:
             self._ends.wait(STEADY_FETCH_S if time.monotonic() - self._began > STEADY_S else FETCH_S)
 
     def _fetch(self) -> Fetched:
         done = self._done + self._recorder.journaled
-        asked = self._mailbox.fetch.remote(done, self._sent, self._state())
+        state = self._state()
+        self._named = state.run_id is not None
+        asked = self._mailbox.fetch.remote(done, self._sent, state)
         fetched: Fetched = answer_of(asked, "the run's mailbox", ANSWER_S)
         if not self._sent:
             self._done = fetched.last - len(fetched.events)  # what the recorder before this one has written
@@ -120,10 +139,8 @@ class RecorderActor:
         )
 
 
-def _import_aside(spec: Spec) -> None:
-    """MLflow takes four seconds of a processor, which must not be missing while the workers start: this thread stands back."""
+def _import_ahead(spec: Spec) -> None:
     with suppress(Exception):  # whatever is wrong with it is told when the store is opened
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         warm_up(spec)
 
 

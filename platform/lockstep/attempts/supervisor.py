@@ -46,6 +46,9 @@ from lockstep.spec.fields import Spec
 POLL_S, STEADY_POLL_S = 0.3, 1.0
 """How often the driver looks at a run, at first and in an attempt that has taken steps for STEADY_S: a look takes some milliseconds of a processor from the workers."""
 
+FIRST_POLL_S = 0.1
+"""Until the run's id is told: the workers wait for that."""
+
 STEADY_S = 30.0
 
 
@@ -220,7 +223,7 @@ class Supervisor:
         attempt.start()
         lost_at, faults = time.monotonic(), self.spec.faults
         told, patience = False, Patience(faults.longest_silence_s, faults.longest_start_s)
-        while not attempt.over.wait(POLL_S):
+        while not attempt.over.wait(POLL_S if self._named else FIRST_POLL_S):
             if self.stop.asked and not told:
                 told = True
                 self._recording.ask_stop()
