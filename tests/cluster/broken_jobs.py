@@ -204,6 +204,24 @@ class HungAtFirst(SlowDigits):
         return super().train_data()
 
 
+class FlippedInRehearsal(SlowDigits):
+    """With the file `crash` in a folder its worker is killed, once; and a bit of the weights flips while the next worker rehearses."""
+
+    class Params(SlowDigits.Params):
+        faults: lockstep.Placement[str] = ""
+
+    params: Params
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        crash, rehearsed = Path(self.params.faults, "crash"), Path(self.params.faults, "flip")
+        if step == 3 and crash.exists():
+            crash.rename(rehearsed)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 1 and rehearsed.exists():
+            rehearsed.unlink()
+            flip(next(model.parameters()), bit=22)
+
+
 class FlippedBit(SlowDigits):
     """Once, after step number `step`, a bit of the weights of the worker of rank `rank` flips, as in faulty memory."""
 

@@ -251,6 +251,21 @@ def test_an_error_of_the_job_reaches_the_driver_as_one_line_and_is_not_tried_aga
     assert "IndexError" in (run / "error.txt").read_text()
 
 
+@pytest.mark.scenario
+def test_a_bit_that_flips_in_a_rehearsal_does_not_end_a_run_that_has_trained(tmp_path: Path) -> None:
+    """G4: the rehearsal takes it for a mistake of the job, which an attempt before it has trained."""
+    (tmp_path / "crash").touch()
+    params = {"width": 4, "faults": str(tmp_path)}
+    changes = {"workers": {"min": 1, "max": 1}, "length": {"steps": 6}}
+    changes["job"] = {"use": "tests.cluster.broken_jobs:FlippedInRehearsal", "params": params}
+    result = train(spec(tmp_path, **changes))
+    _, refused, last = accounts(result)
+    assert "depends on which micro-batch its worker ran last" in refused["why"]
+    assert (refused["last_step"], last["why"]) == (0, "finished")
+    whole = train(spec(tmp_path / "whole", **changes), local=True)
+    assert result.weights_digest == whole.weights_digest
+
+
 @pytest.mark.exact  # tests/unit/cli/test_mistakes.py, without Ray
 def test_a_mistake_that_is_found_before_the_first_step_leaves_nothing_behind(tmp_path: Path) -> None:
     """G7: the rehearsal finds it in a worker, and there is no run of which it could be told."""

@@ -89,9 +89,14 @@ class RetryBudget:
     """Ends for lost workers, wrong bits and failed storage since `step`."""
     step: int = 0
     """Where the newest checkpoint was at the last one."""
+    contradicted: bool = False
+    """Whether an attempt refused the job that an earlier one had trained."""
 
-    def decide(self, outcome: Outcome, step: int) -> Decision:
-        """What to do after an attempt that ended with `outcome`; `step` is that of the newest checkpoint, 0 without one."""
+    def decide(self, outcome: Outcome, step: int, *, contradicts: bool = False) -> Decision:
+        """What to do after an attempt that ended with `outcome`; `step` is that of the newest checkpoint, 0 without one.
+
+        `contradicts`: it refused a job that an earlier attempt had trained. A bit that flips while the job is rehearsed looks like that.
+        """
         if outcome in ("worker lost", "corrupted", "storage"):
             self.lost = self.lost + 1 if step <= self.step else 1
             self.step = max(self.step, step)
@@ -111,4 +116,7 @@ class RetryBudget:
         if outcome == "job error" and self.job_errors < self.faults.max_job_errors:
             self.job_errors += 1
             return Decision(True, 0.0, f"faults.max_job_errors allows {self.faults.max_job_errors}")
+        if contradicts and not self.contradicted:
+            self.contradicted = True
+            return Decision(True, 0.0, "an earlier attempt has trained this job, so it is tried once more")
         return Decision(False, 0.0, "it would end in the same way again")

@@ -39,7 +39,14 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, LockstepError, RecordError, SilentError
+from lockstep.errors import (
+    ClusterError,
+    DeterminismError,
+    JobError,
+    LockstepError,
+    RecordError,
+    SilentError,
+)
 from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver
 from lockstep.spec.fields import Spec
 
@@ -149,7 +156,9 @@ class Supervisor:
             if error is not None:
                 account.why = str(error)
                 self._tell_summaries()
-                decision = budget.decide(outcome_of(error), self._saved_step())
+                decision = budget.decide(
+                    outcome_of(error), self._saved_step(), contradicts=self._contradicts(error)
+                )
                 if not decision.again or self.stop.asked:
                     more = "" if len(self.summaries) == 1 else f" (attempt {account.attempt}; {decision.why})"
                     if isinstance(error, StaleAttemptError):
@@ -165,6 +174,12 @@ class Supervisor:
                 self.stop.wait(decision.pause_s)
             place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
             self.origin = self._next()
+
+    def _contradicts(self, error: LockstepError) -> bool:
+        """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""
+        *earlier, newest = self.summaries
+        trained = any(one.last_step for one in earlier)
+        return trained and not newest.last_step and isinstance(error, JobError | DeterminismError)
 
     def _attempt(self, place: WorkerPlacement) -> RunView:
         """One attempt, from its start to what it came to: a summary or an error."""

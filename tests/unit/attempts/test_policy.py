@@ -67,6 +67,15 @@ def test_a_job_error_is_not_tried_again_unless_allowed() -> None:
     assert [budget.decide("job error", 10).again for _ in range(2)] == [True, False]
 
 
+def test_a_job_that_has_trained_and_is_refused_is_tried_once_more() -> None:
+    """A bit that flips in a rehearsal looks like a mistake of the job."""
+    budget = RetryBudget(Faults())
+    assert [budget.decide("job error", 10, contradicts=True).again for _ in range(2)] == [True, False]
+    budget = RetryBudget(Faults())
+    assert budget.decide(outcome_of(DeterminismError("other bits")), 10, contradicts=True).again
+    assert not RetryBudget(Faults()).decide("job error", 10, contradicts=False).again
+
+
 def test_what_no_attempt_can_mend_ends_the_run() -> None:
     budget = RetryBudget(Faults(max_worker_failures=100, max_job_errors=100))
     assert not budget.decide("final", 10).again
