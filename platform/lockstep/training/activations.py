@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a module computed in forward is computed again in backward, not kept."""
+"""Activation checkpointing: a module's activations are recomputed in backward, not kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from lockstep.job.interface import Job
 
 
 def checkpoint_activations(job: Job, model: nn.Module) -> None:
-    """Recompute the modules that the job names. The generators are put back for it, so dropout repeats itself."""
+    """Recompute the activations of the modules that the job names. torch restores the generators for it, so dropout repeats itself.
+
+    JobError where the job names no module.
+    """
     modules = list(job.activation_checkpoints(model))
     if not modules:
         raise JobError(

@@ -12,7 +12,7 @@ from lockstep.training.state import TrainState
 
 
 def follow_update(state: TrainState, *, seed: int, cuda: torch.device | None) -> None:
-    """After the updates of the step that `state` has just counted."""
+    """Call `after_step` and move the average. `state` has just counted the step, whose updates are done."""
     if has_after_step(state.job):
         call_after_step(state, state.counters.step, seed=seed, cuda=cuda)
     if state.average is not None:
@@ -25,12 +25,12 @@ def has_after_step(job: Job) -> bool:
 
 
 def call_after_step(state: TrainState, step: int, *, seed: int, cuda: torch.device | None) -> None:
-    """Call the job's `after_step` without gradients, the generators seeded from (seed, "after step", step - 1)."""
+    """Call the job's `after_step` without gradients, with the generators seeded from (seed, "after step", step - 1)."""
     seed_all(seed, "after step", step - 1, cuda=cuda)
     try:
         with torch.no_grad():
             state.job.after_step(state.model, step)
     except LockstepError:
         raise
-    except (Exception, SystemExit) as error:  # a job may end the process
+    except (Exception, SystemExit) as error:  # a job may call sys.exit()
         raise as_lockstep_error(error, f"after step {step}") from error

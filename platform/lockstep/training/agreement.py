@@ -1,14 +1,14 @@
-"""Whether all ranks hold the same state, and where they do not, who is wrong.
+"""Whether all ranks hold the same state and, where they do not, which of them is wrong.
 
 Each rank makes digests of what it holds (`digests.py`). The ranks compare them in the steps whose rows have digests, after each evaluation
-before it is told, and at every save before anything is copied. Ranks that differ end the attempt there: what was saved before is the last state
-that they agreed on.
+before it is reported, and at every save before anything is copied. Where they differ, the attempt ends: every checkpoint saved before holds a
+state that they agreed on.
 
-Of three ranks or more, those outside a majority are wrong. Of two that differ nobody knows which is. Their digests go to the next attempt,
-which takes the same steps again: where its ranks agree, those that had other digests were wrong.
+With three ranks or more, those outside the majority are wrong. With two that differ, nobody knows which is wrong. Their digests go to the
+next attempt, which takes the same steps again: where its ranks agree, those that had other digests were wrong.
 
-Not compared: what the job itself keeps (`Job.state_dict`), the best weights of early stopping, and of a sharded optimizer the moments, of which
-each rank has its own part alone.
+Not compared: the job's own state (`Job.state_dict`), the best weights of early stopping, and the moments of a sharded optimizer, of which
+each rank holds only its own part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QUANTITIES = ("weights", "optimizer state", "average of the weights", "other sta
 
 
 def witness(group: Group, digests: Sequence[int] = ()) -> Witness:
-    """The rank of this process, as it is named where its bits are not those of the others."""
+    """The rank of this process, as a report names it where its bits differ from the others'."""
     device, uuid = str(group.device), ""
     if group.device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(group.device)
@@ -48,13 +48,13 @@ def witness(group: Group, digests: Sequence[int] = ()) -> Witness:
 
 
 def outvoted(values: Sequence[Any]) -> tuple[int, ...]:
-    """The places of those that are not what more than half of them are; none where no value has so many."""
+    """Indices of the values that differ from the majority; none where no value has more than half."""
     value, count = Counter(values).most_common(1)[0]
     return tuple(i for i, other in enumerate(values) if other != value) if 2 * count > len(values) else ()
 
 
 def settled(doubt: Corrupted, held: Held) -> Corrupted:
-    """A difference that named nobody, now that ranks which agree hold `held` after the same step."""
+    """An undecided difference, settled: the ranks now agree on `held` after the same step, so whoever held other digests was wrong."""
     wrong = tuple(worker.rank for worker in doubt.workers if worker.digests != held)
     return replace(doubt, wrong=wrong, how="recomputation")
 
@@ -74,7 +74,7 @@ class Agreement:
         """The last step after which the ranks agreed, or the one that the attempt starts from."""
 
     def begin(self, tell: Tell, attempt: int, doubts: Sequence[Corrupted]) -> None:
-        """Begin attempt number `attempt`, whose ranks agree on the state that they start from. `doubts` are to be settled."""
+        """Begin attempt number `attempt`, whose ranks agree on their first state. `doubts` are the differences that are still undecided."""
         self.tell, self.attempt = tell, attempt
         self.began_at = self._since = self._state.counters.step
         self._doubts = tuple(doubt for doubt in doubts if doubt.step > self._since)
@@ -88,7 +88,7 @@ class Agreement:
     def held(self) -> Held:
         """The digests of what this rank holds now."""
         optimizer = self._state.optimizer
-        # Of one that is shared out, the groups are on every rank.
+        # The moments of a sharded optimizer differ by rank; its parameter groups do not.
         saved = (
             {"param_groups": optimizer.groups_as_saved()}
             if isinstance(optimizer, ShardedOptimizer)
@@ -117,7 +117,7 @@ class Agreement:
     def check(self) -> Held | None:
         """Compare what the ranks hold, and return it; None where there is nothing to compare. All ranks call it.
 
-        CorruptionError where they do not hold the same.
+        CorruptionError where they differ.
         """
         if self._group.size == 1 and not self.awaits(self._state.counters.step):
             return None
@@ -126,7 +126,7 @@ class Agreement:
         return every[0]  # type: ignore[no-any-return]
 
     def compare(self, every: Sequence[Held]) -> None:
-        """The same with what each rank holds, by rank."""
+        """`check` for digests that are gathered already, by rank."""
         if len(set(every)) > 1:
             found = self._found(every)
             self.tell(found)
@@ -161,7 +161,7 @@ class Agreement:
         return next((name for name in own if len({other.get(name) for other in every}) > 1), "")
 
     def _named(self) -> dict[str, Tensor]:
-        """The tensors that are compared, by names that mean something to a person."""
+        """The tensors that are compared, by names that a person understands."""
         state = self._state
         found = tensors(state.model)
         names = {id(parameter): name for name, parameter in state.model.named_parameters()}

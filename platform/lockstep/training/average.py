@@ -26,7 +26,7 @@ class Average:
         self.weights: dict[str, Tensor] = {}
 
     def move(self) -> None:
-        """Take the model's weights in, once after each update."""
+        """Move the average towards the model's weights. Called once after each update."""
         learning = self._learning()
         with torch.no_grad():
             if self.weights:
@@ -36,7 +36,7 @@ class Average:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The model with the average in the place of its weights, which come back bit for bit."""
+        """Put the average in the place of the model's weights, which come back bit for bit."""
         self._swap()
         try:
             yield
@@ -44,7 +44,7 @@ class Average:
             self._swap()
 
     def _swap(self) -> None:
-        """By value and one parameter at a time: no storage changes its owner, and it takes the memory of the largest one."""
+        """Swap weights and average by value, one parameter at a time: storages keep their owners, and it takes the memory of the largest parameter."""
         learning = self._learning() if self.weights else {}
         with torch.no_grad():
             for name, parameter in learning.items():
@@ -60,7 +60,7 @@ class Average:
         return dict(self.weights)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. StorageError where it is the average of another model."""
+        """Load what `state_dict` returned. StorageError where it is the average of another model."""
         learning = self._learning()
         for name in {**learning, **state} if state else {}:
             shapes = [tuple(held[name].shape) if name in held else None for held in (state, learning)]

@@ -1,7 +1,7 @@
-"""What bf16 or fp16 costs a gradient: one micro-batch in the run's own precision beside the same in fp32, before an update.
+"""What bf16 or fp16 costs a gradient: one micro-batch in the run's own precision and again in fp32, before an update.
 
-It is computed with the weights and the seed of its step, past DDP, and changes no bit: gradients and buffers are put back. The values are
-made of the fixed blocks of `training.norm`, so they have the same bits for every number of workers.
+Both are computed with the weights and the seed of the step, bypassing DDP. Gradients and buffers are put back, so no bit of the run changes.
+Norms are summed over the fixed blocks of `training.norm`, so they have the same bits for every number of workers.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from lockstep.training.step import Stepper
 
 
 def is_compared(step: int, every: int) -> bool:
-    """Whether a step is one of those in which it is looked at: `every`, and then twice as many each time."""
+    """Whether the precisions are compared in `step`: in steps `every`, 2 * `every`, 4 * `every`, …"""
     times, rest = divmod(step, every)
     return rest == 0 and times & (times - 1) == 0
 
 
 class BesideFp32(NoProbe):
-    """Keeps micro-batch 0 of one step, which rank 0 computes, and computes it again in both precisions where it is asked."""
+    """Keeps micro-batch 0 of a step on rank 0, which computes it, and on demand computes it again in both precisions."""
 
     def __init__(self, step: Stepper) -> None:
         self._step = step
         self._plain = Precision("fp32", step.state.precision.device)
         self._batches: dict[str, Any] = {}
-        """By the names of the phases: a copy, for a job may write into its batch."""
+        """Copies, by phase name: a job may write into its batch."""
         self._phase = ""
         self.problem: LockstepError | None = None
-        """Why there is nothing to compare, such as memory that is too small for fp32."""
+        """Why nothing can be compared, such as too little memory for fp32."""
 
     @contextmanager
     def around(self, position: Position, m: int, model: nn.Module, phase: str) -> Iterator[None]:
@@ -51,9 +51,9 @@ class BesideFp32(NoProbe):
             self._batches[self._phase] = copied(batch)
 
     def __call__(self, phase: PhaseStep, position: Position) -> dict[str, float]:
-        """`<precision>/gradient_difference`: the norm of the difference of the two gradients over that in fp32; `loss_difference` likewise.
+        """`<precision>/gradient_difference`: the norm of g - g_fp32 over the norm of g_fp32; `loss_difference` likewise.
 
-        Both are left out where a value is not finite: that has rules of its own.
+        A value that is not finite is left out: other rules deal with those.
         """
         batch = self._batches.pop(phase.name, None)
         if batch is None or self.problem is not None:

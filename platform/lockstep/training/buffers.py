@@ -18,7 +18,7 @@ from lockstep.training.group import Group
 class StepBuffers:
     """Restores the model's buffers between micro-batches and spreads micro-batch 0's update at the step's end.
 
-    A write is seen by the tensor's version, or by another tensor in its place (`self.mean = …`). torch's batch norm
+    A write shows in the tensor's version, or in another tensor in its place (`self.mean = …`). torch's batch norm
     writes its running statistics without raising the version, so those, and whatever the rehearsal saw change
     (`written`), count as written in every micro-batch.
     """
@@ -50,7 +50,7 @@ class StepBuffers:
         return value.detach().clone()
 
     def restore(self) -> None:
-        """Put the step's buffers back, once backward is done: it may still read what forward left."""
+        """Put the step's buffers back. Called after backward, which may still read what forward wrote."""
         changed = self._changed()
         if not changed:
             return
@@ -86,7 +86,7 @@ class StepBuffers:
         self._kept = {}
 
     def take_over(self) -> None:
-        """Take the buffers as an update's hooks have left them, the same on every rank: the next step starts from that."""
+        """Adopt the buffers as an update's hooks left them, the same on every rank: the next step starts from these."""
         if not self.buffers:
             return
         with torch.no_grad():
@@ -100,7 +100,7 @@ class StepBuffers:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target: one launch for all of a type, which on CUDA is what copies of small tensors cost."""
+    """Copy each source to its target, in one launch per dtype: for small tensors on CUDA, launches are what copies cost."""
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         into, out_of = by_type.setdefault(target.dtype, ([], []))
@@ -111,7 +111,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class KeptBuffers:
-    """The model's buffers at one moment, values and objects: they can be put back, whatever was written."""
+    """A snapshot of the model's buffers, both values and tensor objects, that can be restored whatever was written since."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [name for name, _ in model.named_buffers()]
@@ -120,18 +120,18 @@ class KeptBuffers:
         self._before = [buffer.detach().clone() for buffer in self._buffers]
 
     def now(self) -> dict[str, Tensor]:
-        """What stands in their places, by name; one that was taken away is missing."""
+        """The buffers that the model has now, by name; one that was removed is missing."""
         held = zip(self._names, self._owners, strict=True)
         return {name: value for name, (place, key) in held if (value := place[key]) is not None}
 
     def written(self) -> frozenset[int]:
-        """Indices of those that do not hold what they did."""
+        """Indices of the buffers whose values have changed."""
         now = [place[name] for place, name in self._owners]
         pairs = enumerate(zip(now, self._before, strict=True))
         return frozenset(i for i, (value, before) in pairs if value is None or not torch.equal(value, before))
 
     def restore(self) -> None:
-        """Put back every buffer and its value."""
+        """Put back every tensor object and its value."""
         with torch.no_grad():
             for (place, key), buffer, value in zip(self._owners, self._buffers, self._before, strict=True):
                 place[key] = buffer
@@ -139,7 +139,7 @@ class KeptBuffers:
 
 
 def owners(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Where the model holds each of its buffers: a module's buffers by name, and the name; in the order of `buffers()`."""
+    """Where each buffer is: its module's dict of buffers and its name there, in the order of `model.buffers()`."""
     found: dict[int, tuple[dict[str, Tensor | None], str]] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -149,7 +149,7 @@ def owners(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
 
 
 def statistics(model: nn.Module) -> frozenset[int]:
-    """Indices, among the model's buffers, of those of its normalisation layers."""
+    """Indices in `model.buffers()` of the buffers of batch and instance norm layers."""
     owned = {
         id(buffer)
         for module in model.modules()
@@ -160,5 +160,5 @@ def statistics(model: nn.Module) -> frozenset[int]:
 
 
 def _typed(part: Tensor, like: Tensor) -> Tensor:
-    """Raw bytes seen as `like`; copied first, since a view of another type must start aligned."""
+    """Raw bytes with the dtype and shape of `like`; copied first, because a view of another dtype must start aligned."""
     return part.clone().view(like.dtype).view(like.shape)

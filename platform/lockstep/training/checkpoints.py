@@ -1,8 +1,8 @@
-"""When the state of a run is saved, and where an attempt takes it up again.
+"""When the state of a run is saved, and from which checkpoint an attempt starts.
 
-All ranks save at the same steps: by the plan where the cadence counts epochs or steps, by a vote of rank 0 in
-the step's exchange where it counts seconds. A save that fails is told and stops no training; only an attempt whose
-place a newer one has taken ends. A run whose last save failed has not finished: see `unsaved`.
+All ranks save at the same steps: the plan says when if the cadence counts epochs or steps; rank 0 votes in the step's
+exchange if it counts seconds. A failed save is reported and training goes on, unless a newer attempt has taken this
+one's place: then this attempt ends. A run whose last save failed has not finished: see `unsaved`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from lockstep.training.requests import Requests
 from lockstep.training.state import TrainState
 
 GRACE_S = 30.0
-"""How long an attempt that broke, or whose workers change, waits for the save in flight."""
+"""How long a failed attempt, or one whose workers change, waits for the save in flight."""
 
 
-# --- taking up ----------------------------------------------------------------------------------------------
+# --- resuming -----------------------------------------------------------------------------------------------
 
 
 class Start(NamedTuple):
@@ -49,10 +49,10 @@ class Start(NamedTuple):
     loaded: Loaded
     fork: bool
     exact: bool = False
-    """A fork that takes the whole state over, as a resume does."""
+    """Whether a fork takes over the whole state, as a resume does."""
 
     def without_state(self) -> Start:
-        """The same once the state has been taken over: the sections would stay in memory for as long as the run."""
+        """A copy without the sections, for when they are restored: they would stay in memory for as long as the run."""
         return self._replace(loaded=self.loaded._replace(sections={}))
 
     @property
@@ -61,7 +61,7 @@ class Start(NamedTuple):
 
     @property
     def parent(self) -> str | None:
-        """For a fork, the identity and the step of what it starts from: it is part of the run's own identity."""
+        """For a fork, the identity and step of the run that it started from, which are part of its own identity; else None."""
         if self.fork:
             how = " exact" if self.exact else ""
             return f"{self.facts.identity}@{self.loaded.manifest.step}{how}"
@@ -92,17 +92,17 @@ def find_start(
 def _load(
     storage: str, run_id: str, step: int | None, group: Group, warn: Callable[[str], None]
 ) -> Loaded | None:
-    """A run's checkpoint of `step`, or its newest good one. Rank 0 reads it, and every rank verifies what it is handed."""
+    """A run's checkpoint of `step`, or its newest good one. Rank 0 reads it, and every rank verifies what it receives."""
     store = open_storage(storage)
     with read_once(store, group) as relayed:
         folder = RunFolder.open(relayed, run_id)
         found = load_newest(folder, warn) if step is None else load_step(folder, step)
-    # What is read of it later, one rank reads alone.
+    # Later reads come from one rank alone, so they must not go through the relay.
     return found and found._replace(checkpoint=replace(found.checkpoint, storage=store))
 
 
 def check_identity(start: Start, fields: dict[str, Any]) -> None:
-    """SpecError for the first field in which a run that goes on would not be the run that was saved."""
+    """SpecError for the first identity field in which a resumed run differs from the run that was saved. A fork may differ."""
     if start.fork:
         return
     saved = start.facts.identity_fields
@@ -115,12 +115,12 @@ def check_identity(start: Start, fields: dict[str, Any]) -> None:
 
 
 def _as_saved(value: Any) -> Any:
-    """A value as it is read back from a manifest, which knows lists and no tuples."""
+    """A value as a manifest gives it back: JSON has lists and no tuples."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
-    """What follows from the counters, kept beside them: where the data, the schedule and the generators stand."""
+    """What follows from the counters, saved beside them as a check: the place in the data, in the schedule and of the generators."""
     counters = state.counters
     return {
         "global_batch": plan.global_batch,
@@ -131,9 +131,9 @@ def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
 
 
 def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
-    """StorageError where what follows from the counters is not what it was when they were saved."""
+    """StorageError where a value of `now` differs from the one that was saved under the same name."""
     for name in now:
-        if name in saved and now[name] != saved[name]:  # of an older version: no digests
+        if name in saved and now[name] != saved[name]:  # checkpoints of older versions have no digests
             raise StorageError(
                 f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
                 "this Lockstep would go on with other bits"
@@ -143,9 +143,9 @@ def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> Non
 def restore(
     start: Start, spec: Spec, plan: Plan, state: TrainState, warn: Callable[[str], None] | None = None
 ) -> History:
-    """Put the state where the checkpoint has it; the rows up to there, none for a fork, which did not take those steps.
+    """Restore the state from the checkpoint. Returns the rows up to it; for a fork, which did not take those steps, none.
 
-    Rank 0, which tells of them, gives `warn` and has the files read that the checkpoint shares.
+    Rank 0 reports the rows: it passes `warn`, and reads the files that the checkpoint shares.
     """
     sections = start.loaded.sections
     saved: Any = sections["check"]
@@ -169,7 +169,7 @@ def restore(
 
 
 def check_same_state(group: Group, state: TrainState) -> None:
-    """DriftError where the ranks do not hold the same state, down to the optimizer's last bit, after it was restored."""
+    """DriftError where the ranks hold different states after a restore, down to the last bit of the optimizer."""
     if group.size == 1:
         return
     digests = group.gather(tree_digest(state.sections()))
@@ -182,7 +182,7 @@ def check_same_state(group: Group, state: TrainState) -> None:
 
 
 def _sharing(rows: Saving) -> Sharing:
-    """The segments before the rows that a checkpoint has itself are the files that it shares."""
+    """Shares the sealed segments as files; the checkpoint itself holds only the rows after them."""
 
     def sharing(share: Share) -> list[SharedFile]:
         segments = rows.segments(lambda segment, content: share(segment.name, content))
@@ -195,7 +195,7 @@ def _sharing(rows: Saving) -> Sharing:
 
 
 class Checkpoints:
-    """Saves the state of a run when it is due. A context: the save in flight is finished on the way out."""
+    """Saves the state of a run when it is due. A context manager, which finishes the save in flight on exit."""
 
     def __init__(
         self,
@@ -215,23 +215,23 @@ class Checkpoints:
         self.history, self.tell, self.requests, self.origin = history, tell, requests, origin
         self._digests = digests
         self.hasty = False
-        """Whether the save in flight is given up at once where another rank is lost: the state is saved again by those that go on."""
+        """Whether to give up the save in flight at once when another rank is lost: those that go on save the state again."""
         self.newest: str | None = None
         """Where the newest checkpoint is; known on rank 0."""
         self.unsaved = ""
-        """Why the newest save was given up, or nothing where it went well; known on rank 0."""
+        """Why the newest save failed; empty where it did not. Known on rank 0."""
         own = start is not None and not start.fork
         self._saved_step = state.counters.step if own else -1
         if start is not None and own:
             self.newest = start.loaded.checkpoint.shown
         self._own: RunFolder | None = None
         self._token = uuid.uuid4().hex
-        """Of rank 0's claim, which is made again at the next save where it failed half-way, or another rank could not join."""
+        """Identifies rank 0's claim, which is repeated at the next save if it failed half-way or another rank could not join."""
         self._saver: AsyncSaver | None = None
         self._saved_at = time.monotonic()
 
     def wanted(self) -> bool:
-        """The vote of this rank to save after the step at hand: rank 0's, when it is asked to or the cadence is one of time."""
+        """Whether this rank votes to save after this step. Only rank 0 does: on request, or if the cadence counts seconds and one is due."""
         every = self.spec.checkpoint.every
         if self.origin is None or self.group.rank > 0:
             return False
@@ -249,7 +249,7 @@ class Checkpoints:
         return self.origin is not None and (agreed or (every is not None and every.due(position)))
 
     def save(self) -> None:
-        """Copy the state as it is and have it written. All ranks call it at the same step.
+        """Copy the current state, to be written in the background. All ranks call it at the same step.
 
         Raises StaleAttemptError where a newer attempt has begun.
         """
@@ -275,21 +275,21 @@ class Checkpoints:
         self._end_if_stale(saver)
 
     def make_up(self) -> None:
-        """Save where the plan has a checkpoint of the state at hand: the attempt before may have been writing it."""
+        """Save the current state if the plan has a checkpoint here: the previous attempt may have been lost while writing it."""
         step = self.state.counters.step
         goes_on = self.origin is not None and self.origin.in_memory and step > 0
         if goes_on and self.due(self.plan.position(step - 1), agreed=False):
             self.save()
 
     def finish(self) -> None:
-        """Save the state that the run ends with, and wait until it is written."""
+        """Save the final state, and wait until it is written."""
         self.save()
         if self._saver is not None:
             self._saver.settle()
             self._end_if_stale(self._saver)
 
     def leave(self) -> None:
-        """Finish the save in flight before the ranks form another group, but for one to which a rank that is lost meanwhile has a part."""
+        """Finish the save in flight before the ranks form another group. Give up after `GRACE_S`: a rank lost meanwhile may have a part in it."""
         if self._saver is not None:
             self._saver.wait(GRACE_S)
             self._saver.close(abandon=True)
@@ -301,7 +301,7 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saver is not None:
-            # A save to which a lost rank had a part does not end.
+            # A save in which a lost rank had a part never ends, so nobody waits for it.
             if error is not None and not (self.hasty and kind_of(error).kind == "peer"):
                 self._saver.wait(GRACE_S)
             self._saver.close(abandon=error is not None)
@@ -312,7 +312,7 @@ class Checkpoints:
         return {name: value for name, value in self.state.metrics.items() if name.startswith("eval/")}
 
     def _open(self, origin: AttemptOrigin) -> AsyncSaver | None:
-        """The run's folder, with this attempt's right to publish in it. Where a rank cannot have it, the next save asks again."""
+        """A saver for the run's folder, once this attempt may publish there. None where a rank cannot open it: the next save tries again."""
         attempt, error = self._joined(lambda: self._claimed(origin)) if self.group.rank == 0 else (None, None)
         own = attempt and (attempt.run.run_id, attempt.number)
         joined, error = self.group.gather((own, error))[0]
@@ -341,7 +341,7 @@ class Checkpoints:
         )
 
     def _joined(self, action: Callable[[], Attempt]) -> tuple[Attempt | None, str | None]:
-        """The attempt, or why it cannot be had now; StaleAttemptError where it never will."""
+        """The attempt, or why there is none for now. StaleAttemptError where a newer one has begun."""
         try:
             return action(), None
         except StaleAttemptError:
@@ -353,10 +353,10 @@ class Checkpoints:
         return RunFolder.open(open_storage(self.spec.checkpoint.storage), run_id)
 
     def _claimed(self, origin: AttemptOrigin) -> Attempt:
-        """Rank 0's: a new run's folder is claimed now, that of one that goes on was claimed before its state was read."""
+        """Rank 0's attempt. A new run's folder is claimed now; that of a resumed run was claimed before its state was read."""
         if self._own is None and origin.run_id is None:
             storage, run_id = open_storage(self.spec.checkpoint.storage), self.requests.run_id()
-            if origin.in_memory:  # the attempt before may have saved, or not yet
+            if origin.in_memory:  # the previous attempt may have created the folder already
                 self._own = opened(self.spec.checkpoint.storage, run_id)
             else:
                 self._own = RunFolder.create(storage, run_id, self._token)
@@ -371,7 +371,7 @@ class Checkpoints:
     def _saved(self, saved: Saved) -> None:
         """Told by the thread that writes."""
         if saved.checkpoint is None:
-            return  # rank 0 publishes, and tells
+            return  # rank 0 publishes and reports
         self.newest, self.unsaved = saved.checkpoint.shown, ""
         self.tell(
             CheckpointRow(

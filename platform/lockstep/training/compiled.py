@@ -1,9 +1,9 @@
-"""`compile: true`: a loss and its backward as programs that torch's inductor writes, for micro-batches of one shape.
+"""`compile: true`: a loss and its backward as programs that torch's inductor generates, for micro-batches of one shape.
 
 Invariants: which program computes a micro-batch follows from that micro-batch and the spec, never from what its worker has computed
-before. The first micro-batch of the run, which every worker rehearses, says which shapes are compiled; every other batch, such as a
-ragged tail, runs eager. Shapes are static, and under strict nothing is chosen by measuring. Only the function that computes the loss
-is compiled: the model, its names and its checkpoints are those of an eager run.
+before. The first micro-batch of the run, which every worker rehearses, decides which shapes are compiled; a batch of any other shape, such
+as a ragged tail, runs eager. Shapes are static, and under strict determinism no kernel is chosen by timing it. Only the function that
+computes the loss is compiled: the model, its names and its checkpoints are those of an eager run.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lockstep.errors import JobError, SpecError
 from lockstep.job.interface import Loss
 
 NAME = "compile.json"
-"""The document that tells what was compiled, and how far it is from eager."""
+"""The document that says what was compiled, and how far its results are from eager."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 LossFunction = Callable[[nn.Module, Any], Loss]
 
 _INDUCTOR: dict[str, Any] = {
-    "fallback_random": True,  # the random numbers of an eager run
+    "fallback_random": True,  # draws the random numbers of an eager run
     "compile_threads": 1,  # no pool of processes beside the worker
 }
 _STRICT: dict[str, Any] = {
@@ -49,24 +49,24 @@ _STRICT: dict[str, Any] = {
 }
 _DYNAMO: dict[str, Any] = {
     "automatic_dynamic_shapes": False,
-    "automatic_dynamic_local_pgo": False,  # shapes that another run has seen
-    "optimize_ddp": False,  # it would cut the program at DDP's buckets, of which one worker has none
+    "automatic_dynamic_local_pgo": False,  # would bring in shapes that another run has seen
+    "optimize_ddp": False,  # would cut the program at DDP's buckets, which one worker does not have
     "recompile_limit": 64,
-    "fail_on_recompile_limit_hit": True,  # not eager from then on: the bits would follow from what came before
+    "fail_on_recompile_limit_hit": True,  # a fall back to eager would make the bits depend on earlier micro-batches
     "suppress_errors": False,
 }
 
 
 class Difference(NamedTuple):
-    """Of a compiled micro-batch from the same one eager: its loss, and the gradient that is farthest off."""
+    """How a compiled micro-batch differs from the same one run eager: both losses, and the parameter whose gradient differs most."""
 
     loss: float
     eager_loss: float
     parameter: str
     gradient: float
-    """The largest difference between two elements."""
+    """The largest absolute difference between the elements of that parameter's two gradients."""
     largest_gradient: float
-    """The largest element, by its size, of that parameter's eager gradient."""
+    """The largest absolute element of that parameter's eager gradient."""
 
 
 class CompiledLosses:
@@ -75,7 +75,7 @@ class CompiledLosses:
     def __init__(self, determinism: Literal["strict", "fast"]) -> None:
         self.options = _INDUCTOR | (_STRICT if determinism == "strict" else {})
         self.differences: dict[str, Difference] = {}
-        """By the names of the phases."""
+        """By phase name."""
         self._losses: dict[str, CompiledLoss] = {}
         self._eager = False
         cpp_compiler()
@@ -83,7 +83,7 @@ class CompiledLosses:
         forget_programs()
 
     def of(self, phase: str, loss: LossFunction) -> CompiledLoss:
-        """That of a phase, the same one whenever it is asked for."""
+        """The compiled loss of a phase, made at the first call."""
         if phase not in self._losses:
             self._losses[phase] = CompiledLoss(loss, self)
         return self._losses[phase]
@@ -95,7 +95,7 @@ class CompiledLosses:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """While the block runs, everything is eager."""
+        """Run everything eager inside the block."""
         before, self._eager = self._eager, True
         try:
             yield
@@ -109,13 +109,13 @@ class CompiledLosses:
         gradients: Mapping[str, Tensor],
         eager: Mapping[str, Tensor],
     ) -> None:
-        """Note how far a phase's compiled micro-batch is from the eager one; `losses` in that order."""
+        """Note how far a phase's compiled micro-batch is from the eager one; `losses` are (compiled, eager)."""
         off = {name: _largest(gradients[name].double() - eager[name].double()) for name in gradients}
         worst = max(off, key=lambda name: off[name])
         self.differences[phase] = Difference(*losses, worst, off[worst], _largest(eager[worst]))
 
     def text(self) -> str:
-        """compile.json: the compiler, how many programs there are and where Python goes on between them, and the differences."""
+        """The text of compile.json: the compiler, the number of programs, the graph breaks, and the differences from eager."""
         from torch._dynamo.utils import counters
 
         breaks = [" ".join(str(reason).split()) for reason in counters["graph_break"]]
@@ -129,7 +129,7 @@ class CompiledLosses:
 
 
 class CompiledLoss:
-    """A phase's loss: compiled for batches with the shapes of the first one that it is given, eager for any other."""
+    """A phase's loss: compiled for batches that have the shapes of the first one, eager for all others."""
 
     def __init__(self, loss: LossFunction, all_losses: CompiledLosses) -> None:
         self._loss, self._all = loss, all_losses
@@ -137,7 +137,7 @@ class CompiledLoss:
         self._shapes: tuple[str, ...] | None = None
 
     def compiles(self, batch: Any) -> bool:
-        """Whether a batch has the shapes that are compiled; the first one that is asked about settles them."""
+        """Whether a batch has the compiled shapes. The first batch asked about decides them."""
         shapes = shapes_of(batch)
         if self._shapes is None:
             self._shapes = shapes
@@ -151,7 +151,7 @@ class CompiledLoss:
         if self._all.eager or not self.compiles(batch):
             return self._loss(model, batch)
         try:
-            # Whoever looks at operators with a mode would have them computed one by one, with other bits.
+            # An active dispatch mode would make the operators run one by one, with other bits.
             with config.patch(_DYNAMO), _disable_current_modes():
                 return self._compiled(model, batch)
         except FailOnRecompileLimitHit as error:
@@ -167,7 +167,7 @@ class CompiledLoss:
 
 
 def shapes_of(batch: Any) -> tuple[str, ...]:
-    """What a program is compiled for: of each tensor its type, shape, strides and device; of anything plain its value, else its class."""
+    """What a program is compiled for: each tensor's dtype, shape, strides, device and requires_grad; a plain value itself; else the class."""
     found: list[str] = []
 
     def tensor(one: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def cpp_compiler() -> str:
 
 
 def forget_programs() -> None:
-    """Forget what this process has compiled for another run: its programs count towards the limit, and stand in the counters."""
+    """Forget the programs that this process compiled for another run: they would count towards the recompile limit and in compile.json."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
@@ -227,22 +227,22 @@ def forget_programs() -> None:
 
 
 def use_own_cache() -> None:
-    """Have inductor keep its programs in a folder of this user's, for this processor, compiler and torch alone.
+    """Have inductor keep its programs in a folder for this user, processor, compiler and torch version.
 
-    It compiles for the processor at hand and does not say so in the name of the file: another one that shares a home would meet
-    instructions that it does not have. A folder that the user names by TORCHINDUCTOR_CACHE_DIR is used as it is.
+    Inductor compiles for the local processor, but its file names do not say which: another machine with the same home would load
+    instructions that it does not have. A folder that the user sets in TORCHINDUCTOR_CACHE_DIR is used as it is.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     folder = cache_path("compiled", f"{_processor()} {cpp_compiler()} {torch.__version__}")
-    with suppress(OSError):  # a home that cannot be written: torch takes a folder for temporary files
+    with suppress(OSError):  # the home is not writable: torch uses a temporary folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def _processor() -> str:
-    """Model and instructions of the processor, as Linux tells them."""
+    """Model and instruction set of the processor, from /proc/cpuinfo; empty where there is none."""
     lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
     kinds = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
@@ -253,6 +253,6 @@ def _largest(values: Tensor) -> float:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error of the compiler begins with; it goes on for pages."""
+    """The first line of a compiler error, which can fill pages; at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,7 +1,7 @@
-"""The connections of a gloo group, so that it can be broken off: gloo itself has no way, in torch 2.13 its `abort` does nothing.
+"""The TCP connections of a gloo group, which can be shut to abort it: in torch 2.13 gloo's own `abort` does nothing.
 
-A rank that is shut out of its own connections meets an error in whatever it waits for, and so do those that wait for it. Which of the
-process's sockets are the group's is told by both ends: it is one that two members have opened between them while they formed it.
+Once a rank's connections are shut, whatever it waits for raises an error, and so does whatever waits for it. Both ends together tell which of
+a process's sockets belong to the group: those that two members opened between them while they formed it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sockets = Mapping[int, Ends]
 
 
 def connected() -> Sockets:
-    """Those of this process; none where the system does not list them."""
+    """The connected TCP sockets of this process; none where the system does not list them."""
     listed = Path("/proc/self/fd")
     if not listed.is_dir():
         return {}
@@ -42,9 +42,9 @@ def connected() -> Sockets:
 
 @contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """A socket of someone else's, as Python sees it: nothing about it changes."""
+    """A Python socket for a descriptor that other code owns. The descriptor itself stays as it is."""
     timeout_s = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(None)  # with one, Python would have the socket block no more
+    socket.setdefaulttimeout(None)  # with a default timeout, Python would make the shared socket non-blocking
     try:
         opened = socket.socket(fileno=os.dup(fd))
     finally:
@@ -54,7 +54,7 @@ def _opened(fd: int) -> Iterator[socket.socket]:
 
 
 def _ends(fd: int) -> Ends:
-    """OSError where the socket is not connected."""
+    """The addresses of both ends. OSError where the socket is not TCP or not connected."""
     with _opened(fd) as opened:
         if opened.family not in (socket.AF_INET, socket.AF_INET6):
             raise OSError("not TCP")
@@ -73,9 +73,9 @@ def shared(own: Sockets, others: Iterable[Sequence[Ends]]) -> Sockets:
 
 
 def shut(sockets: Sockets) -> None:
-    """End these connections, those that are still there, for both sides. The descriptors stay with whoever has opened them."""
+    """Shut down those of these connections that still exist, for both sides. The descriptors stay open, with their owners."""
     for fd, ends in sockets.items():
-        with suppress(OSError):  # it is closed, or another file by now
+        with suppress(OSError):  # closed, or the descriptor is another file by now
             if _ends(fd) == ends:
                 with _opened(fd) as opened:
                     opened.shutdown(socket.SHUT_RDWR)
@@ -93,7 +93,7 @@ def is_cut(sockets: Sockets) -> bool:
 
 
 Inodes = Mapping[int, int]
-"""Sockets by their descriptors, each by its inode: what it is still known by when it is connected no more."""
+"""The inode of each socket by its descriptor: it still identifies a socket that is no longer connected."""
 
 
 def inodes(sockets: Sockets) -> Inodes:
@@ -101,7 +101,7 @@ def inodes(sockets: Sockets) -> Inodes:
 
 
 def still_open(known: Inodes) -> list[int]:
-    """The descriptors of those that nobody in this process has closed."""
+    """The descriptors that nobody in this process has closed."""
     found = []
     for fd, inode in known.items():
         with suppress(OSError):  # it is closed
@@ -111,14 +111,14 @@ def still_open(known: Inodes) -> list[int]:
 
 
 def take_away(descriptors: Iterable[int]) -> None:
-    """Put an empty file in the place of what is open there: whoever looks at it finds no connection, and may close it."""
+    """Replace what is open there with an empty file: whoever uses the descriptor finds no connection, and may still close it."""
     with Path(os.devnull).open("rb") as empty:
         for fd in descriptors:
             os.dup2(empty.fileno(), fd, inheritable=False)
 
 
 def close(sockets: Sockets) -> None:
-    """Close the descriptors in this process alone: the connections stay with those that share them."""
+    """Close the descriptors in this process only: other processes that share the connections keep them."""
     for fd, ends in sockets.items():
         with suppress(OSError):
             if _ends(fd) == ends:

@@ -1,4 +1,4 @@
-"""Which modules ran in which type under autocast: taken once, in the first micro-batch of an attempt, by hooks that go with it."""
+"""Which modules ran in which dtype under autocast, noted once, by temporary hooks in the first micro-batch of an attempt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ran:
 
 @dataclass
 class Coverage(NoProbe):
-    """Notes into `modules`, by their names, what the modules of the first micro-batch ran in. It changes no result."""
+    """Notes in `modules`, by name, the dtypes that each module of the first micro-batch ran in. It changes no result."""
 
     precision: str
     modules: dict[str, Ran] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Coverage(NoProbe):
         ran.calls += 1
 
     def text(self) -> str:
-        """precision.json: each module in the order in which it first came to its end, and how many gave what."""
+        """The text of precision.json: the modules in the order in which they first returned, and how many have which output dtypes."""
         outputs = Counter(", ".join(ran.outputs) or "none" for ran in self.modules.values())
         modules = [
             {

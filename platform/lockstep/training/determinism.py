@@ -51,7 +51,7 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
 
 
 def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
-    """DeterminismError where the job's own code has changed what `determinism` set: its bits would be another machine's."""
+    """DeterminismError where the job's own code has changed what `determinism` set: the bits would differ from machine to machine."""
     found = {
         "torch.set_num_threads": (torch.get_num_threads(), threads, "the spec's threads"),
         "torch.use_deterministic_algorithms": (torch.are_deterministic_algorithms_enabled(), True, "strict"),
@@ -73,7 +73,7 @@ _FP32_PRODUCTS = {
 
 
 def fp32_products(device: torch.device) -> dict[str, str]:
-    """For the identity: the backends that compute products of fp32 with fewer digits, and how. Convolutions on CUDA do by default."""
+    """For the identity: the backends that compute fp32 products at lower precision, such as TF32. Convolutions on CUDA do by default."""
     found = {}
     for name in _FP32_PRODUCTS.get(device.type, ()):
         family, _, kind = name.partition(".")
@@ -85,7 +85,7 @@ def fp32_products(device: torch.device) -> dict[str, str]:
 
 @contextmanager
 def filled_memory(on: bool) -> Iterator[None]:
-    """Whether newly allocated tensors are filled with NaN (strict determinism only)."""
+    """Turn filling of newly allocated tensors with NaN on or off inside the block (strict determinism only)."""
     settings: Any = torch.utils.deterministic
     before = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = on
@@ -96,9 +96,9 @@ def filled_memory(on: bool) -> Iterator[None]:
 
 
 def numerics_probe(device: torch.device) -> str:
-    """sha256 (first 16 digits) over the results of some fifty kernels, of forward and backward, on fixed inputs, in tens of milliseconds.
+    """The first 16 hex digits of a sha256 over the results of some fifty kernels, forward and backward, on fixed inputs. Takes tens of ms.
 
-    Two processes with one probe may be expected to give the same bits for the same program; two that differ
+    Two processes with equal probes can be expected to give the same bits for the same program. Two whose probes differ
     (another instruction set, library build or number of threads) certainly do not.
     """
     digest = hashlib.sha256()
@@ -156,7 +156,7 @@ def _probe_results(device: torch.device) -> Iterator[tuple[str, Tensor]]:
 def _gradients(
     device: torch.device, x: Tensor, images: Tensor, heads: Tensor, labels: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Backward has kernels of its own, whose sums go over other dimensions."""
+    """Gradients of some operators: backward has kernels of its own, which sum over other dimensions."""
     words = _values(device, 41, 24)
     calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         "linear": (F.linear, (x, _values(device, 64, 127), _values(device, 64))),

@@ -1,4 +1,4 @@
-"""Digests of weights and of a whole state: two that have one digest hold the same bits."""
+"""Digests of weights and of a whole state: equal digests mean equal bits."""
 
 from __future__ import annotations
 

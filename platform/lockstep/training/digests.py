@@ -42,14 +42,14 @@ BLOCK = 1 << 16
 
 _BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 _FEW = 4
-"""So few words of a tensor on a CPU, such as an optimizer's count of steps, are quicker added up by Python."""
+"""CPU tensors of at most so many words, such as an optimizer's step count, are summed faster by Python."""
 
 _MASK = 2**64 - 1
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
 class Summed:
-    """A tensor on its way into a digest: its two constants, and the sums of its blocks, still on their device."""
+    """What a tensor adds to a digest, before it is resolved: its two constants, and the sums of its blocks, still on their device."""
 
     __slots__ = ("factor", "sums", "term")
 
@@ -67,7 +67,7 @@ class Digester:
         self._device = device
 
     def summed(self, name: str, tensor: Tensor) -> Summed:
-        """What the tensor adds, not waited for. It is read now: it may change afterwards."""
+        """What the tensor adds, without waiting for the device. The tensor may change afterwards."""
         factor, term = _constants(name, str(tensor.dtype), tuple(tensor.shape))
         words = _words(tensor)
         if words.numel() <= _FEW and words.device.type == "cpu":
@@ -97,7 +97,7 @@ class Digester:
 
 
 def resolved(digests: Sequence[Sequence[Summed]]) -> list[int]:
-    """Digests, each from what its tensors add. Waits for the device once."""
+    """The digests, each from what its tensors add. Waits for the device once."""
     there = [one.sums for summed in digests for one in summed if isinstance(one.sums, Tensor)]
     flat = torch.cat(there).cpu().numpy().view(np.uint64) if there else np.empty(0, np.uint64)
     found, at = [], 0
@@ -133,7 +133,7 @@ def optimizer_digest(digester: Digester, state: Mapping[str, Any]) -> int:
 
 
 def held_optimizer_digest(digester: Digester, optimizer: Optimizers) -> int:
-    """`optimizer_digest` of an optimizer as it is. All ranks call it: of one whose state is shared out, each adds up some tensors."""
+    """`optimizer_digest` of an optimizer's current state. All ranks call it: of a sharded one, each rank digests some of the tensors."""
     saved = optimizer.state_dict()
     if not isinstance(optimizer, ShardedOptimizer):
         return optimizer_digest(digester, saved)
@@ -167,7 +167,7 @@ def state_digests(digester: Digester, state: TrainState) -> dict[str, str]:
 def check_same_weights(
     group: Group, model: nn.Module, step: int, strays: Sequence[int], what: str = "weights"
 ) -> None:
-    """Raise the DriftError of ranks whose weights are not those of rank 0, by the first tensor that differs."""
+    """Raise DriftError for ranks whose weights differ from rank 0's, and name the first tensor that differs."""
     every = group.gather(tensor_digests(tensors(model)))
     first = next(name for name in every[0] if any(other.get(name) != every[0][name] for other in every))
     raise DriftError(
@@ -219,7 +219,7 @@ def _of_lines(lines: Sequence[str]) -> int:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a tree of mappings, lists and tuples holds, by the keys that lead to it."""
+    """The leaves of a tree of mappings, lists and tuples, each with the path of keys to it."""
     below = f"{path}/" if path else ""
     if isinstance(value, Elsewhere):
         yield path, value
@@ -234,7 +234,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """A value as text: floats bit for bit; of an object that a checkpoint cannot hold only its type."""
+    """A value as text: a float bit for bit; for an object that a checkpoint cannot hold, only its type."""
     if isinstance(value, float):
         return value.hex()
     if value is None or isinstance(value, bool | int | str):

@@ -36,7 +36,7 @@ Row = dict[str, tuple[float, float]]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients; every module's own mode is restored after it."""
+    """Put the model in evaluation mode, without gradients; restore every module's own mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -50,8 +50,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class Evaluation:
     """The held-out data of a run, and their metrics for the model as it stands.
 
-    Micro-batch i is samples `i*micro … (i+1)*micro - 1`. Each one's totals are taken alone and added up in index
-    order in float64, so which worker ran it cannot show. Seeds are the same in every evaluation.
+    Micro-batch i is samples `i*micro … (i+1)*micro - 1`. Each one's totals are computed by themselves and added in index
+    order in float64, so the result does not depend on which worker ran it. Seeds are the same in every evaluation.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Evaluation:
         self.batches = MicroBatches(data, job.collate, seed=seed, purpose="eval data")
         self.micro_batch = micro_batch
         self.restore_buffers: Callable[[], None] = lambda: None
-        """Puts back what evaluation wrote to buffers; it is called after each micro-batch, as in training."""
+        """Puts back what evaluation wrote to buffers; called after each micro-batch, as in training."""
         self.join(group)
         self.figures: Mapping[str, str] = {}
-        """What the job drew of the newest evaluation, as texts by the name of their file; on rank 0."""
+        """The job's figures of the newest evaluation, as text by file name; on rank 0."""
         self._gives_outputs = whole_set.has_outputs(job)
         self._has_loss = has_evaluation_loss(job)
         self._repeats = False
         self._values: list[Mapping[str, str]] = []
-        """What was held after the functions over the whole set, where that was more than before."""
+        """What the job held after each call of its whole-set functions that changed something."""
 
     def join(self, group: Group) -> None:
         """Share the micro-batches out among the workers of `group` from now on."""
@@ -91,7 +91,7 @@ class Evaluation:
         self.assigned = evaluation_ranges(self.samples, self.micro_batch, group.size)[group.rank]
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Metrics by name, `eval/` in front, equal on every rank. `alive` is called for each micro-batch."""
+        """Metrics by name with the prefix `eval/`, equal on every rank. `alive` is called for each micro-batch."""
         with evaluating(model):
             own, outputs = self._own_results(model, alive)
         totals: dict[str, tuple[float, float]] = {}
@@ -111,7 +111,7 @@ class Evaluation:
         return metrics
 
     def _over_the_whole_set(self, model: nn.Module, own: whole_set.Outputs) -> Mapping[str, float]:
-        """Metrics over the outputs of all ranks, in micro-batch order: computed on rank 0, known to all, as is what went wrong."""
+        """Metrics over the outputs of all ranks, in micro-batch order. Rank 0 computes them; all ranks get them, or the error."""
         every = self.group.gather_first(own)
         found: whole_set.WholeSet | None = None
         wrong: LockstepError | None = None
@@ -135,11 +135,11 @@ class Evaluation:
         warn: Callable[[str], None] = lambda _: None,
         training: Callable[[], list[Computed]] = list,
     ) -> list[str] | None:
-        """The names of the metrics, from the first micro-batch: what is wrong with it is told before training.
+        """Evaluate the first micro-batch, so that what is wrong shows before training. Returns the names of the metrics.
 
-        With `repeat` it is computed again, the last one between, and must come out the same; what it leaves behind must not
-        show in the first micro-batch of `training`. Buffers are put back. None where the names are not known yet: a metric
-        of the whole set may fail on one micro-batch, which is warned of.
+        With `repeat` it is computed again, after the last one, and must give the same values; and the first micro-batch of
+        `training` must not depend on what it leaves behind. Buffers are put back. Returns None where the names are not known yet:
+        a metric of the whole set may fail on one micro-batch, which only gives a warning.
         """
         self._repeats = repeat
         before, self.restore_buffers = self.restore_buffers, KeptBuffers(model).restore
@@ -169,7 +169,7 @@ class Evaluation:
         try:
             return self._over_all(model, outputs, partial(self._after_others, model)).metrics
         except LockstepError as error:
-            if error.__cause__ is None:  # not the job's failure on so few samples, but a wrong kind of value
+            if error.__cause__ is None:  # a value of a wrong kind, not a failure on too few samples
                 raise
             warn(
                 f"evaluation: the metrics of the whole set could not be tried on its first micro-batch, and are first computed after "
@@ -183,9 +183,9 @@ class Evaluation:
         outputs: whole_set.Outputs,
         others: Callable[[Memory], Iterable[Mapping[str, str]]] = lambda _: (),
     ) -> whole_set.WholeSet:
-        """What the job makes of some outputs. JobError where it keeps something of them: rank 0 alone would have it.
+        """The job's whole-set metrics and figures of some outputs. JobError where the job keeps something of them: only rank 0 would have it.
 
-        `others` are the values of what is held after other outputs, given what was held before.
+        `others` gives what the job holds after other outputs, from what it held before.
         """
         if not self._repeats:
             return whole_set.compute(self.job, outputs, seed=self.seed)
@@ -205,7 +205,7 @@ class Evaluation:
         return found
 
     def _after_others(self, model: nn.Module, held: Memory) -> Iterator[Mapping[str, str]]:
-        """What is held after the metrics of the last micro-batch as well, and after these alone."""
+        """What the job holds after the whole-set metrics of the last micro-batch as well, and after those alone."""
         with evaluating(model):
             _, outputs = self._computed(model, self._last)
         whole_set.compute(self.job, outputs, seed=self.seed)
@@ -221,7 +221,7 @@ class Evaluation:
         training: Callable[[], list[Computed]],
         warn: Callable[[str], None],
     ) -> None:
-        """Refuse what evaluation leaves behind where the first micro-batch of training shows it, and warn of any other."""
+        """Refuse what evaluation leaves behind if the first micro-batch of training depends on it; warn if it only changes with each micro-batch."""
         after = memory_of(self.job, model)
         left = after.changed_since(held)
         if not left:
@@ -236,11 +236,11 @@ class Evaluation:
                     "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
                     "else; keep nothing in evaluation that training reads"
                 )
-        told = memory_of(self.job, model).changed_since(held)  # by the rehearsal of training
+        told = memory_of(self.job, model).changed_since(held)  # what training itself changes
         held.restore()
         with evaluating(model):
             self._computed(model, 0)
-        # What each micro-batch writes anew is not handed on, such as a metric that is reset.
+        # State that each micro-batch writes anew, such as a metric that is reset, is not carried over.
         places = after.changed_since(memory_of(self.job, model))
         within = tuple(f"{one}[" for one in told)
         handed_on = [p for p in places if p in left and p not in told and not p.startswith(within)]
@@ -277,7 +277,7 @@ class Evaluation:
         )
 
     def _texts(self, model: nn.Module, i: int) -> dict[str, str]:
-        """What one micro-batch gives, by what it is, as texts that two equal values share."""
+        """The results of one micro-batch by name, as texts: equal values have equal texts."""
         row, outputs = self._computed(model, i)
         return {
             **{f"eval/{name}": repr(value) for name, value in row.items()},
@@ -294,7 +294,7 @@ class Evaluation:
     def _own_results(
         self, model: nn.Module, alive: Callable[[], None]
     ) -> tuple[list[Row], whole_set.Outputs]:
-        """Totals of each micro-batch of this rank, and their outputs one after another."""
+        """Totals of each micro-batch of this rank, and their outputs joined in order."""
         keys = [
             MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.assigned
         ]
@@ -316,7 +316,7 @@ class Evaluation:
         return min((i + 1) * self.micro_batch, self.samples)
 
     def _results(self, model: nn.Module, i: int, batch: Any) -> tuple[dict[str, Mean], whole_set.Outputs]:
-        """The means still on the device: nothing waits for it before the last micro-batch is under way, but for outputs."""
+        """Means and outputs of one micro-batch. The means stay on the device, so that nothing waits for it before the last micro-batch is launched."""
         where = f"evaluation micro-batch {i}, rank {self.group.rank}"
         parameters = ParameterWatch(model)
         seed_all(self.seed, "eval", i, cuda=self.group.device if self.group.device.type == "cuda" else None)
@@ -327,7 +327,7 @@ class Evaluation:
                 outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
         except LockstepError:
             raise
-        except (Exception, SystemExit) as error:  # a job may end the process
+        except (Exception, SystemExit) as error:  # a job may call sys.exit()
             raise as_lockstep_error(error, where) from error
         finally:
             self.restore_buffers()
@@ -336,7 +336,7 @@ class Evaluation:
 
 
 def has_evaluation_loss(job: Job) -> bool:
-    """Whether an evaluation has a loss: one of phases may have metrics alone. JobError where there is nothing to evaluate."""
+    """Whether an evaluation has a loss: with phases it may have metrics alone. JobError where there is nothing to evaluate."""
     if overrides(job, "loss") or not own_phases(job):
         return True
     if not overrides(job, "metrics") and not whole_set.has_outputs(job):

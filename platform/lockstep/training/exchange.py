@@ -1,8 +1,8 @@
 """The one exchange of a step: everything that the ranks must agree on, in one small message.
 
-It is closed before the last backward of a step and leaves with the first gradients of it: within their own
-message where that is a small one sent whole, else in a collective of its own. It is read when that backward is
-done, so its time is hidden.
+It is closed before the last backward of a step and sent with that backward's first gradients: inside their
+message where that is small and sent whole, else in a collective of its own. It is read after that backward,
+which hides its time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.training.group import Group
 
 
 class Totals(NamedTuple):
-    """What a step's micro-batches come to, added in index order in float64: the same for every W.
+    """The totals of a step's micro-batches, added in index order in float64: the same for every W.
 
     `loss` and `weight` are totals over the global batch; `parts` are (total, weight) by name.
     `first_bad` is the index of the first micro-batch whose loss is not finite, or None.
@@ -32,7 +32,11 @@ class Totals(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks know of each other: the step's totals, the buffers that were written to, whether any asks to stop, to save or to form another group, and how long each takes for a micro-batch."""
+    """What all ranks know after the exchange.
+
+    The step's totals; the buffers that were written to; whether any rank asks to stop, to save or to form another group; and
+    each rank's time for a micro-batch, in seconds.
+    """
 
     totals: Totals
     flagged: list[int]
@@ -43,7 +47,7 @@ class Agreed(NamedTuple):
 
 
 class Exchange:
-    """Collects one row a micro-batch and one flag a buffer, and gives every rank all of them.
+    """Collects one row per micro-batch and one flag per buffer, and gives every rank all of them.
 
     What a rank sends, in float64: a row for each micro-batch of its range, as many as in the longest range (total
     and weight of the loss, then of each part); the flags; its wishes to stop, to save and to regroup; its own pace.
@@ -61,7 +65,7 @@ class Exchange:
         self._votes = (0.0, 0.0, 0.0)
         self._messages: Tensor | None = None
         self._wait: Callable[[], None] | None = None
-        """What waits for the messages of all ranks where they were sent by themselves, and those: full once it has returned."""
+        """Waits for the messages of all ranks where they travel by themselves; they are in `_apart`, complete once it has returned."""
         self._apart: list[Tensor] = []
 
     def put(self, loss: Loss) -> None:
@@ -85,7 +89,7 @@ class Exchange:
         self._votes = float(stop), float(save), float(regroup)
 
     def close(self, pace: float = 0.0) -> None:
-        """All is noted: what this rank has to say is ready to be sent. `pace` is its time for a micro-batch, in seconds."""
+        """Build this rank's message from what was noted. `pace` is its time for a micro-batch, in seconds."""
         device = self.group.device
         length = self.rows * self.width + self.flags + len(self._votes) + 1
         sent = self._values + [0.0] * (length - len(self._values))
@@ -98,7 +102,7 @@ class Exchange:
         )
 
     def send(self) -> None:
-        """Send it by itself, without waiting."""
+        """Send the message in a collective of its own, without waiting."""
         message, rank = self.message, self.group.rank
         lengths = [message.numel()] * self.group.size
         lengths[rank] = 0
@@ -109,16 +113,16 @@ class Exchange:
 
     @property
     def message(self) -> Tensor:
-        """What this rank sends, closed and not yet sent: float64, the same length on every rank."""
+        """The closed message of this rank: float64, of the same length on every rank."""
         assert self._messages is not None
         return self._messages
 
     def arrived(self, messages: Tensor) -> None:
-        """The messages of all ranks, one after another, where they travelled with something else."""
+        """Take the messages of all ranks, one after another, which travelled with something else."""
         self._messages = messages
 
     def read(self, micro_batches: int) -> Agreed:
-        """Wait for it: what all ranks now know of a step with so many micro-batches that are not empty."""
+        """Wait for the messages; what all ranks now know. `micro_batches` is how many of the step are not empty."""
         if self._wait is not None:
             self._wait()
             self.arrived(torch.cat(self._apart))
@@ -143,7 +147,7 @@ class Exchange:
 
 
 def _on_device(values: list[Tensor | float], device: torch.device) -> Tensor:
-    """Value by value: a copy of a list to the device would wait for all that was launched there before."""
+    """A message on the device, written value by value: copying a list there would wait for everything launched before."""
     message = torch.zeros(len(values), dtype=torch.float64, device=device)
     for i, value in enumerate(values):
         if isinstance(value, Tensor) or value:

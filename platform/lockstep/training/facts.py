@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step, and what its ranks must agree on to train together."""
+"""What a run states about itself before its first step, and what its ranks must agree on to train together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.training.job_phases import own_phases
 
 
 def _own_fields(job: Job) -> dict[str, str]:
-    """What a job adds to the identity. JobError where it fails, or gives no mapping."""
+    """What a job adds to the identity. JobError where it fails or returns no mapping."""
     try:
         own = job.identity()
         return {f"job.identity.{name}": str(value) for name, value in own.items()}
@@ -50,7 +50,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """The facts of a run, which its record begins with: identity and its fields, environment, seeds, workers and plan.
 
-    `fork` is the run that its initial state is from, if any. Raises JobError where the job's `identity` fails.
+    `fork` names the run and step that its initial state is from, if any. Raises JobError where the job's `identity` fails.
     """
     device = group.device
     fields = identity_fields(
@@ -80,18 +80,18 @@ def facts_of(
 
 
 def with_compiler(facts: dict[str, Any], compiled: CompiledLosses) -> dict[str, Any]:
-    """The facts of a run whose losses are compiled: what compiles them decides about the bits."""
+    """The facts of a run whose losses are compiled: its identity includes the compiler, which affects the bits."""
     fields = facts["fields"] | identity_of_compiler(compiled)
     return {**facts, "fields": fields, "identity": identity_digest(fields)}
 
 
 def _left_out(without: str) -> dict[str, str]:
-    """The samples that the run does not learn from, kept as a file of its own."""
+    """The samples left out of training, which are kept as a file of their own."""
     return {"what": described(without), "ids": without}
 
 
 def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
-    """What the data are, by `data.train.…` and `data.eval.…`."""
+    """Fingerprints of the data, as fields `data.train.…` and `data.eval.…`."""
     every = {"train": batches} | ({"eval": evaluate.batches} if evaluate is not None else {})
     return {
         f"data.{name}.{field}": value
@@ -101,7 +101,7 @@ def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[st
 
 
 def leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str], None]) -> int | None:
-    """Evaluation samples that are training samples too, which is warned of; None where they are not compared."""
+    """The number of evaluation samples that are training samples too, with a warning if any; None where they are not compared."""
     if eval_data is None:
         return None
     found = find_leakage(train_data, eval_data, seed)

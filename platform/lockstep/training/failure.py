@@ -1,4 +1,4 @@
-"""What went wrong in the job's own code, told so that its writer can act on it."""
+"""Errors of the job's own code, reported so that its author can act on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.job.frames import place_in_job
 
 
 def as_lockstep_error(error: BaseException, where: str) -> LockstepError:
-    """The one line for an exception out of the job's own code, with its file and line there; one that is told already stays as it is.
+    """A one-line error for an exception from the job's own code, with its file and line there. A LockstepError is kept as it is.
 
     `where` is the place in the run, such as `step 7, micro-batch 3, rank 0`.
     """

@@ -1,4 +1,4 @@
-"""Tracing the model that a run ends with, in the process that has trained it: it has imported what that takes."""
+"""Traces the final model in the process that trained it, which has already imported what that takes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lockstep.record.final_model import EXAMPLE, FOLDER, GRAPH, FinalModel, Valu
 
 
 def keep_final_model(job: Job, weights: Path, run_folder: Path) -> list[Path]:
-    """Write the model with these weights, traced on the CPU by torch.export, to `<run_folder>/model/`; its description.
+    """Trace the model with these weights on the CPU, by torch.export, into `<run_folder>/model/`. Returns the path of its description.
 
-    The graph is free of pickles and of the job's code: whoever loads it runs neither. Nothing where the job gives no example
-    input. A model that cannot be traced costs the run nothing: the description says why.
+    The graph has no pickles and none of the job's code: loading it runs neither. Returns no path where the job gives no example
+    input. A model that cannot be traced does not fail the run: the description says why.
     """
     folder = run_folder / FOLDER
     try:

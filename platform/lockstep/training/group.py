@@ -44,10 +44,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others in one collective before it gives up."""
 
 FIRST_FORMED = 1_000_000
-"""More groups than a process makes in any other way."""
+"""Numbers of `formed` groups start here: no process makes as many groups in any other way."""
 
 DRAINED_S = 1.0
-"""How long gloo may take to close connections that were shut: a moment, where nothing is wrong."""
+"""How long to wait for gloo to close connections that were shut. Normally it takes a moment."""
 
 SPARE_DESCRIPTORS = 128
 """Files that a worker opens beside its connections: data, loader processes, checkpoints, the record."""
@@ -58,8 +58,8 @@ class Group:
     """One worker's view of the group: its `rank` of `size`, its `device`, and a channel of their own.
 
     `channel` is a process group apart from the default one, on which DDP itself talks. Everything Lockstep
-    sends in a step goes through it in one order: the exchange, then the buckets, then the buffers.
-    None in a group of one.
+    sends in a step goes through it, or if small through `links`, in one order: the exchange, then the buckets,
+    then the buffers. `channel` is None in a group of one.
     """
 
     rank: int
@@ -67,11 +67,11 @@ class Group:
     device: torch.device
     channel: Any = None
     store: Any = None
-    """Through which the members of a group that was `formed` have met; the process that serves it must keep it."""
+    """Where the members of a `formed` group met; the process that serves it must keep it."""
     sockets: Sockets = field(default_factory=dict, compare=False)
     """The channel's connections, one to every other rank; empty where they are not known."""
     inodes: Inodes = field(default_factory=dict, compare=False)
-    """The same by what they are still known by when they have ended."""
+    """Their inodes, which still identify them when the connections have ended."""
     waits: Waits = field(default_factory=Waits, compare=False)
     links: Links | None = field(default=None, compare=False)
     """For small messages; None in a group of one, on GPUs, in a large group, and where the channel's connections are not known."""
@@ -88,16 +88,17 @@ class Group:
 
     @classmethod
     def formed(cls, rank: int, size: int, device: torch.device, store: Any, number: int) -> Group:
-        """A group of processes that have met at `store`, over gloo, apart from any default process group.
+        """A gloo group of processes that have met at `store`, apart from any default process group.
 
-        `number` is the same for all of them, and another one for each group that one of them forms. Raises torch's RuntimeError where a member is lost meanwhile.
+        `number` is the same on all members, and different for each group that any of them forms. Raises torch's RuntimeError where a member is
+        lost meanwhile.
         """
         if size == 1:
             return cls(rank=0, size=1, device=device)
         ensure_descriptors(size, groups=1)
         before = connected()
         hidden, dist.group.WORLD = dist.group.WORLD, None
-        # torch names a group by how many its process has made, and looks for the others under that name: a newcomer has made fewer.
+        # torch names a group by the number of groups its process has made, and members meet under that name: a newcomer has made fewer.
         made, _world.group_count = _world.group_count, FIRST_FORMED + number
         try:
             dist.init_process_group(
@@ -109,7 +110,7 @@ class Group:
         return cls(rank, size, device, channel, store)._with_sockets(before)
 
     def _with_sockets(self, before: Sockets) -> Group:
-        """The same with its connections: all that were made since `before`, and that a member has the other end of."""
+        """The group with its connections: those opened since `before` whose other end is a member's."""
         if self.device.type != "cpu":
             return self
         own = opened_since(before)
@@ -129,9 +130,9 @@ class Group:
 
     @property
     def can_abort(self) -> bool:
-        """Whether this group can be broken off: with gloo, where the system lists its connections. One of a single rank has none.
+        """Whether this group can be broken off: on gloo, where the system lists its connections. A single rank has none to break.
 
-        A kernel of NCCL waits for a lost rank until it is aborted from outside.
+        NCCL cannot: its kernel waits for a lost rank until it is aborted from outside.
         """
         return bool(self.sockets) or (self.size == 1 and self.device.type == "cpu")
 
@@ -141,14 +142,14 @@ class Group:
         self.waits.end()
 
     def let_go(self) -> None:
-        """In a forked process: close the connections, which would else be open for as long as it outlives its parent."""
+        """In a forked process: close its copies of the connections, which would stay open if it outlives its parent."""
         close(self.sockets)
 
     def abort(self) -> None:
-        """End a group of which a member is lost: break off what is under way, while what it reads and writes is still there.
+        """End a group that has lost a member: break off what is under way, while the memory that it reads and writes still exists.
 
-        A thread of gloo may wait for a lost rank until its time is over, and whoever destroys the group would wait for that thread. So
-        it stays.
+        A gloo thread may wait for a lost rank until its timeout, and destroying the group would wait for that thread. So the
+        group object is never freed.
         """
         if self.channel is None:
             return
@@ -158,13 +159,13 @@ class Group:
         until = time.monotonic() + DRAINED_S
         while still_open(self.inodes) and time.monotonic() < until:
             time.sleep(0.001)
-        # One that gloo does not close has a message for memory that is gone: its thread would look for it for ever.
+        # gloo keeps a connection open whose message is for memory that is gone; its thread would look for it for ever.
         take_away(still_open(self.inodes))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.channel))  # nor at the end of the process
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.channel))  # not even at the end of the process
         dist.destroy_process_group(self.channel)
 
     def close(self) -> None:
-        """End a group of which nobody waits any more."""
+        """End a group in which nobody waits any more."""
         if self.channel is not None:
             self.break_off()
             if self.links is not None:
@@ -179,9 +180,9 @@ class Group:
             work.wait()
 
     def pass_on(self, outgoing: Messages, incoming: Messages) -> Callable[[], None]:
-        """Send a tensor to each rank named and receive one from each, without waiting; what waits for all of it. Nothing is sent for an empty one.
+        """Send a tensor to each rank in `outgoing` and receive one from each in `incoming`. Returns at once, with a function that waits for all.
 
-        A small one goes past gloo, where there are links: sender and receiver both know its size.
+        An empty tensor is not sent. A small one bypasses gloo where there are links: sender and receiver both know its size.
         """
         waits: list[Callable[[], None]] = []
         if self.links is not None:
@@ -210,10 +211,10 @@ class Group:
     def swap(
         self, message: Tensor, lengths: Sequence[int], largest: int
     ) -> tuple[Tensor, Callable[[], None]]:
-        """Send `message` to every other rank and receive one from each, without waiting: what is received, by rank, and what waits for both.
+        """Send `message` to every other rank and receive one from each, without waiting. Returns what is received, by rank, and what waits for both.
 
-        Tensors of one dimension and one type. `lengths` has how many numbers each rank sends, 0 for this one. `message` stays as it is until all
-        has come. `largest` is the most numbers that any rank sends: by that all choose the same way.
+        All tensors have one dimension and one dtype. `lengths` has how many elements each rank sends, 0 for this one. `largest` is the most
+        that any rank sends, by which all ranks choose the same way. `message` must not change before the wait is over.
         """
         received = message.new_empty(sum(lengths))
         if self.links is not None and largest * message.element_size() <= DIRECT_BYTES:
@@ -235,14 +236,14 @@ class Group:
 
         def wait() -> None:
             self.wait(work)
-            # A thread of the backend holds on to the tensors of a work that is done for as long as it gets no turn to run.
+            # A backend thread keeps the tensors of a finished work until it gets a turn to run: free the memory now.
             if outgoing is not message:
                 outgoing.untyped_storage().resize_(0)
 
         return received, wait
 
     def called(self, call: Callable[[], T]) -> T:
-        """What a call gives that waits for the other ranks by itself."""
+        """The result of a call that waits for the other ranks by itself."""
         return self.waits.for_call(call) if self.can_abort else call()
 
     def gather(self, value: Any) -> list[Any]:
@@ -254,7 +255,7 @@ class Group:
         return gathered
 
     def gather_first(self, value: Any) -> list[Any] | None:
-        """`value` of every rank, by rank, on rank 0; None on the others, which hold no more than their own."""
+        """`value` of every rank, by rank, on rank 0; None on the others, which receive nothing."""
         if self.size == 1:
             return [value]
         gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -270,10 +271,10 @@ class Group:
         return given[0]
 
     def together(self, action: Callable[[], T]) -> T:
-        """What `action`, which is no collective, gives on this rank. A fault of the job on any rank is raised on all: their own, or the first.
+        """The result of `action`, which is no collective, on this rank. An error of the job on any rank is raised on all: their own, or the first.
 
-        Of a rank that leaves alone the others know only that its connection is closed. They do so where its machine failed:
-        that is told of the machine alone.
+        If a rank left alone, the others would only see a closed connection. Other errors do leave alone: where a machine failed,
+        the error is about that machine only.
         """
         wrong: LockstepError | None = None
         try:
@@ -314,7 +315,7 @@ def local_device(spec: Spec) -> torch.device:
 
 
 def ensure_descriptors(ranks: int, groups: int) -> None:
-    """Raise this process's limit of open files to what so many further groups of gloo need. ClusterError where it may not.
+    """Raise this process's limit of open files for so many more gloo groups. ClusterError where the hard limit is too low.
 
     A group keeps a connection to every other rank, and four more descriptors of its own: 7 for four ranks, 11 for eight.
     """

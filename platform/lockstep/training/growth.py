@@ -1,7 +1,7 @@
-"""Memory over time: what a worker holds between two steps, and what keeps a graph alive where that grows.
+"""Memory over time: what a worker holds between two steps, and which objects keep autograd graphs alive where that grows.
 
-Between two steps no tensor needs its graph any more. Where memory grows from one look to the next, the tensors that have one are looked for
-among Python's objects, twice: what is there the first time and has grown the second time is held by somebody who adds to it.
+Between two steps no tensor needs its graph any more. Where memory keeps growing, Python's objects are searched twice for tensors that still
+have one. An object that held some the first time and holds more the second time is the one that collects them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 LOOKS, LEAST_BYTES = 4, 1 << 20
-"""Over so many looks memory has to have grown by so much, and never to have fallen, before objects are looked at: that takes some 0.1 s."""
+"""Objects are searched, which takes some 0.1 s, only after memory has grown by so much over so many looks without falling."""
 
 _MOST_NODES = 100_000
 _MOST_TENSORS = 10_000
@@ -27,12 +27,12 @@ _MOST_HOLDERS = 16
 
 
 def held_bytes(device: torch.device) -> int:
-    """What this process holds now: of a GPU what torch has allocated there, else the resident memory that is not of files."""
+    """Bytes that this process holds now: on a GPU what torch has allocated, else the resident memory that is not backed by files."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     try:
         status = Path("/proc/self/status").read_text()
-    except OSError:  # no Linux: the most that it has held will do for a trend
+    except OSError:  # not Linux: the peak is good enough for a trend
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     return int(found.get("RssAnon", found["VmRSS"]).split()[0]) * 1024
@@ -47,7 +47,7 @@ class Holding(NamedTuple):
 
 
 class Growth:
-    """The looks of one worker. `look` gives a line once, where graphs are kept alive; `since` is then the step at which it began."""
+    """Watches the memory of one worker. `look` returns a line once, where something keeps graphs alive."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class Growth:
         self._told = False
 
     def look(self, step: int) -> tuple[int, str]:
-        """What is held after a step, in bytes, and once the line about who keeps graphs alive."""
+        """The bytes held after a step, and a line about what keeps graphs alive: once, else empty."""
         now = held_bytes(self._device)
         if self._told:
             return now, ""
@@ -71,7 +71,7 @@ class Growth:
         return now, self._searched(first)
 
     def _began(self) -> int:
-        """The look from which on memory has never fallen."""
+        """The index of the look since which memory has never fallen."""
         i = len(self._looks) - 1
         while i and self._looks[i - 1][1] <= self._looks[i][1] + LEAST_BYTES // 4:  # a few pages come and go
             i -= 1
@@ -114,7 +114,7 @@ def holdings() -> list[Holding]:
 
 
 def _kinds_of_tensors() -> set[type]:
-    """Tensor and all classes that are made of it: a look into a set takes half as long as `issubclass`, of 300 000 objects."""
+    """Tensor and all its subclasses: for 300 000 objects a lookup in a set takes half as long as `issubclass`."""
     found, waiting = set[type](), list[type]([Tensor])
     while waiting:
         kind = waiting.pop()
@@ -152,7 +152,7 @@ def _nodes(tensors: Iterable[Tensor]) -> int:
 
 
 def name_of(holding: Holding, own: Sequence[Any]) -> str:
-    """What keeps them alive, by the attribute or variable of its owner as far as that can be told. `own` are the caller's lists."""
+    """What keeps the tensors alive, as an attribute or variable of its owner where that is known. `own` are the caller's lists, to be ignored."""
     holder, tensor = holding.holder, max(holding.tensors, key=lambda one: _nodes([one]))
     kind = type(holder).__name__
     direct = _held_by(holder, tensor)
@@ -168,7 +168,7 @@ def name_of(holding: Holding, own: Sequence[Any]) -> str:
 
 
 def _held_by(owner: Any, held: Any) -> str:
-    """`held` as an attribute of `owner`, or as a variable of what `owner` is the namespace of; nothing where it is neither."""
+    """`held` as an attribute of `owner`, or as a variable of what `owner` is the namespace of; empty where it is neither."""
     if not isinstance(owner, dict):
         name = next((key for key, value in _attributes(owner).items() if value is held), None)
         return "" if name is None else f"{name!r} of an object of class {type(owner).__name__!r}"
@@ -183,7 +183,7 @@ def _held_by(owner: Any, held: Any) -> str:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """Its attributes, past whatever code of its own would answer for it."""
+    """The attributes of `owner`, bypassing any attribute access that its class defines."""
     try:
         found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     except (AttributeError, TypeError):

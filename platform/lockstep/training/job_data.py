@@ -40,7 +40,7 @@ def open_data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
 def make_sampler(
     spec: Spec, plan: Plan, samples: Dataset[Any], assigned: range | None = None, start: int = 0
 ) -> MicroBatchSampler:
-    """What names the micro-batches of a worker to which `assigned` of each step are assigned (None: all), from step `start` on."""
+    """The sampler of a worker that runs the micro-batches `assigned` of each step (None: all), from step `start` on."""
     return MicroBatchSampler(
         samples,
         plan,
@@ -54,7 +54,7 @@ def make_sampler(
 
 
 def warnings_of(train_data: object) -> list[str]:
-    """What of the data is likely not meant."""
+    """Warnings about data that likely does not behave as meant."""
     if not callable(getattr(train_data, "set_epoch", None)):
         return []
     return [
@@ -64,14 +64,14 @@ def warnings_of(train_data: object) -> list[str]:
 
 
 def check_rules(spec: Spec, eval_data: object) -> None:
-    """SpecError for a rule that goes by a metric of the evaluation where there is none."""
+    """SpecError for a rule that needs a metric of the evaluation where the job has no `eval_data`."""
     if eval_data is None and (spec.early_stop is not None or spec.checkpoint.keep_best is not None):
         name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
         raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
 
 
 def _check(data: object, name: str) -> None:
-    """Refuse what is no map-style dataset."""
+    """JobError for anything but a map-style dataset."""
     kind = type(data).__name__
     if isinstance(data, torch.utils.data.DataLoader):
         raise JobError(f"job.{name}: returned a DataLoader; return its dataset, Lockstep makes the batches")

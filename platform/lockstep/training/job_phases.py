@@ -1,6 +1,6 @@
-"""The phases of a step on the model at hand: what each learns and by which loss, which parameters rest, and the phases' optimizers and schedules as one.
+"""A job's phases on its model: what each learns and by which loss, which parameters rest, and the phases' optimizers and schedules as one.
 
-A job without phases has a single one, without a name, over all parameters that ask for a gradient.
+A job without phases has a single one, without a name, over all parameters that require a gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class ModelPhase:
-    """A phase on the model at hand. `names` are its parameters that ask for a gradient, in the model's order."""
+    """A phase on its model. `names` are its parameters that require a gradient, in the model's order."""
 
     name: str
     loss: Callable[[nn.Module, Any], Loss]
@@ -46,7 +46,7 @@ class ModelPhase:
 
 
 def phases_of(job: Job, model: nn.Module) -> tuple[ModelPhase, ...]:
-    """The phases of a step, in order. JobError where they cannot be what a step is made of."""
+    """The phases of a step, in order. JobError where a phase is invalid, or a parameter that requires a gradient is in none."""
     own = own_phases(job)
     asking = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not own:
@@ -63,7 +63,7 @@ def phases_of(job: Job, model: nn.Module) -> tuple[ModelPhase, ...]:
 
 
 def own_phases(job: Job) -> list[Phase]:
-    """What `job.phases()` gives, checked as far as that goes without a model."""
+    """What `job.phases()` returns, checked as far as is possible without a model."""
     if not overrides(job, "phases"):
         return []
     try:
@@ -100,7 +100,7 @@ def _on_model(phase: Phase, every: Iterable[Phase], model: nn.Module, asking: li
 
 
 def selected(model: nn.Module, names: Iterable[str], told: str) -> list[str]:
-    """The parameters that `names` of parameters or modules stand for, as `named_parameters` has them. JobError for any other name."""
+    """The parameters that `names` of parameters or modules stand for, in the order of `named_parameters`. JobError for an unknown name."""
     if isinstance(names, str):
         raise JobError(f"{told}: got the text {names!r}, wanted a list of names of parameters or modules")
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -120,7 +120,7 @@ def selected(model: nn.Module, names: Iterable[str], told: str) -> list[str]:
 
 
 def check_combination(job: Job, spec: Spec) -> None:
-    """SpecError for what does not go with the phases of a job, or with parameters that rest."""
+    """SpecError for settings that phases or frozen parameters rule out."""
     phased, rests = bool(own_phases(job)), overrides(job, "frozen_parameters")
     if not phased and not rests:
         return
@@ -142,7 +142,7 @@ def check_combination(job: Job, spec: Spec) -> None:
 
 
 def refuse_phases(job: Job, who: str) -> None:
-    """SpecError for a job with phases where one loss and one optimizer are looked at."""
+    """SpecError for a job with phases; `who` can only look at one loss and one optimizer."""
     phases = own_phases(job)
     if phases:
         raise SpecError(
@@ -157,11 +157,11 @@ class FrozenRule:
     def __init__(self, job: Job, model: nn.Module, seed: int) -> None:
         self._job, self._model, self._seed = job, model, seed
         self._known: dict[Any, frozenset[str]] = {}
-        """By what the rule gave."""
+        """Parameter names, by what the rule returned."""
         self.there = overrides(job, "frozen_parameters")
 
     def __call__(self, step: int) -> frozenset[str]:
-        """The names of those that rest in step number `step`, counted from 1. The generators are seeded from (seed, "frozen", step - 1)."""
+        """The names of the parameters that rest in step number `step`, counted from 1. The generators are seeded from (seed, "frozen", step - 1)."""
         if not self.there:
             return frozenset()
         seed_all(self._seed, "frozen", step - 1)
@@ -194,14 +194,14 @@ class FrozenRule:
 
 
 def all_rest(step: int) -> JobError:
-    """What is told of a step in which nothing would learn."""
+    """The error for a step in which nothing would learn."""
     return JobError(
         f"job.frozen_parameters: all parameters rest in step {step}, which would learn nothing; leave one out"
     )
 
 
 class PhaseOptimizers:
-    """The optimizers of the phases, by their names: what a state has in the place of one."""
+    """The optimizers of the phases, by phase name; takes the place of a single optimizer in the state."""
 
     def __init__(self, by_phase: Mapping[str, torch.optim.Optimizer]) -> None:
         self.by_phase = dict(by_phase)
@@ -220,7 +220,7 @@ Optimizers = torch.optim.Optimizer | PhaseOptimizers
 
 
 def optimizers_of(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
-    """Each optimizer by the name of its phase; the only one of a job without phases by no name."""
+    """Each optimizer by the name of its phase; without phases, the only one by the empty name."""
     return optimizer.by_phase if isinstance(optimizer, PhaseOptimizers) else {"": optimizer}
 
 

@@ -1,7 +1,7 @@
 """Gradient flow by layer: gradient norms, update-to-weight ratios and silent units of groups of parameters, in one step.
 
-All of it is made of float64 sums over the fixed blocks of `training.norm`, added in the order of the parameters, and of counts: the
-same bits for every number of workers, and wherever gradients lie in memory. The weights are only read.
+All values come from float64 sums over the fixed blocks of `training.norm`, added in the order of the parameters, and from counts. So they
+have the same bits for every number of workers, and wherever gradients lie in memory. The weights are only read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.training.norm import GradientNorm, added
 
 MOST_GROUPS = 32
-"""So many lines can be told apart in a figure, and cost a store little."""
+"""As many lines as a reader can tell apart in a figure; so many cost a store little."""
 
 _UNITS = (nn.Linear, nn.modules.conv._ConvNd)
 """Modules whose weight has a row for each unit. A row of an embedding has no gradient where its token is not in the batch."""
@@ -23,8 +23,8 @@ _UNITS = (nn.Linear, nn.modules.conv._ConvNd)
 def layer_groups(names: Sequence[str]) -> dict[str, list[int]]:
     """The parameters of each layer group, by their indices in `names`, in their order.
 
-    A group is what has the first levels of the module path in common: as many levels as give at most `MOST_GROUPS` groups. Where even the
-    first level gives more, neighbours are taken together, as `first-last`. A parameter of the model itself is a group by its own name.
+    The parameters of a group share the first levels of their module path: as many levels as give at most `MOST_GROUPS` groups. If even the
+    first level gives more, neighbours are merged, as `first-last`. A parameter of the model itself is a group by its own name.
     """
     paths = [name.split(".")[:-1] or [name] for name in names]
     found: dict[str, list[int]] = {}
@@ -53,8 +53,8 @@ def _taken_together(groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
 class LayerFlow:
     """Looks at one update: `note` is called with its gradients, just before it, and `taken` after it.
 
-    Between the two it holds a copy of the trainable weights, at a time when the activations are gone. Of the parameters that some steps
-    rightly leave out (`conditional`), no silent units are counted.
+    In between it holds a copy of the trainable weights; the activations are already freed by then. Silent units are not counted for parameters
+    that some steps rightly leave out (`conditional`).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LayerFlow:
         conditional: Collection[str] = (),
         phase: str = "",
     ) -> None:
-        """`phase` is the name of the phase of a step, which comes before those of its groups."""
+        """`phase`, the name of a phase of the step, prefixes the names of its groups."""
         self._parameters, self._norm = parameters, norm
         self.groups = {f"{phase}/{group}" if phase else group: m for group, m in layer_groups(names).items()}
         rows = {
@@ -95,11 +95,11 @@ class LayerFlow:
 
     @torch.no_grad()
     def taken(self) -> dict[str, float]:
-        """After the update: the values by their names. Lets go of the copy.
+        """The values by name, after the update. Frees the copy of the weights.
 
-        `gradient_norm` is that of the mean gradient, `update_ratio` the norm of what the update changed over that of the weights before it,
-        left out where these are all zero, and `silent_units` the share of units of linear and convolutional layers whose weights have a
-        gradient of exactly zero.
+        `gradient_norm` is the norm of the mean gradient. `update_ratio` is the norm of the update over the norm of the weights before it; left
+        out where these are all zero. `silent_units` is the share of units of linear and convolutional layers whose weights have a gradient of
+        exactly zero.
         """
         before, self._before = self._before, []
         if not before:

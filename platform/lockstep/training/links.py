@@ -1,9 +1,9 @@
-"""Connections of a group on CPUs for its small messages, which the thread that trains sends and reads by itself.
+"""Connections of a group on CPUs for its small messages, which the training thread sends and reads by itself.
 
-gloo hands a collective from thread to thread, four on each rank, and where the processors are busy each of them waits until another's
-time slice is over. Two ranks on two processors that compute 3.2 ms a step and swap 100 KB: the swap takes 1.4 ms through gloo's
-all-to-all (4.0 at the 90th percentile), 0.2 ms (0.4) if who waits for a message reads it. A large message stays with gloo, whose threads
-go on with it while a backward computes.
+gloo hands a collective from thread to thread, four on each rank, and on busy processors each of them waits until another's time slice is
+over. Measured with two ranks on two processors that compute 3.2 ms a step and swap 100 KB: the swap takes 1.4 ms through gloo's
+all-to-all (4.0 at the 90th percentile), and 0.2 ms (0.4) if the thread that waits for a message reads it. Large messages stay with gloo,
+whose threads move them while a backward computes.
 
 Invariants: messages between two ranks are read in the order in which they were sent; both know how long each is.
 """
@@ -28,28 +28,28 @@ from lockstep.training.connections import Ends, Sockets
 from lockstep.training.waits import LOOK_S
 
 DIRECT_BYTES = 1 << 19
-"""The largest message: about what a connection takes at once, so that nobody has to go on with it."""
+"""The largest message for a link: about what a connection takes at once, so that nobody has to push the rest."""
 
 MOST_RANKS = 16
-"""In larger groups each rank would look at so many connections that gloo's threads cost less."""
+"""In larger groups each rank would poll so many connections that gloo's threads cost less."""
 
 CONNECT_S = 10.0
-"""How long the ranks may take to connect, which have just met; without links all goes through gloo."""
+"""How long the ranks, which have just met, may take to connect; if they do not, everything goes through gloo."""
 
 
 Messages = Sequence[tuple[int, Tensor]]
-"""Each with the rank that it goes to, or comes from."""
+"""Tensors, each with the rank that it goes to or comes from."""
 
 
 class Links:
-    """A connection to every other rank. The thread that trains passes messages on; any other may shut them down by their descriptors."""
+    """A connection to every other rank. Only the training thread passes messages; any other thread may shut the connections by their descriptors."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
-        """`sockets` by rank. A message that has not moved for `timeout_s` has no end."""
+        """`sockets` by rank. A wait in which nothing moves for `timeout_s` raises RuntimeError."""
         self._links = {rank: _Link(rank, opened) for rank, opened in sockets.items()}
         self._timeout_s = timeout_s
         self.look: Callable[[], None] = _nothing
-        """Called now and then by whoever waits; raises where the group is broken off."""
+        """Called now and then while waiting; raises where the group is broken off."""
         self.close = weakref.finalize(self, _close, list(sockets.values()), os.getpid())
         """Close the connections, in the process that has opened them."""
 
@@ -60,9 +60,9 @@ class Links:
         return {one.fileno(): Ends(one.getsockname()[:2], one.getpeername()[:2]) for one in sockets}
 
     def pass_on(self, outgoing: Messages, incoming: Messages) -> Callable[[], None]:
-        """Send messages to single ranks, and receive what fills the tensors given with theirs, without waiting; what waits for all of it.
+        """Send messages to single ranks and receive theirs into the tensors given. Returns at once, with a function that waits for all of it.
 
-        Tensors without gaps on the CPU, of any type, which stay as they are until then. An empty one is no message. Raises
+        The tensors are contiguous, on the CPU and of any dtype, and must not change before that. An empty one is no message. Raises
         RuntimeError where a rank is lost or the group is broken off.
         """
         for rank, message in outgoing:
@@ -71,11 +71,11 @@ class Links:
             self._links[rank].receive(_memory(into))
         links = {rank: self._links[rank] for rank, _ in (*outgoing, *incoming)}.values()
         ends = [(link, link.wanted_out, link.wanted_in) for link in links]
-        held = (outgoing, incoming)  # whoever waits keeps what is read from and written to
+        held = (outgoing, incoming)  # keeps the tensors alive: a link knows only their addresses
         return lambda: self._wait(ends, held)
 
     def _wait(self, ends: Sequence[tuple[_Link, int, int]], _held: object) -> None:
-        """Until so many messages have gone out and come in on each of them."""
+        """Wait until each link has sent and received so many messages."""
         moved_at = time.monotonic()
         while True:
             for link, _, _ in ends:
@@ -105,22 +105,22 @@ class _Link:
         self._out: deque[memoryview] = deque()
         self._in: deque[memoryview] = deque()
         self.wanted_out = self.wanted_in = self.gone_out = self.come_in = 0
-        """Messages that were asked for, and that are done."""
+        """How many messages were queued, and how many of them are done."""
 
     @property
     def wanted(self) -> int:
-        """What it waits for, as `select.poll` has it."""
+        """The events that it waits for, as flags of `select.poll`."""
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
     def send(self, message: memoryview) -> None:
-        """Have a message follow those before it, and send what the connection takes now."""
+        """Queue a message, and send what the connection takes now."""
         if message:
             self._out.append(message)
             self.wanted_out += 1
             self.push()
 
     def receive(self, into: memoryview) -> None:
-        """Have the next message that nobody waits for yet fill this."""
+        """Queue a buffer for the next message."""
         if into:
             self._in.append(into)
             self.wanted_in += 1
@@ -141,7 +141,7 @@ class _Link:
                 self.gone_out += 1
 
     def pull(self) -> None:
-        """Read what has come, as far as it is asked for."""
+        """Read what has arrived into the queued buffers."""
         while self._in:
             try:
                 read = self.socket.recv_into(self._in[0])
@@ -162,7 +162,7 @@ class _Link:
 
 
 def _ready(links: Iterable[_Link]) -> bool:
-    """Wait until one of them can go on. False where none can for a while."""
+    """Wait until one of the links can make progress. False where none can for a while."""
     poll = select.poll()
     for link in links:
         poll.register(link.socket, link.wanted)
@@ -170,12 +170,12 @@ def _ready(links: Iterable[_Link]) -> bool:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """That of a tensor without gaps, by its address: torch would never resize what NumPy has seen. It keeps nothing alive."""
+    """The memory of a contiguous tensor, by its address: torch refuses to resize what NumPy has seen. It keeps nothing alive."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _close(sockets: Sequence[socket.socket], owner: int) -> None:
-    if os.getpid() == owner:  # in a forked process they are let go of, and may be other files by now
+    if os.getpid() == owner:  # a forked process has let go of them already: they may be other files by now
         for opened in sockets:
             opened.close()
 
@@ -186,7 +186,7 @@ def _nothing() -> None: ...
 def linked(
     rank: int, size: int, host: str, gather: Callable[[Any], list[Any]], timeout_s: float
 ) -> Links | None:
-    """Connections between all ranks of a group, each of which calls it; None on all where any of them cannot connect.
+    """Connect all ranks of a group, each of which calls it; None on all ranks where the group is too large or any of them cannot connect.
 
     `host` is this rank's address for the others, `gather` gives every rank's value by rank. `timeout_s` is that of `Links`.
     """
@@ -209,10 +209,10 @@ def linked(
 
 
 SAID_S = 1.0
-"""How long one that connects may take to say which rank it is, which it does at once."""
+"""How long a connecting rank may take to say which one it is; it says so at once."""
 
 _KEY = 16
-"""Bytes that a server gives to the ranks alone: nobody else is taken for one of them."""
+"""The bytes of a secret that a server gives to the ranks alone, so that nobody else passes for one of them."""
 
 _Address = tuple[str, int, bytes]
 
@@ -232,7 +232,7 @@ def _connect(
     key: bytes,
     sockets: dict[int, socket.socket],
 ) -> None:
-    """Connect to the ranks below, and have those above connect. OSError where one of them does not in time; `sockets` has those that did."""
+    """Connect to the ranks below, and accept those above. OSError where one of them is late; `sockets` has those that came."""
     until = time.monotonic() + CONNECT_S
     for other, (host, port, theirs) in enumerate(addresses[:rank]):
         sockets[other] = socket.create_connection((host, port), max(0.001, until - time.monotonic()))
@@ -247,5 +247,5 @@ def _connect(
         other = int.from_bytes(said[_KEY:])
         if said[:_KEY] == key and rank < other < len(addresses) and other not in sockets:
             sockets[other] = opened
-        else:  # nobody of the group
+        else:  # not a member of the group
             opened.close()

@@ -1,4 +1,4 @@
-"""The loop: `fit` reads as the run is lived. It runs unchanged in a Ray worker, under torchrun and in one process."""
+"""The training loop, written in the order in which a run happens. It runs unchanged in a Ray worker, under torchrun and in one process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from lockstep.training.watch import Watch
 from lockstep.training.weights import save_weights
 
 ALIVE_S = 1.0
-"""How often a run says that it lives while it makes its final model, which may be large."""
+"""Seconds between signs of life while a run makes its final model, which may be large."""
 
 
 def fit(
@@ -75,10 +75,11 @@ def fit(
 ) -> dict[str, Any] | None:
     """Train one run to its end as one worker of `group`. Returns its summary, the same on every rank.
 
-    `tell` takes the run's events, and `requests` is what others ask of it. None where `requests.go_on` says that nobody wants
-    more of the run, or where this worker leaves it: nothing is told of such an end. `origin` tells which attempt of which run this is;
-    without one nothing is saved and nothing taken up. `recovery` is where the workers meet to go on in another group; without it the loss
-    of one ends them all. Raises LockstepError with one clear line for whatever the spec, the job or the machine has wrong.
+    `tell` receives the run's events, and `requests` is what others ask of it. `origin` says which attempt of which run this is; without one
+    nothing is saved or resumed. `recovery` is where the workers meet to go on in another group; without it the loss of one ends them all.
+
+    Returns None, without an event, where `requests.go_on` says that nobody wants more of the run, or where this worker leaves it. Raises
+    LockstepError with one clear line for whatever is wrong with the spec, the job or the machine.
     """
     with surroundings(spec):
         run = prepare(spec, job, group, tell, origin)
@@ -95,9 +96,9 @@ def fit(
 def join(
     spec: Spec, job: Job, device: torch.device, recovery: Recovery, origin: AttemptOrigin | None
 ) -> dict[str, Any] | None:
-    """Train a run that goes on elsewhere to its end, as a worker that is handed its state. Returns its summary, as `fit` does.
+    """Join a run that is already training, receive its state, and train it to its end. Returns its summary, as `fit` does.
 
-    `origin` is that of the attempt which the others began with. None where they let this worker in no more, or it leaves again.
+    `origin` is that of the attempt which the others began with. Returns None where they no longer let this worker in, or it leaves again.
     """
     with surroundings(spec):
         alone = Seat(Group(0, 1, device), tell_nobody, NoRequests(), origin)
@@ -108,7 +109,7 @@ def join(
 
 @contextmanager
 def surroundings(spec: Spec) -> Iterator[None]:
-    """What a run needs of its process for as long as it is in it."""
+    """The process-wide settings that a run needs while it trains."""
     with (
         determinism(spec.determinism, spec.threads),
         others_out_of_sight(),
@@ -130,20 +131,20 @@ def train_on(run: Run, seat: Seat, recovery: Recovery | None) -> dict[str, Any] 
             run, seat = regrouped(run, seat, recovery, cause)
         except LeftError:
             return None
-        del cause  # its frames hold what the step that was left had computed
+        del cause  # its frames keep what the abandoned step had computed
 
 
 def tell_compiled(run: Run, tell: Tell) -> None:
-    """Rank 0's, at the beginning of a run whose losses are compiled: what was compiled, and how far it is from eager."""
+    """On rank 0, at the beginning of a run whose losses are compiled: report what was compiled, and how far it is from eager."""
     compiled, start = run.state.compiled, run.start
     if compiled is not None and run.group.rank == 0 and (start is None or start.fork):
         tell(Document(COMPILED, compiled.text()))
 
 
 def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None:
-    """Take the steps that are left, from the state as it is. `hasty`: others go on where a rank of this group is lost.
+    """Take the remaining steps from the current state. `hasty`: if this group loses a rank, the others go on.
 
-    Raises RegroupError after the step that is asked to be the last one of this group.
+    Raises RegroupError after the step that the ranks have agreed on as the last one of this group.
     """
     tell, requests, origin = seat.tell, seat.requests, seat.origin
     clock, pace, watch = Clock(origin), Pace(run.group), Watch(run, origin)
@@ -204,18 +205,18 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
 
 
 def ends_replay(position: Position, origin: AttemptOrigin | None) -> bool:
-    """Whether an attempt that takes steps of another run again has come to the last of them."""
+    """Whether an attempt that replays steps of another run has reached the last of them."""
     return origin is not None and origin.replay is not None and position.number >= origin.replay.until
 
 
 def goes_on(run: Run, requests: Requests) -> bool:
-    """Wait at the gate. All ranks leave together: one that left alone would break the others' next collective."""
+    """Whether to go on; `requests.go_on` may wait. All ranks leave together: one that left alone would break the others' next collective."""
     own = requests.go_on() if run.group.rank == 0 else True
     return bool(run.group.gather(own)[0])
 
 
 def catch_up(run: Run, tell: Tell) -> bool:
-    """Make the evaluation that an attempt stopped before. Whether the run is over where it is taken up."""
+    """Make the evaluation that the previous attempt did not get to, if one is due. Returns whether the run is already over."""
     counters, rule = run.state.counters, run.spec.early_stop
     if counters.step > counters.evaluated:
         last = run.plan.position(counters.step - 1)
@@ -225,7 +226,7 @@ def catch_up(run: Run, tell: Tell) -> bool:
 
 
 def note_step(run: Run, row: StepRow) -> None:
-    """Keep the row of a step that was updated: from here on the step is done."""
+    """Add the row of a finished step to the history: from here on the step counts as done."""
     run.state.metrics |= {
         "train/loss": row.loss,
         **{f"train/{name}": value for name, value in row.parts.items()},
@@ -241,14 +242,14 @@ def evaluation_is_due(run: Run, position: Position) -> bool:
 
 
 def evaluate(run: Run, position: Position, tell: Tell) -> bool:
-    """Evaluate the model as it stands. Whether the run should end here."""
+    """Evaluate the current model. Returns whether the run should end here."""
     assert run.evaluate is not None
     began, step = time.perf_counter(), position.number
     rule, over = run.spec.early_stop, False
     with run.state.averaged():
         metrics = run.evaluate(run.state.model, lambda: tell(Alive()))
-    run.step.agreement.check()  # before it is told: an evaluation is of bits that all ranks have
-    # From here on no rank waits for another: the evaluation is noted whole, or made again by those that outlive a lost one.
+    run.step.agreement.check()  # before it is reported: a reported evaluation is of bits that all ranks have
+    # From here on no rank waits for another. So when one is lost, the others have either the whole evaluation, or make it again.
     if rule is not None:
         with run.state.averaged():
             over = run.state.best.judge(rule, _named(metrics, rule.metric), step, run.state.model)
@@ -264,17 +265,17 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
 
 
 def _named(metrics: Mapping[str, float], name: str) -> float:
-    """A metric of the evaluation that a rule goes by. SpecError where there is none of that name."""
+    """The metric of the evaluation that a rule uses. SpecError where there is none of that name."""
     if name not in metrics:
         raise SpecError(f"early_stop.metric: the job gives no {name!r}{nearest(name, metrics)}")
     return metrics[name]
 
 
 def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
-    """Rank 0's: write what the run ends with into its folder. Nothing where the attempt saves nothing.
+    """On rank 0, write the results of the run into its folder. Returns their paths; no path where the attempt saves nothing.
 
-    The weights of the last step, their average and the best ones, where there are any; and the final model, of a run that
-    came to its end: one that is stopped has no time to lose. Averaged weights are the ones that were evaluated.
+    These are the weights of the last step, their average and the best ones, where there are any. A run that was not stopped also gets the
+    final model, of the average where there is one: those weights were evaluated. A stopped run has no time for it.
     """
     if run.group.rank > 0 or seat.origin is None or not seat.origin.saves:
         return []
@@ -299,7 +300,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool) -> dict[str, Any]:
-    """The run in figures. Raises DriftError where the ranks' weights are not the same bits."""
+    """The summary of the run. Raises DriftError where the ranks' weights are not the same bits."""
     state = run.state
     digest = _common_digest(run, "weights")
     ema_digest = None
@@ -327,7 +328,7 @@ def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool
 
 
 def _common_digest(run: Run, what: str) -> str:
-    """The digest of the model as it stands, one on all ranks: else DriftError."""
+    """The digest of the current weights. DriftError where the ranks have different ones."""
     state = run.state.model.state_dict()
     digests = run.group.gather(weights_digest(state))
     if len(set(digests)) > 1:
@@ -337,7 +338,7 @@ def _common_digest(run: Run, what: str) -> str:
 
 
 class Clock:
-    """The timing columns: what a run took, apart from what it computed."""
+    """Measures the timing columns: what a run took, apart from what it computed."""
 
     def __init__(self, origin: AttemptOrigin | None = None) -> None:
         self.attempt = 1 if origin is None else origin.attempt

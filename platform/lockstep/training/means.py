@@ -1,4 +1,4 @@
-"""The means of one micro-batch, checked: what a job gives back is told before training, not at the first evaluation."""
+"""The means of one micro-batch, checked: a wrong return value is refused before training, not at the first evaluation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_parts(told: str, parts: object, phase: str = "") -> None:
 
 
 def check_name(told: str, name: object) -> None:
-    """Raise JobError for what is no name of a part or metric: checkpoints, tables and a store's keys have it as a text of one line."""
+    """Raise JobError for an invalid name of a part or metric: checkpoints, tables and stores need text of one line."""
     if not isinstance(name, str):
         raise JobError(f"{told}: got {name!r} as a name, wanted text")
     if not name or not name.isprintable():
@@ -71,7 +71,7 @@ def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:
 
 
 def _check_mean(told: str, whose: str, mean: object) -> None:
-    """Raise JobError for what is no mean, and for one whose total or weight is not one number; `told` is the method that returned it."""
+    """Raise JobError for what is no mean, or whose total or weight is not one number; `told` is the method that returned it."""
     if not isinstance(mean, Mean):
         raise JobError(
             f"{told}: {whose} is {_kind(mean)}, wanted lockstep.Mean(total, weight): the sum over the micro-batch, and "

@@ -1,10 +1,10 @@
-"""How workers form the next group of a run, after a loss or with newcomers: they report at a roll call, and connect as it says.
+"""How workers form the next group of a run, after a loss or with newcomers: they report at a roll call, then connect as it says.
 
-The roll call is kept by a process that is none of the workers. Each worker that comes serves a store; the group is
-formed at that of its new rank 0.
+The roll call is kept by a process that is none of the workers. Each worker that reports serves a store; the group is
+formed at the store of its new rank 0.
 
-A process that is killed closes its connections, and the others meet an error at once. A machine that falls silent does not:
-so each worker also asks now and then whether there is a roll call, and then breaks its own group off.
+A killed process closes its connections, and the others get an error at once. A machine that falls silent does not. So
+each worker also asks now and then whether a roll call is on, and if so breaks its own group off.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from lockstep.training.recovery import LeftError, Seat
 from lockstep.training.roll_call import Answer, Arrival, Dismissed, Formation, Progress
 
 ASK_S = 0.02
-"""How often a worker that waits asks whether all have come."""
+"""Seconds between the questions of a waiting worker whether all have come."""
 
 WAIT_S = 0.2
-"""How often a newcomer asks whether it is let in."""
+"""Seconds between the questions of a newcomer whether it is let in."""
 
 LISTEN_S = 1.0
-"""How often a worker that trains asks whether there is a roll call."""
+"""Seconds between the questions of a training worker whether a roll call is on."""
 
 CONNECT_S = 30.0
 """How long members of a new group may take to connect; one that is lost meanwhile never does."""
 
 
 class RollCallClient(Protocol):
-    """The way to whoever keeps the roll calls (`training.roll_call.RollCalls`), for one worker."""
+    """One worker's way to the process that keeps the roll calls (`training.roll_call.RollCalls`)."""
 
     def ready(self) -> None: ...
 
@@ -49,7 +49,7 @@ class RollCallClient(Protocol):
 
 
 class Meeting:
-    """A worker's side of the roll calls of a run: a `training.recovery.Recovery`. A context, which listens while it is open."""
+    """A worker's side of the roll calls of a run: a `training.recovery.Recovery`. A context manager, which listens while it is open."""
 
     def __init__(
         self,
@@ -59,24 +59,24 @@ class Meeting:
         client: RollCallClient,
         seated: Callable[[Group, int, Seat], Seat],
     ) -> None:
-        """`worker` is this one's number, `host` its machine's address; `seated` is given the new group, its attempt and the place before."""
+        """`worker` is this worker's number, `host` its machine's address. `seated` makes the new seat from the group, its attempt and the old seat."""
         self._attempt, self._worker, self._host = attempt, worker, host
         self._client, self._seated = client, seated
         self._group: Group | None = None
-        """The group at hand, as long as this worker has not left it."""
+        """The current group, until this worker leaves it."""
         self._lock = threading.Lock()
         self._over, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def ready(self, seat: Seat) -> None:
-        """Come to roll calls from now on."""
+        """Take part in roll calls from now on."""
         self._group = seat.group
         self._group.waits.on_cut = self._wake.set
         self._client.ready()
         self._begin_to_listen()
 
     def enter(self, seat: Seat) -> Seat | None:
-        """Wait, as a newcomer, to be let in by the workers of a run; the place in their new group, None where they let nobody in."""
+        """As a newcomer, wait until the workers of a run let this one in. Returns the seat in their new group; None where nobody is let in."""
         self._client.enter(Arrival(None, self._host, 0))
         while (answer := self._client.ask(None)) is None:
             time.sleep(WAIT_S)
@@ -86,7 +86,7 @@ class Meeting:
         return self._connected(seat, answer, None)
 
     def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
-        """The place in the next group, once all have come; None where the attempt must end. LeftError where this worker leaves."""
+        """The seat in the next group, once all have come; None where the attempt must end. LeftError where this worker leaves."""
         with self._lock:
             self._group = None
         timeout = timedelta(seconds=CONNECT_S)
@@ -101,7 +101,7 @@ class Meeting:
         return self._connected(seat, answer, own)
 
     def _connected(self, seat: Seat, answer: Formation, own: TCPStore | None) -> Seat:
-        """The place in the group that a roll call says, once its members have connected at the store of its rank 0, which may be this one's `own`."""
+        """Connect at the store of the new rank 0, which may be this worker's `own`, and return the seat once all members have connected."""
         self._attempt, timeout = answer.attempt, timedelta(seconds=CONNECT_S)
         rank, size = answer.workers.index(self._worker), len(answer.workers)
         store = own
@@ -116,7 +116,7 @@ class Meeting:
         return self._seated(group, self._attempt, seat)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._over.set()
         self._wake.set()
         if self._thread is not None:
@@ -133,7 +133,7 @@ class Meeting:
         self._thread.start()
 
     def _listen(self) -> None:
-        """Break the group off where a roll call is on, and this worker still waits for one that is lost."""
+        """Break the group off if a roll call is on and this worker still waits for a lost one."""
         heard: int | None = None
         while True:
             woken = self._wake.wait(LISTEN_S)
@@ -142,8 +142,8 @@ class Meeting:
                 return
             called = self._client.called()
             with self._lock:
-                # It waits, and a connection has ended. Or it is the second time: one that only has to finish what it computes
-                # finds out by itself.
+                # Either a connection has ended while it waits, or a roll call is heard of for the second time: a worker that only has to
+                # finish what it computes finds out by itself in between.
                 lost = called is not None and called == self._attempt and (woken or called == heard)
                 if lost and self._group is not None:
                     self._group.break_off()

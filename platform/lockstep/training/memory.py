@@ -1,4 +1,4 @@
-"""What a worker's state takes, counted in bytes: before a run for its estimate, after it for its record."""
+"""How many bytes a worker's state takes: before a run for its estimate, after it for its record."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState
 
 BUCKETS_MOVING = 2
-"""Buckets that are on their way at once: the one that leaves, and the one before it."""
+"""Buckets that are in flight at once: the one that leaves, and the one before it."""
 
 
 def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: Sequence[int]) -> str:
-    """memory.json: what this rank holds at the end of a run, by the names of an estimate's fields, and every rank's peak.
+    """The text of memory.json: what this rank holds at the end of a run, under the names of an estimate's fields, and every rank's peak.
 
-    The sums of the tree and what is sent are gone by then: they follow from the plan, as in the estimate.
+    The tree's sums and the messages are gone by then: they are computed from the plan, as in the estimate.
     """
     gradients, summed, count = gradient_bytes(state.model), summed_bytes(state), plan.micro_batches
     return json.dumps(
@@ -43,18 +43,18 @@ def used(spec: Spec, plan: Plan, workers: int, state: TrainState, peak_by_rank: 
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of some tensors, of memory that several share once."""
+    """Bytes of some tensors; memory that several share counts once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the gradients that are there. Those in DDP's buckets are counted by their own size."""
+    """Bytes of the gradients that exist. Those in DDP's buckets count by their own size."""
     return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
 
 def summed_bytes(state: TrainState) -> int:
-    """Bytes of the gradients that are there of the phase that has most of them: those that are summed at once."""
+    """Bytes of the gradients that are summed at once: those that exist of the phase that has the most."""
     return max(
         sum(p.grad.nbytes for p in phase.parameters(state.model) if p.grad is not None)
         for phase in phases_of(state.job, state.model)
@@ -62,7 +62,7 @@ def summed_bytes(state: TrainState) -> int:
 
 
 def optimizer_bytes(optimizer: Optimizers) -> int:
-    """Bytes of an optimizer's state, or of those of all phases; of one that is sharded, of this rank's part."""
+    """Bytes of the optimizer's state, over all phases; for a sharded one, of this rank's part."""
     states = [
         state
         for one in optimizers_of(optimizer).values()
@@ -83,12 +83,12 @@ def checkpoint_bytes(state: TrainState) -> int:
 
 
 def sums_held(assigned: range, leaves: int) -> int:
-    """The most sets of gradients that a worker's part of the tree holds while another micro-batch is computed."""
+    """The most sets of gradients that a worker's part of the tree holds while it computes another micro-batch."""
     return max((len(nodes(range(assigned.start, m), leaves)) for m in assigned), default=0)
 
 
 def reduction_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:
-    """The tree's sums on the worker that holds most of them, where a set of gradients has so many bytes."""
+    """Bytes of the tree's sums on the worker that holds the most; `gradients` is the size of one set in bytes."""
     if spec.reduction != "exact":
         return 0
     ranges = worker_ranges(micro_batches, workers)
@@ -96,7 +96,7 @@ def reduction_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int
 
 
 def communication_bytes(spec: Spec, gradients: int, micro_batches: int, workers: int) -> int:
-    """DDP's buckets, which are there beside the gradients of a micro-batch that is not the last, and the messages of two of them."""
+    """Bytes of DDP's buckets, which exist beside the gradients of all but the last micro-batch, and of the messages of two of them."""
     if workers == 1:
         return 0
     sums = max(len(nodes(own, micro_batches)) for own in worker_ranges(micro_batches, workers))

@@ -1,8 +1,8 @@
 """The norm of a step's gradients, which does not depend on where in memory they lie.
 
-A kernel that adds up a tensor may take another order where the tensor is aligned otherwise (CUDA's do). `.grad` is a
-view into DDP's buckets on two workers, which are laid out anew after the first step, and memory of its own on one
-worker. So no such kernel sees a gradient here. The definition:
+A kernel that sums a tensor may choose another order for another alignment (CUDA's do). On two workers `.grad` is a
+view into DDP's buckets, which are laid out anew after the first step; on one worker it has memory of its own. So no
+such kernel sees a gradient here. The definition:
 
 * the elements of a parameter, in logical order (row-major by its shape, whatever its strides), form blocks of `BLOCK`;
 * a block is copied to a float64 workspace, always to the same place, and squared and added up there;
@@ -35,7 +35,7 @@ ALIGNMENT = 64
 
 
 ELEMENT_BY_ELEMENT = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-"""Optimizers that never add up a gradient's elements, so that it does not matter to them where these lie."""
+"""Optimizers that never sum over a gradient's elements, so that its place in memory does not matter to them."""
 
 
 def workspace_bytes(device: torch.device) -> int:
@@ -79,14 +79,14 @@ class GradientNorm:
         pieces = [piece for batch in self._batches for piece in batch.pieces]
         self._in_order = sorted((piece.parameter, piece.block, i) for i, piece in enumerate(pieces))
         self.observe: Callable[[Sequence[Tensor], Sequence[float]], None] | None = None
-        """Is given the gradients of a step, before they are clipped, and the sum of the squares of each, just before the update."""
+        """Called just before the update with the gradients of the step, before they are clipped, and the sum of squares of each."""
         self._split = [p for p, shape in enumerate(self._shapes) if shape.numel() > BLOCK]
 
     def _batch(self, pieces: list[_Piece], width: int) -> _Batch:
         rows = self._workspace[: len(pieces) * width].view(-1, width)
         targets = [row[: piece.length] for row, piece in zip(rows, pieces, strict=True)]
         for i, (parameter, _, length) in enumerate(pieces):
-            if length == self._shapes[parameter].numel():  # it is copied as a whole, from whatever strides
+            if length == self._shapes[parameter].numel():  # copied as a whole, whatever its strides
                 targets[i] = targets[i].view(self._shapes[parameter])
         done = sum(len(batch.pieces) for batch in self._batches)
         padded = any(piece.length < width for piece in pieces)
@@ -116,7 +116,7 @@ class GradientNorm:
 
 
 def added(squares: Iterable[float]) -> float:
-    """The norm that these squares have together, added in their order."""
+    """The square root of the sum of the squares, added in their order."""
     total = 0.0
     for square in squares:
         total += square
@@ -136,14 +136,14 @@ def _by_width(parameters: Sequence[Tensor]) -> dict[int, list[_Piece]]:
 def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:
     """Scale the gradients down to the norm `most` where theirs is above it, by the formula of `clip_grad_norm_`."""
     factor = most / (norm + 1e-6)
-    if not factor >= 1.0:  # a norm that is not a number makes none of it one
+    if not factor >= 1.0:  # written so that a NaN norm also scales
         torch._foreach_mul_(gradients, factor)
 
 
 def align_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give each parameter whose gradient lies anywhere in a bucket a gradient in memory of its own.
+    """Move each gradient that lies unaligned in a bucket to memory of its own.
 
-    For an optimizer that adds up or multiplies matrices, whose kernels may do so by the alignment of what they are given.
+    For optimizers that sum or multiply matrices: their kernels may choose an order by the alignment of their inputs.
     """
     for parameter in parameters:
         gradient = parameter.grad

@@ -1,8 +1,8 @@
-"""Where a value stopped being finite: the step that has just ended a run is looked into by rank 0, with the state that it was taken from.
+"""Where a value stopped being finite: rank 0 looks into the step that has just ended a run, from the state before it.
 
-Weights, optimizer and buffers are as they were before that step, or before that phase of it, for it ended before its update. One micro-batch after another is
-computed again, until one has a value that is not finite; the first operator that made one is named, with its module. What is found
-is told as a document of the run. It takes at most some `LONGEST_S`, and it never takes the place of the run's own error.
+The step, or the phase, ended before its update, so weights, optimizer and buffers are as they were before it. One micro-batch after another
+is computed again until one gives a value that is not finite. The first operator that made one is named, with its module, in a document of
+the run. The search takes about `LONGEST_S` at most, and it never replaces the run's own error.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lockstep.training.memory import tensors_in
 from lockstep.training.setup import Run
 
 NAME = "not-finite.json"
-"""The document that tells of it."""
+"""The document with what was found."""
 
 LONGEST_S = 20.0
-"""After so many seconds no further micro-batch is begun, and no further operator looked at."""
+"""Seconds after which no further micro-batch is begun, and no further operator checked."""
 
 _LARGEST_BATCH = 4 << 20
-"""A micro-batch of more bytes is named by its samples alone."""
+"""Bytes of the largest micro-batch that is kept; of a larger one only the samples are named."""
 
 _ROSE = 10.0
-"""A loss so many times the least of the steps before has run away: the rate is too high."""
+"""If the loss rose to so many times its least value, it has run away: the rate is too high."""
 
 
 @dataclass(slots=True)
@@ -71,9 +71,9 @@ class Found:
 
 @contextmanager
 def looked_into(run: Run, tell: Tell, origin: AttemptOrigin | None) -> Iterator[None]:
-    """While the block trains: where a step ends the run for a value that is not finite, tell what brought it before the error goes on.
+    """If a step in the block ends the run for a value that is not finite, report what caused it before the error goes on.
 
-    All ranks leave a step with such an error alike; they wait until rank 0 has looked, for the end of one of them ends the others.
+    All ranks leave such a step with the same error. They wait until rank 0 has looked, for the end of one ends the others.
     """
     try:
         yield
@@ -89,14 +89,14 @@ def _look(run: Run, error: NumericsError, tell: Tell) -> None:
             found = find(run, error)
             tell(Document(NAME, json.dumps(asdict(found), indent=1) + "\n"))
             tell(Warned(f"{found} ({NAME} has the details)"))
-    except Exception as failure:  # noqa: BLE001 - the run's own error is the one to be told, whatever comes of looking
+    except Exception as failure:  # noqa: BLE001 - the run's own error is the one to report, whatever goes wrong here
         tell(Warned(f"what was not finite could not be looked into: {' '.join(str(failure).split())}"))
-    with suppress(RuntimeError, LockstepError):  # a rank was lost meanwhile; it had nothing more to do
+    with suppress(RuntimeError, LockstepError):  # a rank was lost meanwhile, and nothing is left to do
         run.group.gather(None)
 
 
 def find(run: Run, error: NumericsError) -> Found:
-    """The first operator of the step that made a value that is not finite, and what brought it."""
+    """The first operator of the step that made a value that is not finite, and what caused it."""
     assert error.step is not None
     until, found = time.monotonic() + LONGEST_S, Found(error.step + 1)
     bad_weights = _not_finite(dict(run.state.model.state_dict()))
@@ -130,7 +130,7 @@ def _keys(run: Run, error: NumericsError) -> list[MicroBatch]:
 
 
 class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the first operator whose result is not finite, and the module that it belongs to. It changes nothing that is computed."""
+    """Notes the first operator whose result is not finite, and its module. It changes nothing that is computed."""
 
     def __init__(self, until: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def hooks(self, model: nn.Module) -> Iterator[Any]:
-        """Watch which module is at work."""
+        """Track which module is running."""
         for name, module in model.named_modules():
             place = name or "the model"
 
@@ -165,14 +165,14 @@ class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield module.register_forward_hook(leave)
 
     def backward(self) -> None:
-        """The loss is there: what follows is backward, which knows no modules."""
+        """Note that backward begins, in which no modules are known."""
         self._now, self._modules = "backward", []
 
 
 def _computed(
     run: Run, phase_name: str, key: MicroBatch, batch: Any, until: float, *, plainly: bool = False
 ) -> FirstBad:
-    """A micro-batch, forward and backward, as its step computed it; `plainly` in fp32, and without the loss scale."""
+    """Compute a micro-batch forward and backward, as its step did; `plainly` in fp32 and without the loss scale."""
     state, step = run.state, run.step
     phase = next(phase for phase in step.each_phase if phase.name == phase_name)
     look = FirstBad(until)
@@ -200,7 +200,7 @@ def _computed(
 def _brought_by(
     run: Run, phase_name: str, key: MicroBatch, batch: Any, look: FirstBad, weights: list[str], until: float
 ) -> tuple[str | None, str]:
-    """What brought the value, as one word, and what speaks for it."""
+    """What caused the value, in one word (or None), and the evidence."""
     if weights:
         return "weight", f"{weights[0]!r} was not finite before the step"
     leaves = {f"batch[{i}]": leaf for i, leaf in enumerate(tensors_in(batch))}

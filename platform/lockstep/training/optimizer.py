@@ -19,14 +19,18 @@ from lockstep.training.sharding import ShardedOptimizer, check_shardable
 
 
 def make_optimizer(job: Job, model: nn.Module, spec: Optimizer, group: Group | None = None) -> Optimizers:
-    """Over all parameters that ask for a gradient, or one for each phase over its own. A job's own must hold each of them once."""
+    """An optimizer over all parameters that require a gradient, or one for each phase. A job's own must hold each of them once.
+
+    JobError or SpecError where the job's own does not fit.
+    """
     phases = phases_of(job, model)
     if phases[0].name:
         return PhaseOptimizers(_of_phases(phases, model, spec))
     whole = _whole_optimizer(job, model, spec)
     if not spec.sharded:
         return whole
-    check_shardable(whole)  # on one worker as well: what a run may be does not depend on how many execute it
+    # On one worker as well: whether a spec is valid must not depend on the number of workers.
+    check_shardable(whole)
     return whole if group is None or group.size == 1 else ShardedOptimizer(whole, group)
 
 
@@ -80,7 +84,7 @@ def _named_by_spec(parameters: list[nn.Parameter], spec: Optimizer) -> torch.opt
 def _checked(
     optimizer: object, learning: Mapping[str, Tensor], allowed: Sequence[Tensor], told: str
 ) -> torch.optim.Optimizer:
-    """An optimizer of the job's own must hold all of `learning`, and nothing that is not `allowed`."""
+    """Check an optimizer of the job's own: it must hold all of `learning`, and nothing that is not `allowed`."""
     if isinstance(optimizer, list | tuple | dict):
         raise JobError(
             f"{told}: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer; give its parameters "
@@ -120,7 +124,7 @@ def _checked(
 
 
 def _check_no_scheduler(optimizer: torch.optim.Optimizer, told: str) -> None:
-    """A scheduler of torch marks the groups of its optimizer. Its own state would be in no checkpoint."""
+    """Refuse an attached scheduler, which torch marks in the groups of its optimizer: no checkpoint would have its state."""
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise JobError(
             f"{told}: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "

@@ -1,6 +1,6 @@
-"""The order in which optimizers hold their parameters: torch saves their state by place, so the place must be the same parameter's.
+"""The order in which optimizers hold their parameters: torch saves their state by position, so each position must keep its parameter.
 
-A set of parameters has another order in each process: it goes by their addresses.
+A set of parameters has another order in each process, because it is ordered by their addresses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.training.group import Group
 from lockstep.training.job_phases import Optimizers, optimizers_of
 
 Order = dict[str, list[list[str]]]
-"""The names of the parameters of each group, by the phase of the optimizer; the only one of a job without phases has no name."""
+"""The names of the parameters of each group, by phase; without phases, by the empty name."""
 
 _REMEDY = (
     "the optimizer's state would go to another parameter; a set has another order in each process: give parameters in a list, in the "
@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def order_of(optimizer: Optimizers, model: nn.Module) -> Order:
-    """The names of the parameters as the optimizers hold them."""
+    """The names of the parameters in the order in which the optimizers hold them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         phase: [[names.get(id(parameter), "") for parameter in group["params"]] for group in one.param_groups]
@@ -32,7 +32,7 @@ def order_of(optimizer: Optimizers, model: nn.Module) -> Order:
 
 
 def is_of_model(order: Order, model: nn.Module) -> bool:
-    """Whether each group has its parameters in the model's order, as one from a set could have by chance alone."""
+    """Whether each group has its parameters in the model's order. A group made from a set could have it only by chance."""
     place = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     groups = [[place.get(name, -1) for name in group] for every in order.values() for group in every]
     return all(group == sorted(group) for group in groups)

@@ -1,7 +1,7 @@
 """How fast each rank is by itself, and which of them keep the others waiting.
 
-A rank times its own fetching and forward passes, which wait for nobody. Its time travels in the step's exchange, beside
-what the step computes and apart from it.
+A rank times its own fetching and forward passes, which wait for no other rank. Its time travels in the step's exchange,
+and no computed value depends on it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ WINDOW = 50
 """Steps that are judged together."""
 
 TIMES = 1.5
-"""How many times the others' time a rank takes that keeps them waiting."""
+"""A rank that takes so many times the others' time keeps them waiting."""
 
 SHARE = 0.8
-"""In how many of the steps it has to be the slowest: what happens now and then is noise."""
+"""The share of steps in which it must be the slowest: what happens now and then is noise."""
 
 
 class Stopwatch:
-    """A context around what a rank does alone with one micro-batch. On a CUDA device the device's own time, known a step later."""
+    """Times what a rank does alone with one micro-batch, as a context manager. On CUDA it is the device's own time, known a step later."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -52,7 +52,7 @@ class Stopwatch:
             self._running[-1][1].record()
 
     def take(self) -> float:
-        """Seconds a micro-batch in this step, on a CUDA device in the step before: that one is known without waiting. 0 for none."""
+        """Seconds per micro-batch in this step; on CUDA in the step before, whose time is known without waiting. 0 for none."""
         seconds, count = self._seconds, self._count
         self._seconds, self._count = 0.0, 0
         if self._cuda:
@@ -70,7 +70,7 @@ class Pace:
         self._steps: list[Sequence[float]] = []
 
     def add(self, step: int, seconds: Sequence[float]) -> list[str]:
-        """Take in what each rank took for a micro-batch of its own in `step`. At the end of a window: what is to be told of ranks that straggle."""
+        """Add each rank's seconds for a micro-batch of `step`, by rank. At the end of a window, returns a line for each straggler."""
         if len(seconds) < 2 or not all(seconds):  # alone, or a ragged step that leaves a rank without work
             return []
         self._steps.append(seconds)
@@ -84,7 +84,7 @@ class Pace:
 
 
 def stragglers(steps: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
-    """The ranks that are slower than the others step after step, with how many times. `steps`: seconds by rank, of each step."""
+    """The ranks that are slower than the others step after step, each with its ratio to them. `steps`: seconds by rank, of each step."""
     medians = [statistics.median(column) for column in zip(*steps, strict=True)]
     found = []
     for rank, own in enumerate(medians):

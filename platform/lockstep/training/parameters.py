@@ -1,4 +1,4 @@
-"""Parameters change in the update and nowhere else; what else writes to them is refused by name.
+"""Parameters change in the update and nowhere else; any other write to one is refused by name.
 
 A parameter that a forward writes to is written once for each micro-batch that its worker runs: more often on one
 worker than on two.
@@ -15,9 +15,9 @@ SHORT = (torch.bfloat16, torch.float16)
 
 
 class ParameterWatch:
-    """Notices a write to any parameter of a model, frozen ones included, or another tensor in its place.
+    """Detects a write to any parameter of a model, frozen ones included, or another tensor in its place.
 
-    By torch's count of writes, at the price of comparing two numbers a parameter. A write through `.data` is not
+    It uses torch's count of writes, at the price of comparing two numbers per parameter. A write through `.data` is not
     counted; the rehearsal compares values.
     """
 
@@ -35,14 +35,14 @@ class ParameterWatch:
         self.note()
 
     def note(self) -> None:
-        """Take the parameters as they are: what was written so far is right."""
+        """Accept the parameters as they are now."""
         self._versions = [parameter._version for _, parameter, _, _ in self._held]
 
     def check(self, where: str) -> None:
         """Raise JobError where one was written to since; `where` is the place in the run."""
         watched = zip(
             self._held, self._versions, self._asking, strict=True
-        )  # one pass: it is made for each micro-batch
+        )  # one pass: this runs for each micro-batch
         for (full, parameter, place, name), version, asking in watched:
             if parameter._version != version or place.get(name) is not parameter:
                 raise written_parameter(full, where)
@@ -50,13 +50,13 @@ class ParameterWatch:
                 raise _asks_otherwise(full, asking, where)
 
     def check_asking(self, where: str) -> None:
-        """Raise JobError where one asks for a gradient that did not before, or no longer does."""
+        """Raise JobError where a parameter's `requires_grad` has changed."""
         for (full, parameter, _, _), asking in zip(self._held, self._asking, strict=True):
             if parameter.requires_grad != asking:
                 raise _asks_otherwise(full, asking, where)
 
     def check_places(self) -> None:
-        """Raise JobError where an update has put another parameter in the place of one: the optimizer holds the old one."""
+        """Raise JobError where an update has replaced a parameter: the optimizer holds the old one."""
         for full, parameter, place, name in self._held:
             if place.get(name) is not parameter:
                 raise JobError(
@@ -66,7 +66,7 @@ class ParameterWatch:
 
 
 def short_parameters(model: nn.Module) -> list[str]:
-    """A warning where parameters learn in a type of few digits, in which their gradients are added up."""
+    """A warning where parameters learn in a type of few digits, in which their gradients are summed too."""
     short = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad and p.dtype in SHORT]
     if not short:
         return []

@@ -1,7 +1,7 @@
 """One phase of a worker's steps: from the loss of its micro-batches to the sum of its gradients over all ranks.
 
-Invariants: a backward leaves gradients in the parameters that learn in the phase, and in no others, whatever its loss flows
-through; and what learns is the same on every rank.
+Invariants: a backward leaves gradients in the parameters that learn in the phase and in no others, whatever its loss flows
+through; and the parameters that learn are the same on every rank.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lockstep.training.state import TrainState
 class LossModule(nn.Module):
     """What DDP wraps: a module whose forward is the loss of a phase, so that the job sees its own model.
 
-    A call without a batch gives a loss whose gradient is zero everywhere: the share of a worker that a ragged
-    step leaves without a micro-batch, and that of a micro-batch without samples.
+    Called without a batch, it gives a loss whose gradient is zero everywhere. That is the share of a worker that a ragged
+    step leaves without a micro-batch, and of a micro-batch without samples.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class LossModule(nn.Module):
         self.conditional = [name for name in conditional if name in own]
 
     def learn(self, names: Sequence[str]) -> None:
-        """Settle which of the phase's parameters get a gradient from now on."""
+        """Set which of the phase's parameters get a gradient from now on."""
         every = dict(self.model.named_parameters())
         self.names = list(names)
         self.parameters_that_learn = [every[name] for name in names]
         self.apart = len(names) < sum(parameter.requires_grad for parameter in every.values())
-        """Whether there are other parameters, which a backward must pass by."""
+        """Whether other parameters require a gradient, which a backward must leave out."""
 
     def forward(self, batch: Any) -> Loss:
         if batch is None:
@@ -92,12 +92,12 @@ class LossModule(nn.Module):
 
 
 def zero_term(parameters: Iterator[Tensor]) -> Tensor:
-    """Zero, with a gradient of exactly zero for every parameter, even one that holds infinities."""
+    """A zero whose gradient is exactly zero for every parameter, even one that holds infinities."""
     return torch.stack([parameter.reshape(-1)[:0].sum().float() for parameter in parameters]).sum()
 
 
 class PhaseStep:
-    """What a worker has for one phase of its steps: the loss, what learns, and how gradients and totals reach the other ranks."""
+    """One phase of a worker's steps: its loss, its parameters, and how gradients and totals reach the other ranks."""
 
     norm: GradientNorm
 
@@ -113,7 +113,7 @@ class PhaseStep:
         parts: Sequence[str],
         buffers: int,
     ) -> None:
-        """`parts` are those of its loss, `buffers` is how many the model has. Nothing learns before `learn` is called."""
+        """`parts` are the names of the parts of its loss, `buffers` the number of the model's buffers. Nothing learns before `learn` is called."""
         self._spec, self._plan, self._group = spec, plan, group
         self.phase, self.name = phase, phase.name
         self.optimizer = state.optimizer_of(phase.name)
@@ -128,9 +128,9 @@ class PhaseStep:
         self.wrapped: nn.Module = self.module
 
     def learn(self, frozen: frozenset[str]) -> bool:
-        """Settle what learns from now on: all of the phase's parameters but those that rest. False where nothing is left.
+        """Set what learns from now on: all of the phase's parameters but the `frozen` ones. False where none is left.
 
-        Called by all ranks alike, between two steps.
+        All ranks call it alike, between two steps.
         """
         names = [name for name in self.phase.names if name not in frozen]
         if names != self.names:
@@ -149,16 +149,16 @@ class PhaseStep:
         return [f"{self.name}: {name}" for name in self.names] if self.name else self.names
 
     def _in_ddp(self) -> DistributedDataParallel:
-        """DDP around the loss; it broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
+        """Wrap the loss in DDP. It broadcasts no buffers (`StepBuffers` does) and leaves the sum to the hook."""
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         settings: dict[str, Any] = {
             buffers: False,
-            "process_group": self._group.channel,  # its own beside the channel's costs gloo a second set of threads
+            "process_group": self._group.channel,  # a group of its own would cost gloo a second set of threads
             "bucket_cap_mb": self._spec.workers.bucket_mb,
             "gradient_as_bucket_view": True,
         }
-        # Set anew each time: what another DDP passed by may learn now.
+        # Set anew each time: what an earlier DDP ignored may learn now.
         vars(self.module)["_ddp_params_and_buffers_to_ignore"] = list(self._passed_by())
         wrapped = DistributedDataParallel(self.module, **settings)
         kind = TreeReduction if self._spec.reduction == "exact" else NativeReduction
@@ -167,7 +167,7 @@ class PhaseStep:
         return wrapped
 
     def _passed_by(self) -> Iterator[str]:
-        """Parameters and buffers that are nothing to DDP, by all their names: it would wait for the gradients of the former."""
+        """All names of the parameters and buffers that DDP must ignore: it would wait for the parameters' gradients."""
         if not self.module.apart:
             return
         own = set(map(id, self.parameters))
@@ -176,29 +176,29 @@ class PhaseStep:
         yield from (name for name, _ in self.module.named_buffers(remove_duplicate=False))
 
     def abandon(self) -> None:
-        """Let the parameters go: what was under way is given up."""
+        """Give up what is under way and free the parameters."""
         self.forget_gradients()
         if isinstance(self.wrapped, DistributedDataParallel):
-            # Its hooks on the parameters go with the reducer, which frames of an error at hand may still hold.
+            # Its hooks on the parameters end with the reducer, and a traceback may still hold the wrapper: so drop the reducer itself.
             self.wrapped.reducer = self.wrapped.logger = None  # type: ignore[assignment]
         self.wrapped, self.reduction = self.module, None
 
     # --- gradients ----------------------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """Of those that rest as well: an update passes a parameter without a gradient by."""
+        """Set every gradient to None, also of parameters that rest: an update skips a parameter without one."""
         for parameter in self._every:
             parameter.grad = None
 
     def gradients(self, where: str) -> list[Tensor]:
-        """Of what learns, in the order of `names`. JobError where one is missing."""
+        """The gradients of the parameters that learn, in the order of `names`. JobError where one is missing."""
         gradients = [parameter.grad for parameter in self.parameters]
         if any(gradient is None for gradient in gradients):
             raise self.without_gradient(where)
         return gradients  # type: ignore[return-value]
 
     def without_gradient(self, where: str) -> LockstepError:
-        """What is told where the gradients are not all there."""
+        """The error for a step in which gradients are missing."""
         names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
         if not names:
             return DriftError(
@@ -208,9 +208,9 @@ class PhaseStep:
 
 
 def each_in_turn(batches: Iterator[Any], count: int, phases: int) -> Iterator[Iterator[Any]]:
-    """For each phase the same next `count` batches, in memory of its own, for a job may write into its batch.
+    """For each phase the same next `count` batches, in memory of its own: a job may write into its batch.
 
-    They are fetched as the first phase takes them, and held until the last one is done.
+    They are fetched while the first phase takes them, and held until the last phase is done.
     """
     if phases == 1:
         yield batches
@@ -229,22 +229,22 @@ def each_in_turn(batches: Iterator[Any], count: int, phases: int) -> Iterator[It
 
 
 def copied(batch: Any) -> Any:
-    """A batch in memory of its own; tensors keep their strides where these leave no gaps."""
+    """A copy of a batch; tensors keep their strides where these leave no gaps."""
     return map_tensors(batch, Tensor.clone, copy.deepcopy)
 
 
 def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
-    if isinstance(optimizer, ShardedOptimizer):  # it takes none with code of the job's
+    if isinstance(optimizer, ShardedOptimizer):  # it accepts no optimizer with code of the job's own
         return False
     hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
     return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def named_hook(reduction: Reduction) -> Any:
-    """The reduction as DDP wants a hook: a function with a name, whose second parameter is called `bucket`.
+    """The reduction as a hook in the form that DDP demands: a named function whose second parameter is called `bucket`.
 
-    DDP compares annotations with the types themselves, and those of this module are strings: it has none.
+    It has no annotations: DDP compares them with the types themselves, and in this module they are strings.
     """
 
     def exact_reduction(state, bucket):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""fp32, bf16 and fp16: where autocast and the gradient scaler belong, and nowhere else."""
+"""fp32, bf16 and fp16: the one place for autocast and the gradient scaler."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.errors import NumericsError
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 SMALLEST_NORMAL = 2.0**-14
-"""Of fp16: what is smaller has fewer bits, and below 2**-24 none."""
+"""The smallest normal number of fp16: smaller ones have fewer bits, and below 2**-24 none."""
 
 MOST_SKIPS_IN_A_ROW = 50
-"""Halving 2**16 so often leaves no scale at all: the gradients themselves are not finite."""
+"""So many halvings of 2**16 leave no scale at all: the gradients themselves are not finite."""
 
 
 class Precision:
@@ -29,12 +29,12 @@ class Precision:
         self.device = device
         self.scaler = GradScaler(device.type, enabled=name == "fp16")
         self.skips_in_a_row = 0
-        # It makes its scale with the first loss; a worker whose first step is one that leaves it without a
-        # micro-batch has none.
+        # The scaler creates its scale at the first loss. A worker whose first step is a ragged one that leaves it without a
+        # micro-batch would have none.
         self.scaled(torch.zeros((), device=device))
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context of one forward pass, entered anew for each: weights cast in it are forgotten with it."""
+        """The context of one forward pass, a new one each time: weights cast in it are forgotten with it."""
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name])
@@ -48,11 +48,11 @@ class Precision:
         return self.scaler.scale(loss) if self.scaler.is_enabled() else loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and how it came about."""
+        """The scaler's state, and the steps skipped in a row."""
         return {"scaler": self.scaler.state_dict(), "skips_in_a_row": self.skips_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; another precision has no use for a scale."""
+        """Load what `state_dict` returned; ignored unless both are fp16."""
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(dict(state["scaler"]))
             self.skips_in_a_row = int(state["skips_in_a_row"])
@@ -62,17 +62,17 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step an optimizer whose gradients are unscaled. False where the step was skipped for gradients that overflowed."""
+        """Step an optimizer whose gradients are unscaled. False where the step was skipped because gradients overflowed."""
         if not self.scaler.is_enabled():
             optimizer.step()
             return True
-        # A fused optimizer is stepped either way, and skips by itself: whether it did is asked of the scaler.
+        # A fused optimizer is stepped either way and skips by itself, so ask the scaler what it found.
         overflowed = self.scaler._found_inf_per_device(optimizer).values()
         self.scaler.step(optimizer)
         return not any(bool(found) for found in overflowed)
 
     def settle(self) -> None:
-        """Set the scale anew, once every optimizer of the step was stepped: one that overflowed halves it for all."""
+        """Update the scale after every optimizer of the step was stepped: one that overflowed halves it for all."""
         if not self.scaler.is_enabled():
             return
         before = self.scale
@@ -86,9 +86,9 @@ class Precision:
 
 
 def underflow(gradients: Sequence[Tensor], scale: float) -> float:
-    """The share of their elements other than zero that fp16 has no full precision for, as they were in backward: times `scale`.
+    """The share of nonzero elements that fp16 cannot hold at full precision, at the size that they had in backward: times `scale`.
 
-    On a CUDA device it waits for them, once. What has become zero on the way does not count: many a gradient is zero by right.
+    On a CUDA device it waits for the gradients, once. Elements that became zero on the way do not count: many gradients are rightly zero.
     """
     sizes = [gradient.abs() for gradient in gradients]
     small = torch.stack([((one > 0) & (one < SMALLEST_NORMAL / scale)).sum() for one in sizes]).sum()

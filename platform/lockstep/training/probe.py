@@ -1,4 +1,4 @@
-"""Looking at micro-batches while they are computed, for whoever takes a step again to see inside it."""
+"""The interface for looking at micro-batches while they are computed, such as when a step is taken again to see inside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.plan import Position
 
 
 class Probe(Protocol):
-    """Is shown each micro-batch of a worker. It changes nothing that is computed, and draws nothing."""
+    """Sees each micro-batch of a worker. It changes nothing that is computed, and draws no random numbers."""
 
     def around(
         self, position: Position, m: int, model: nn.Module, phase: str
@@ -19,17 +19,17 @@ class Probe(Protocol):
         """Entered before micro-batch `m` is computed in a phase of the step, left after its backward. The only phase has no name."""
 
     def batch(self, position: Position, m: int, batch: Any) -> None:
-        """The micro-batch, as it is given to the job."""
+        """Called with the batch as the job gets it."""
 
     def loss(self, position: Position, m: int, total: Tensor | float) -> None:
-        """Its loss."""
+        """Called with the total of the loss."""
 
     def backward(self, position: Position, m: int) -> None:
-        """Backward begins."""
+        """Called when backward begins."""
 
 
 class NoProbe:
-    """Nobody looks."""
+    """A probe that looks at nothing."""
 
     def around(
         self, position: Position, m: int, model: nn.Module, phase: str

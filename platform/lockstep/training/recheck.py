@@ -1,11 +1,11 @@
-"""Micro-batches that are computed a second time, elsewhere: a worker that computes other bits is found in the run in which it does.
+"""Micro-batches that are computed a second time, elsewhere, so that a worker that computes wrong bits is found while the run goes on.
 
-Which ones follows from (seed, step, micro-batch) alone. Another worker computes its gradient again, before its own micro-batches: the one
-that has the fewest in this step, so that it would wait for the others meanwhile if there are fewer. The digests are compared before the
-update. Where they differ, a third worker computes it, and the odd one out is wrong. Of two workers both compute it once more, and the one
-that contradicts itself is wrong; one alone is held against itself.
+Which ones follows from (seed, step, micro-batch) alone. Another worker computes the gradient again, before its own micro-batches: the
+worker with the fewest in this step, which would wait for the others anyway if it has fewer. The digests are compared before the
+update. Where they differ, a third worker computes it, and the odd one out is wrong. With only two workers, both compute it once more, and
+the one that contradicts itself is wrong. A single worker is compared with itself.
 
-Nothing of it stays: the generators are seeded anew before whatever draws next, gradients and buffers are put back.
+It leaves no trace: the generators are seeded anew before anything else draws, and gradients and buffers are put back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.training.digests import resolved
 from lockstep.training.group import Group
 
 Found = Mapping[int, Sequence[int]]
-"""The digests of one micro-batch's gradient, by the rank that computed them, in the order in which it did."""
+"""The digests of one micro-batch's gradient by the rank that computed them, in the order of computation."""
 
 
 def is_chosen(seed: int, share: float, step: int, micro_batch: int) -> bool:
@@ -36,10 +36,10 @@ def is_chosen(seed: int, share: float, step: int, micro_batch: int) -> bool:
 
 
 def assigned_again(counts: Sequence[int], owners: Mapping[int, int]) -> dict[int, int]:
-    """The rank that computes each micro-batch again: not its owner, and of the others the one with the fewest to compute.
+    """The rank that computes each micro-batch again: of all but its owner, the one with the fewest to compute.
 
-    `counts` has how many micro-batches each rank has in this step, `owners` the rank of each that is computed again. Of equals it is the
-    next one after the owner. One rank alone does it itself.
+    `counts` has how many micro-batches each rank has in this step, `owners` the rank of each that is computed again. On a tie it is the
+    next rank after the owner. A single rank does it itself.
     """
     load, size, found = list(counts), len(counts), {}
     for m, owner in sorted(owners.items()):
@@ -50,7 +50,7 @@ def assigned_again(counts: Sequence[int], owners: Mapping[int, int]) -> dict[int
 
 
 def odd_ones(found: Found) -> tuple[int, ...]:
-    """The ranks that computed wrong bits; none where it cannot be told."""
+    """The ranks that computed wrong bits; none where that cannot be decided."""
     if len(found) == 1:
         return tuple(found)
     if len(found) > 2:
@@ -85,7 +85,7 @@ class Recheck:
         self._others: dict[int, int] = {}
         """The ranks that compute them again."""
         self._again: dict[int, int] = {}
-        """The digests of those that this rank has computed again."""
+        """The digests of the micro-batches that this rank has computed again."""
 
     def chosen(self, position: Position) -> frozenset[int]:
         """The micro-batches of a step that are computed again: the same on every rank."""
@@ -94,7 +94,7 @@ class Recheck:
         )
 
     def compute(self, position: Position) -> None:
-        """Compute again what this rank is to compute of the step. Before its own micro-batches: others that have more take longer with theirs."""
+        """Compute this rank's share of the second computations. It runs before the rank's own micro-batches: ranks with more of those take longer."""
         chosen = self.chosen(position)
         ranges = [clip(own, position.micro_batches) for own in self._plan.ranges(self._group.size)]
         self._owners = {m: rank for rank, own in enumerate(ranges) for m in own if m in chosen}
@@ -104,9 +104,9 @@ class Recheck:
         }
 
     def compare(self, position: Position, own: Mapping[int, int]) -> None:
-        """Compare what was computed again with what its workers computed; `own` has the digests of this rank's. All ranks call it.
+        """Compare the second digests with the first ones; `own` has this rank's. All ranks call it.
 
-        CorruptionError where a worker computed other bits than another.
+        CorruptionError where two workers computed different bits.
         """
         if not self._owners:
             return
@@ -120,7 +120,7 @@ class Recheck:
     def _disagreed(
         self, position: Position, m: int, told: tuple[tuple[int, int], tuple[int, int]]
     ) -> CorruptionError:
-        """Ask a third worker, or where there is none those two once more."""
+        """Ask a third worker or, if there is none, those two once more."""
         found: dict[int, list[int]] = {}
         for rank, digest in told:
             found.setdefault(rank, []).append(digest)

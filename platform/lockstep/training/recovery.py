@@ -1,17 +1,18 @@
-"""A run that goes on in memory in another group: a worker was lost, or some join and others leave.
+"""A run that goes on in memory in another group, because a worker was lost or because some join and others leave.
 
 After each update all ranks hold the same state, and the plan runs on any number of them. So when one is lost, each of
-the others leaves its step, breaks the group off, and meets the rest of them (`Recovery.regroup`). They go on from the least of
-what they have done: a rank that had done more, which is one step or one evaluation, takes the state of one that had not. Then all
+the others leaves its step, breaks the group off, and meets the rest (`Recovery.regroup`). They go on from the least that any
+of them has done: a rank that is ahead, by one step or one evaluation, takes the state of one that is not. Then all
 compare what they hold, and take new ranges from the plan. Nothing is restarted or read from a disk.
 
-Where workers join or leave, all of the group meet after a step that they have agreed on (`RegroupError`), and break nothing off.
-A newcomer has built the run as at its start (`let_in`), holds nothing of it, and takes the state like a rank that had done more.
+Where workers join or leave, the whole group meets after a step that it has agreed on (`RegroupError`), and breaks nothing off.
+A newcomer has built the run as at its start (`let_in`). It holds no state of the run, and takes it like a rank that is ahead.
 
 Invariants:
-- Nothing of the step under way is kept: an update waits for no other rank, so it is done whole or not begun.
-- What went on or was handed over is compared, bit for bit, before the next step.
-- Whoever meets is a new attempt: the one before can publish no checkpoint once this one has saved.
+
+- Nothing of the step under way is kept. An update waits for no other rank, so it is either finished or not begun.
+- A state that went on or was handed over is compared, bit for bit, before the next step.
+- Each meeting begins a new attempt: the previous one can publish no checkpoint once this one has saved.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from lockstep.training.state import TrainState
 
 
 class Seat(NamedTuple):
-    """A worker's place in a run: its group, whom it tells and hears, and which attempt this is."""
+    """A worker's place in a run: its group, the channels for events and requests, and which attempt this is."""
 
     group: Group
     tell: Tell
@@ -51,44 +52,44 @@ class Seat(NamedTuple):
 
 
 class RegroupError(ClusterError):
-    """The step is done after which the workers of this group are to form another one: some join or leave. Told where they cannot."""
+    """Raised after the agreed step at which the group is to change, because workers join or leave. Reported only if no new group can be formed."""
 
 
 class LeftError(ClusterError):
-    """A worker has left the run, as was planned: the others go on with it."""
+    """Raised in a worker that leaves the run as planned; the others go on."""
 
 
 class Recovery(Protocol):
-    """Where the workers of a run meet to form another group. It does not live in any of them."""
+    """Where the workers of a run meet to form another group. It lives outside all of them."""
 
     def ready(self, seat: Seat) -> None:
-        """Say that this worker trains, and comes to `regroup` where another is lost or it is asked to."""
+        """Report that this worker trains, and will come to `regroup` if another is lost or it is asked to."""
 
     def enter(self, seat: Seat) -> Seat | None:
-        """Say that this newcomer is ready, and wait until it is let in; the place in the new group. None where nobody lets it in.
+        """Report that this newcomer is ready, and wait to be let in. Returns the seat in the new group; None where nobody lets it in.
 
         Raises torch's RuntimeError where another worker is lost meanwhile.
         """
 
     def regroup(self, seat: Seat, progress: Progress | None) -> Seat | None:
-        """Wait for the others of the group; the place in the new one. None where the attempt must end, LeftError where this worker leaves.
+        """Wait for the others of the group. Returns the seat in the new one; None where the attempt must end. LeftError where this worker leaves.
 
-        Where a worker is lost, the group of `seat` is broken off already. A newcomer that has no state yet comes without `progress`.
+        Where a worker is lost, the group of `seat` is already broken off. A newcomer that has no state yet passes no `progress`.
         Raises torch's RuntimeError where another worker is lost meanwhile.
         """
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error tells that another worker, or the way to it, is lost. An error of this rank's own is not."""
+    """Whether an error says that another worker, or the connection to it, is lost. An error of this rank's own does not."""
     return kind_of(error).kind == "peer"
 
 
 def can_recover(spec: Spec, group: Group, state: TrainState, origin: AttemptOrigin | None) -> bool:
-    """Whether this group outlives the loss of a member, and lets others in.
+    """Whether this group survives the loss of a member, and can let others in.
 
-    It does not where the others lack a part of the state (a sharded optimizer), where fewer workers would be another run
-    (`reduction: native`), where a step changes the state before it is done (phases), where the backend cannot abort, and where
-    steps of another run are taken again.
+    It cannot if the others lack a part of the state (a sharded optimizer), if fewer workers would be another run
+    (`reduction: native`), if a step changes the state before it is done (phases), if the backend cannot abort, or in a
+    replay of another run's steps.
     """
     sharded = isinstance(state.optimizer, ShardedOptimizer)
     phased = isinstance(state.optimizer, PhaseOptimizers)
@@ -97,22 +98,22 @@ def can_recover(spec: Spec, group: Group, state: TrainState, origin: AttemptOrig
 
 
 def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tuple[Run, Seat]:
-    """The run in its next group, and the place there: without the worker whose loss `cause` tells, or after a `RegroupError`.
+    """The run and the seat in the next group: without the worker whose loss `cause` reports, or after a `RegroupError`.
 
-    Raises `cause` where the attempt must end, LeftError where this worker leaves. A loss meanwhile is outlived as well.
+    Raises `cause` where the attempt must end, LeftError where this worker leaves. It also survives another loss meanwhile.
     """
     before = seat
     planned = isinstance(cause, RegroupError)
-    # The roll call ends it: where nobody more is lost, the same step may not fail twice.
+    # The roll call ends this loop: if nobody else is lost, it refuses the same step a second time.
     while True:
-        if not planned:  # before the memory is let go that its messages are read into
+        if not planned:  # abort before freeing the memory that its messages are read into
             seat.group.abort()
             seat = seat._replace(group=replace(seat.group, channel=None))
         run.step.abandon()
         counters = run.state.counters
         if (
             run.history.reached != counters.step
-        ):  # the row of the newest update is lost: a checkpoint is needed
+        ):  # the row of the newest update is lost, so only a checkpoint can go on
             break
         try:
             met = recovery.regroup(seat, Progress(counters.step, counters.evaluated))
@@ -130,9 +131,9 @@ def regrouped(run: Run, seat: Seat, recovery: Recovery, cause: Exception) -> tup
 
 
 def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
-    """A newcomer's run, which holds nothing yet, with the state that a worker hands over; None where nobody lets it in.
+    """A newcomer's run, with the state that another worker hands over, and its seat; None where nobody lets it in.
 
-    A loss meanwhile is outlived: the newcomer then comes to the roll call with nothing, as before.
+    It survives a loss meanwhile: the newcomer then comes to the roll call without a state, as before.
     """
     alone, come = seat, recovery.enter
     while True:
@@ -153,7 +154,7 @@ def let_in(run: Run, seat: Seat, recovery: Recovery) -> tuple[Run, Seat] | None:
 
 
 def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
-    """The run in its new group, which goes on from the least that a member has done. A newcomer `holds` nothing of it."""
+    """The run in its new group, from the least that any member has done. A newcomer `holds` no state of it."""
     group = seat.group
     source, newcomers = agree_on_state(group, run.state, holds=holds)
     if newcomers:
@@ -162,13 +163,13 @@ def taken_on(run: Run, seat: Seat, before: Seat, *, holds: bool = True) -> Run:
     run.history.take_back(counters.step, counters.evaluated)
     run = run.in_group(group, seat.tell, seat.origin)
     seat.tell(Started(run.facts))
-    # Another rank 0 may have told what never arrived; this one may have left the newest row before it told it.
+    # The last rank 0's events may never have arrived; or this rank 0 may have left the step before it reported the newest row.
     seat.tell(run.history.retold() if before.group.rank else run.history.newest())
     return run
 
 
 def agree_on_state(group: Group, state: TrainState, *, holds: bool = True) -> tuple[int, list[int]]:
-    """Have every rank hold the state of one that has done the least: that rank, and those that held nothing.
+    """Give every rank the state of a rank that has done the least. Returns that rank, and those that held no state.
 
     ClusterError where they then differ.
     """
@@ -183,20 +184,20 @@ def agree_on_state(group: Group, state: TrainState, *, holds: bool = True) -> tu
     try:
         check_same_state(group, state)
     except DriftError as error:
-        raise ClusterError(  # a checkpoint may still be right: another attempt
+        raise ClusterError(  # a checkpoint may still be right: let another attempt try
             f"the workers of a new group hold different states after step {state.counters.step}, and cannot go on"
         ) from error
     return source, [rank for rank in range(group.size) if rank not in holding]
 
 
 def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
-    """The run of a newcomer with what rank `source` knows of it: its facts, and the rows so far. The others keep their own.
+    """A newcomer's run with the facts and the rows so far that rank `source` has. The other ranks keep their own.
 
     ClusterError on all ranks where a newcomer would compute other bits: on another machine or from other data.
     """
     own = group.rank == source
     facts, rows = group.given((run.facts, run.history.handed()) if own else None, source)
-    # What a fork began from is known from its checkpoint, which a newcomer does not read.
+    # A fork's origin is known from its checkpoint, which a newcomer does not read.
     mine = {**run.facts["fields"], "fork": facts["fields"].get("fork")}
     others = [
         name for name in sorted({*mine, *facts["fields"]}) if mine.get(name) != facts["fields"].get(name)
@@ -210,7 +211,7 @@ def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
 
 
 def hand_over(group: Group, state: TrainState, source: int) -> None:
-    """Give every rank the state of rank `source`, over the network. Nothing is changed before all of it is there."""
+    """Give every rank the state of rank `source`, over the network. Nothing changes before all of it has arrived."""
     packed = pack(state.sections())
     if any(not isinstance(tensor, Tensor) for tensor in packed.tensors.values()):
         raise RuntimeError("a state of which parts are elsewhere cannot be handed over")
@@ -229,5 +230,5 @@ def hand_over(group: Group, state: TrainState, source: int) -> None:
 
 
 def next_attempt(origin: AttemptOrigin | None, number: int) -> AttemptOrigin | None:
-    """What an attempt is that goes on in memory: rank 0 claims it with its first save."""
+    """The origin of an attempt that goes on in memory: rank 0 claims it with its first save."""
     return None if origin is None else replace(origin, run_id=None, attempt=number, in_memory=True)

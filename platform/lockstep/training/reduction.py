@@ -1,14 +1,14 @@
-"""The sum of a step's gradients along one fixed binary tree, whatever number of workers share it out.
+"""The sum of a step's gradients along one fixed binary tree, however many workers share it.
 
 Floating-point addition does not associate, so a sum of M gradients has as many values as there are orders.
 Here the order is that of the plan's tree over the micro-batches. A worker adds up the parts of the tree that
-lie in its range (`TreeSum`); a DDP communication hook exchanges the rest, bucket by bucket, while backward goes
-on (`TreeReduction`). `NativeReduction` is the hook for those who need no such order.
+lie in its range (`TreeSum`). A DDP communication hook exchanges the rest, bucket by bucket, while backward goes
+on (`TreeReduction`). `NativeReduction` is the hook for runs that need no such order.
 
 Invariants of the hook: collectives and messages are issued from one place, in an order that is the same on all ranks.
-A bucket, or each piece of a large one, goes through rounds. A call sends its own bucket, then takes every piece before it one round further,
-the oldest first; the last call takes all of them to the end. No collective is issued from a future's callback: with two
-buckets that hangs.
+A bucket, or each piece of a large one, goes through rounds. A call to the hook sends its own bucket, then moves every earlier
+piece one round on, the oldest first; the last call moves all of them to the end. No collective is issued from a future's
+callback: with two buckets that hangs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Gradients = list[Tensor]
 
 
 class TreeSum:
-    """Partial sums of one tree over `leaves` leaves; two nodes are added as soon as both are there.
+    """Partial sums of one tree over `leaves` leaves; two sibling nodes are added as soon as both exist.
 
     Over n leaves in order it holds at most log2(n) + 1 sets of tensors.
     """
@@ -43,7 +43,7 @@ class TreeSum:
         self.sums: list[tuple[range, Gradients]] = []
 
     def add(self, node: range, gradients: Gradients) -> None:
-        """Add the sum of the next node to the right. Takes the tensors over."""
+        """Add the sum of the next node to the right. Takes ownership of the tensors."""
         while self.sums and are_siblings(self.sums[-1][0], node, self.leaves):
             left, total = self.sums.pop()
             torch._foreach_add_(total, gradients)
@@ -68,33 +68,33 @@ class TreeSum:
 _NOTHING = torch.empty(0)
 
 LATENCY_BYTES = 1 << 19
-"""What the latency of a second collective is worth: to save it, a rank sends at most so much."""
+"""To save the latency of a second collective, a rank sends at most so many bytes."""
 
 
 PIECE_BYTES = 1 << 20
-"""A larger bucket is cut into pieces: so much takes many times the latency of its messages."""
+"""Larger buckets are cut into pieces: so many bytes take many times the latency of their messages."""
 
 MOST_PIECES = 4
-"""Of a bucket: as many stages are then kept busy, and more would cost messages."""
+"""The most pieces of a bucket: they keep as many stages busy, and more would cost more messages."""
 
 
 Rounds = Iterator[Callable[[], None]]
-"""What a piece of a bucket goes through: each round has sent something, and gives what waits for it, which comes before the next."""
+"""The rounds of a piece of a bucket: each one sends something and yields the function that must be called to wait for it before the next."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A part of a DDP bucket on its way, or the whole: its rounds, and what waits for the round that it is in."""
+    """A DDP bucket in flight, or a part of one: its rounds, and the function that waits for the current one."""
 
     rounds: Rounds
     over: Callable[[], None]
     wait: Callable[[], None] | None = None
 
     def advance(self) -> bool:
-        """Wait for the round and begin the next. False where there is none: the sum is in its part of the buffer."""
+        """Wait for the current round and begin the next. False where there is none: the sum is then in its part of the buffer."""
         if self.wait is not None:
             self.wait()
-        self.wait = None  # with what was sent and received
+        self.wait = None  # frees what was sent and received, before the next round needs memory
         self.wait = next(self.rounds, None)
         if self.wait is None:
             self.over()
@@ -102,7 +102,7 @@ class _Piece:
 
 
 class _Bucket:
-    """A DDP bucket on its way, in pieces; DDP is told when all of them are over."""
+    """A DDP bucket in flight, in pieces. DDP's future is set when all of them are done."""
 
     def __init__(self, buffer: Tensor, rounds: Sequence[Rounds]) -> None:
         self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -116,11 +116,11 @@ class _Bucket:
 
 
 class Reduction(ABC):
-    """A communication hook: leaves in every bucket the sum over the ranks, and sends off the step's exchange.
+    """A communication hook: it leaves in every bucket the sum over the ranks, and sends the step's exchange.
 
-    Rank r has k_r partial sums. A small bucket goes whole to every other rank, who adds up the sums by itself: one wait
-    instead of two, and on CPUs for what the training thread reads by itself (`training.links`). What the exchange has to say rides in the first
-    bucket of a step if that is a small one. How a large bucket is spread is for the subclasses to say.
+    Rank r has k_r partial sums. A small bucket goes whole to every other rank, which adds up the sums by itself: that is one wait
+    instead of two, and on CPUs the training thread reads such messages itself (`training.links`). The exchange travels in the first
+    bucket of a step if that is a small one. Subclasses decide how a large bucket is spread.
     """
 
     def __init__(self, group: Group, plan: Plan, parameters: Sequence[Tensor], exchange: Exchange) -> None:
@@ -136,25 +136,25 @@ class Reduction(ABC):
         self._moving: list[_Piece] = []
         self._exchanged = self.finished = True
         self._summed = 0
-        """Parameters of the buckets that have come."""
+        """How many parameters the buckets so far have."""
         self._stages: tuple[Stage, ...] = ()
         self.held_up_s = 0.0
-        """Seconds that backward has spent in the hook so far, by the host's clock: what it adds, sends and waits for, and nothing hides."""
+        """Seconds that backward has spent in the hook so far, by the host's clock: adding, sending and waiting that nothing hides."""
         self.observe: Callable[[Gradients, list[int]], None] | None = None
-        """Is given the last micro-batch's own gradients, bucket by bucket, with the numbers of their parameters."""
+        """Called with the last micro-batch's own gradients, bucket by bucket, and the indices of their parameters."""
 
     @abstractmethod
     def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
-        """The leaves of the tree that is added up, and which of its nodes each rank has."""
+        """The number of leaves of the tree, and the nodes of it that each rank has."""
 
     @abstractmethod
     def _large(self, buffer: Tensor, sums: Gradients) -> list[Rounds]:
-        """The rounds of each piece of a large bucket, of which this rank has the partial sums. They may be overwritten."""
+        """The rounds of each piece of a large bucket. `sums` are this rank's partial sums, which may be overwritten."""
 
     def begin(self, position: Position, folded: list[Gradients], apart: list[Gradients]) -> None:
-        """Prepare for the last backward of a step: what this worker has summed of its range so far.
+        """Prepare for the last backward of a step, with what this worker has summed of its range so far.
 
-        Takes the gradients over: each is let go of as soon as its bucket is on its way.
+        Takes ownership of the gradients: each is freed as soon as its bucket is sent.
         """
         self._leaves, self._nodes = self._tree(position)
         self._folded, self._apart = folded, apart
@@ -169,7 +169,7 @@ class Reduction(ABC):
         return future
 
     def _taken_up(self, bucket: Any) -> Future[Tensor]:
-        """Send a bucket, and take those before it a round further."""
+        """Send a bucket, and move the earlier ones one round on."""
         gradients = bucket.gradients()
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
         self._summed += len(indices)
@@ -189,9 +189,9 @@ class Reduction(ABC):
         return sent.future
 
     def _taken(self, total: Gradients, indices: list[int]) -> Gradients:
-        """Gradients as `GradBucket.gradients()` gives its own: with the right shapes, but the numbers in memory order.
+        """Gradients laid out as `GradBucket.gradients()` gives its own: with the right shapes, but the elements in memory order.
 
-        They are taken out of `total`, so that their memory is free before the next bucket's is needed.
+        They are removed from `total`, so that their memory is free before the next bucket's is needed.
         """
         taken = []
         for i in indices:
@@ -200,10 +200,12 @@ class Reduction(ABC):
         return taken
 
     def _sent(self, buffer: Tensor, indices: list[int]) -> _Bucket:
-        """Send this rank's partial sums to the others, and with the first bucket of a step the exchange."""
+        """Send this rank's partial sums to the others, and the exchange with the first bucket of a step."""
         sums = [torch.cat([g.reshape(-1) for g in self._taken(total, indices)]) for total in self._apart]
         sums.append(buffer)
-        del sums[len(self._nodes[self.group.rank]) :]  # a worker without a micro-batch: zeros are no node
+        # A worker without a micro-batch has no node: its zeros are not sent.
+        del sums[len(self._nodes[self.group.rank]) :]
+        # By the rank with the most sums: all ranks must choose the same way.
         most = max(map(len, self._nodes))
         small = most * (self.group.size - 1) * buffer.numel() * buffer.element_size() <= LATENCY_BYTES
         first, self._exchanged = not self._exchanged, True
@@ -211,14 +213,14 @@ class Reduction(ABC):
         if first and message is None:
             self.exchange.send()
         rounds = [self._whole(buffer, sums, message)] if small else self._large(buffer, sums)
-        del sums  # the rounds alone hold them from here on
+        del sums  # from here on only the rounds hold them, and free them early
         sent = _Bucket(buffer, rounds)
         for piece in sent.pieces:
             piece.advance()
         return sent
 
     def _whole(self, buffer: Tensor, sums: Gradients, message: Tensor | None = None) -> Rounds:
-        """Every other rank is sent all partial sums, and the message behind them; each adds them up by itself."""
+        """Send all partial sums, with the message behind them, to every other rank; each adds them up by itself."""
         rank = self.group.rank
         chunk = sums if message is None else [*sums, message]
         extra = 0 if message is None else message.numel()
@@ -237,16 +239,17 @@ class Reduction(ABC):
         every: list[Sequence[Tensor]] = [torch.split(part, buffer.numel()) for part in parts]
         every[rank] = tuple(sums)
         _put(buffer, *self._added(self._nodes, every))
-        # A thread of the backend holds on to the tensors of a work that is done for as long as it gets no turn to run.
+        # A backend thread keeps the tensors of a finished work until it gets a turn to run: free the memory now.
         received.untyped_storage().resize_(0)
         if not any(outgoing is part for part in chunk):
             outgoing.untyped_storage().resize_(0)
 
     def _added(self, owned: Sequence[Sequence[range]], sums: Sequence[Sequence[Tensor]]) -> Gradients:
-        """The sums of some ranks, by rank, added as far as the tree goes. The left ones are overwritten."""
+        """The sums of some ranks, by rank, added as far as the tree goes. The left operands are overwritten."""
         tree = TreeSum(self._leaves)
         for own, parts in zip(owned, sums, strict=True):
-            for node, part in zip(own, parts, strict=False):  # what is split from nothing is one empty part
+            # Not strict: torch.split of an empty tensor gives one empty part.
+            for node, part in zip(own, parts, strict=False):
                 tree.add(node, [part])
         return [total for _, (total,) in tree.sums]
 
@@ -254,11 +257,11 @@ class Reduction(ABC):
 class TreeReduction(Reduction):
     """Leaves the root of the tree over the step's micro-batches in every bucket: the same bits for every W.
 
-    A large bucket is halved as the tree is: of W = 2 * 2 * 2 ranks, r and r ^ 1 have sibling nodes and swap halves of
-    them, then r and r ^ 2 swap quarters of the sums, then r ^ 4; where W has other factors p, p ranks share their
-    slice out. That leaves each rank with a slice of the root, and the stages run backwards to gather the others into the
-    bucket: with k = 1 the bytes of a ring, and for a power of two log2(W) messages each way. Where ranges do not
-    fit the tree a rank sends each of its nodes.
+    A large bucket is halved along the tree. With W = 2 * 2 * 2 ranks, r and r ^ 1 have sibling nodes and swap halves of
+    them; then r and r ^ 2 swap quarters of the sums; then r ^ 4. If W has another factor p, p ranks share their
+    slice among them. Each rank then has a slice of the root, and the stages run backwards to gather the others into the
+    bucket. With k = 1 that takes the bytes of a ring, and for a power of two log2(W) messages each way. Where ranges do not
+    fit the tree, a rank sends each of its nodes.
     """
 
     def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
@@ -267,21 +270,21 @@ class TreeReduction(Reduction):
         return leaves, [nodes(clip(r, leaves), leaves) for r in self.ranges]
 
     def _large(self, buffer: Tensor, sums: Gradients) -> list[Rounds]:
-        # Two ranks with one sum each swap their buckets: the bytes of halves there and back, in half as many rounds.
+        # Two ranks with one sum each swap whole buckets: as many bytes as halves there and back, in half as many rounds.
         if self.group.size == 2 and max(map(len, self._nodes)) == 1:
             return [self._whole(buffer, sums)]
-        # While one piece crosses the network, the next is swapped inside the machine. Whole, a bucket of 12 MB took 1.7 times as long
-        # as its bytes need on the network, in pieces 1.2 times. On a GPU one stream carries them all, one after another.
+        # While one piece crosses the network, the next is swapped inside the machine. Sent whole, a bucket of 12 MB took 1.7 times as
+        # long as its bytes need on the network; in pieces, 1.2 times. On a GPU one stream carries all pieces, one after another.
         count = 1 if buffer.is_cuda else min(MOST_PIECES, -(-buffer.nbytes // PIECE_BYTES))
         cuts = slices(buffer.numel(), count)
         return [self._in_stages(buffer[cut], [total[cut] for total in sums]) for cut in cuts]
 
     def _in_stages(self, buffer: Tensor, sums: Gradients) -> Rounds:
-        """Each round of the first half shares the rank's slice out to a few ranks, of the second gathers theirs."""
+        """Each round of the first half splits the rank's slice among a few ranks; each round of the second half gathers theirs."""
         rank = self.group.rank
         held, start, stop = sums, 0, buffer.numel()
-        largest = stop  # of any rank's slices: all must take as many rounds, or their messages cross
-        del sums  # a generator keeps its arguments, and these are to be let go of with the first stage
+        largest = stop  # the longest slice of any rank: all must choose the same number of rounds, or their messages cross
+        del sums  # a generator keeps its arguments alive, and these must be freed with the first stage
         gathers = []
         for stage in self._stages:
             peers, me = stage.peers(rank), stage.place(rank)
@@ -315,7 +318,7 @@ class TreeReduction(Reduction):
 
 
 class NativeReduction(Reduction):
-    """Adds up the ranks' gradients, each one sum, as the backend likes to: other bits for another W."""
+    """Adds up the ranks' gradients, each one sum, in the backend's own order: other bits for another W."""
 
     def _tree(self, position: Position) -> tuple[int, list[tuple[range, ...]]]:
         size = self.group.size
@@ -333,20 +336,20 @@ def _length(cut: slice) -> int:
 
 
 def _put(target: Tensor, result: Tensor) -> None:
-    """Where the result was not added up in the bucket itself."""
+    """Copy the result to its target, unless it was summed there."""
     if result.data_ptr() != target.data_ptr():
         target.copy_(result)
 
 
 def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The tensors one after another; the only one is not copied."""
+    """The tensors concatenated; a single one is not copied."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(list(tensors)) if tensors else like.new_empty(0)
 
 
 def memory_order(parameter: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a parameter from the slowest to the quickest in memory, such as (0, 2, 3, 1) for channels last.
+    """The dimensions of a parameter from the slowest to the fastest in memory, such as (0, 2, 3, 1) for channels last.
 
     None where that is their own order, or where the memory has gaps: DDP then lays the gradient out by its shape.
     """
@@ -356,7 +359,7 @@ def memory_order(parameter: Tensor) -> tuple[int, ...] | None:
 
 
 def logical(gradient: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """A gradient as `GradBucket.gradients()` gives it, whose numbers are in `memory_order`, in the order of its shape."""
+    """A gradient of `GradBucket.gradients()`, whose elements are in `memory_order`, in the order of its shape."""
     if order is None:
         return gradient
     in_memory = gradient.reshape([gradient.shape[dimension] for dimension in order])

@@ -1,8 +1,8 @@
-"""One rank reads, and hands on what it has read: the store sees one reader, whatever the number of workers.
+"""One rank reads, and passes on what it has read: the store sees one reader, whatever the number of workers.
 
-What rank 0 reads goes from rank to rank along a tree: over the first ranks of the nodes, then over the ranks of each node, so that it
-crosses the network once for each other node. All ranks run the same code on the same bytes. Each compares the hashes by itself, and all
-meet the same errors; one that has got other bytes asks for something else than rank 0 hands on, and is told.
+What rank 0 reads goes from rank to rank along a tree: over the first ranks of the nodes, then over the ranks of each node. So it
+crosses the network once for each other node. All ranks run the same code on the same bytes. Each verifies the hashes itself, and all
+get the same errors. A rank that received other bytes makes another request than rank 0, and gets an error for it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lockstep.training.group import Group
 T = TypeVar("T")
 
 PIECE = 16 << 20
-"""Bytes of a file that are read and handed on at a time: the next ones are read while these are on their way down the tree."""
+"""Bytes of a file that are read and passed on at a time: the next piece is read while this one travels down the tree."""
 
 
 def links(nodes: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
-    """From whom a rank receives, and to whom it hands on, those on other nodes first; `nodes` tells the node of each rank.
+    """The rank that a rank receives from, and those that it passes on to, other nodes first; `nodes` has the node of each rank.
 
-    Two binary heaps: over the first ranks of the nodes, and over the ranks of a node. Rank 0 receives from nobody, and nobody hands on
-    to more than four.
+    Two binary heaps: over the first ranks of the nodes, and over the ranks of a node. Rank 0 receives from nobody, and no rank
+    passes on to more than four.
     """
     rows: dict[str, list[int]] = {}
     for other, node in enumerate(nodes):
@@ -47,7 +47,7 @@ def links(nodes: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
 
 
 class Relay:
-    """What rank 0 reads, on every rank of a group. All of them ask for the same things in the same order."""
+    """Gives every rank of a group what rank 0 reads. All ranks make the same requests in the same order."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -61,9 +61,9 @@ class Relay:
         return self._group.rank == 0
 
     def hand(self, request: str, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, for small objects; where it raises a LockstepError, all ranks do.
+        """The result of `make` on rank 0, for small objects. If it raises a LockstepError, all ranks do.
 
-        DriftError where rank 0 hands on another request than this rank's.
+        DriftError where rank 0 answers another request than this rank's.
         """
         value: Any = None
         error: LockstepError | None = None
@@ -91,7 +91,7 @@ class Relay:
         return cast(T, value)
 
     def tensors(self, request: str, read: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Contiguous tensors in host memory that `read` gives on rank 0; errors as of `hand`."""
+        """Contiguous tensors in host memory that `read` gives on rank 0; errors as in `hand`."""
         own: dict[str, Tensor] = {}
 
         def contents() -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -123,17 +123,17 @@ class Relay:
 
 @contextmanager
 def read_once(storage: Storage, group: Group) -> Iterator[Storage]:
-    """The storage, for reading alone, as all ranks of the group read it together: rank 0 reads it, and the others are given the same."""
+    """A read-only view of the storage that all ranks use together: rank 0 reads, and the others get the same."""
     if group.size == 1:
         yield storage
         return
     relay = Relay(group)
     yield cast(Storage, _ReadOnce(storage, relay))
-    relay.hand(f"the checkpoints of {storage.shown}", lambda: None)  # a rank that asks for more is told
+    relay.hand(f"the checkpoints of {storage.shown}", lambda: None)  # a rank that asks for more gets an error
 
 
 class _ReadOnce:
-    """The half of a storage that reads, on every rank: nothing is written through it."""
+    """The reading half of a storage, on every rank."""
 
     def __init__(self, storage: Storage, relay: Relay) -> None:
         self.shown, self.fences = storage.shown, storage.fences
@@ -169,7 +169,7 @@ class _Relayed:
         self._bytes = memoryview(cast(Any, self._piece.numpy()))
         self._pieces = self._read(storage)
         self._at = self._end = 0
-        self._next()  # a file that is not there is told where it is opened
+        self._next()  # so a missing file raises where it is opened
 
     def readinto(self, buffer: memoryview, /) -> int:
         if self._at == self._end:
@@ -189,7 +189,7 @@ class _Relayed:
             self._relay.move(self._piece[: self._end])
 
     def _read(self, storage: Storage) -> Any:
-        """Rank 0's: fill the buffer again and again, and tell with how many bytes."""
-        with storage.open(self._path) as reading:  # within it the system's errors become StorageErrors
+        """On rank 0, fill the buffer again and again, and yield how many bytes."""
+        with storage.open(self._path) as reading:  # inside, errors of the system become StorageErrors
             while size := reading.readinto(self._bytes):
                 yield size

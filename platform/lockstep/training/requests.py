@@ -1,4 +1,4 @@
-"""What may be asked of a run while it trains: the only way back from whoever hears its events."""
+"""What others may ask of a run while it trains: the only way back from those that receive its events."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Requests(Protocol):
         """Whether someone asks the run to end after the next step."""
 
     def save(self) -> bool:
-        """Whether someone asks for a checkpoint after the next step: once for each time that it is asked."""
+        """Whether someone asks for a checkpoint after the next step. Each request gives True once."""
 
     def regroup(self) -> bool:
         """Whether someone asks this group to form another one after the next step, because workers join or leave it."""
 
     def run_id(self) -> str:
-        """Wait until the run exists in its record; its id. RecordError where it never will."""
+        """Wait until the run exists in its record, and return its id. RecordError where it never will."""
 
     def go_on(self) -> bool:
-        """Before the first step and after each evaluation: wait until the run may go on. False where nobody wants more of it."""
+        """Wait until the run may go on; called before the first step and after each evaluation. False where nobody wants more of the run."""
 
 
 class NoRequests:

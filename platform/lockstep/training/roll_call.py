@@ -1,8 +1,8 @@
 """Who forms the next group of a run, after a loss or because workers join or leave: pure, so that every case can be tested.
 
-A worker has one number for as long as it lives: the rank of its first group, or for a newcomer the next number that is free. A roll
-call ends when each worker of the group has come, or is known to be lost, or has ended by itself; one that is only late is waited
-for. Those that have come and do not leave go on with the newcomers that wait, in the order of their numbers, as the next attempt.
+A worker keeps one number for life: the rank of its first group or, for a newcomer, the next free number. A roll
+call ends when each worker of the group has arrived, is known to be lost, or has ended by itself; one that is only late is waited
+for. Those that have arrived and do not leave go on with the waiting newcomers, in the order of their numbers, as the next attempt.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How far a worker is: steps done, and steps done at its last evaluation. The less comes first."""
+    """How far a worker is: steps done, and steps done at its last evaluation. Ordered from less to more."""
 
     step: int
     evaluated: int
 
 
 class Arrival(NamedTuple):
-    """What a worker says when it has left its step, or a newcomer when it is ready."""
+    """What a worker reports when it has left its step, or a newcomer when it is ready."""
 
     progress: Progress | None
-    """None for one that holds nothing of the run yet."""
+    """None for a worker that holds no state of the run yet."""
     host: str
     port: int
-    """Where it serves a store, at which the others can meet."""
+    """The port of the store that it serves, at which the others can meet."""
 
 
 class Formation(NamedTuple):
@@ -34,11 +34,11 @@ class Formation(NamedTuple):
 
     attempt: int
     workers: tuple[int, ...]
-    """By their new ranks."""
+    """Their numbers, by new rank."""
     host: str
     port: int
     progress: Progress
-    """The least that one of them has done: from there they go on."""
+    """The least that any of them has done: they go on from there."""
 
 
 class Refused(NamedTuple):
@@ -48,7 +48,7 @@ class Refused(NamedTuple):
 
 
 class Dismissed(NamedTuple):
-    """The others go on, and this worker leaves the run as was planned."""
+    """The others go on, and this worker leaves the run as planned."""
 
 
 Answer = Formation | Refused | Dismissed | None
@@ -62,21 +62,21 @@ class RollCall:
     attempt: int
     workers: tuple[int, ...]
     fewest: int = 1
-    """How many must be left."""
+    """How many members the next group needs."""
     whole: Progress | None = None
-    """Where the group came together that lost nobody: there it may not come together again."""
+    """The progress at which this group formed without a loss or a plan: it may not form again from the same place."""
     arrived: dict[int, Arrival] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     newcomers: dict[int, Arrival] = field(default_factory=dict)
-    """Those that wait to be let in."""
+    """Newcomers that wait to be let in, by number."""
     planned: bool = False
-    """Whether the workers are asked to come, though none is lost."""
+    """Whether the workers are asked to come although none is lost."""
     leaving: frozenset[int] = frozenset()
     """Those that leave the run with this roll call."""
 
     def answer(self) -> Formation | Refused | None:
-        """What those that have come are told."""
+        """The answer to those that have arrived; None while someone is still waited for."""
         if self.ended:
             return Refused(f"worker {min(self.ended)} has ended by itself")
         there = {worker: self.arrived[worker] for worker in sorted(self.arrived) if worker not in self.lost}
@@ -109,28 +109,28 @@ class RollCalls:
         self._dismissed: set[int] = set()
         self._answers: dict[int, Formation | Refused] = {}
         self.newest: Formation | None = None
-        """The group that went on last, where one did."""
+        """The newest group that a roll call formed, if any."""
 
     def ready(self, worker: int) -> None:
-        """A worker trains, and would come to a roll call."""
+        """Note that a worker trains, and would come to a roll call."""
         self._ready.add(worker)
 
     def arrive(self, attempt: int, worker: int, arrival: Arrival) -> None:
-        """A worker of `attempt` has left its step and waits."""
+        """Note that a worker of `attempt` has left its step and waits."""
         if attempt == self._now.attempt and worker in self._now.workers:
             self._now.arrived[worker] = arrival
             self._close()
 
     def enter(self, worker: int, arrival: Arrival) -> None:
-        """A newcomer is ready, and waits to be let in."""
+        """Note that a newcomer is ready and waits to be let in."""
         if worker not in self._lost:
             self._ready.add(worker)
             self._now.newcomers[worker] = arrival
 
     def plan(self, leaving: Collection[int] = ()) -> int | None:
-        """Have the workers come after a step, so that newcomers join and those in `leaving` leave. The attempt to be asked.
+        """Plan a roll call after a step, so that newcomers join and those in `leaving` leave. Returns the attempt to be asked.
 
-        None where they would not all come, or nobody would stay.
+        None where not every worker would come, or nobody would stay.
         """
         stay = set(self._now.workers) - set(leaving)
         if not stay or not self.able:
@@ -147,16 +147,16 @@ class RollCalls:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The newcomers that wait to be let in."""
+        """The numbers of the newcomers that wait to be let in."""
         return tuple(sorted(self._now.newcomers))
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The workers of the attempt at hand, by rank."""
+        """The workers of the current attempt, by rank."""
         return self._now.workers
 
     def lose(self, worker: int) -> bool:
-        """A worker's process is gone. Whether the others go on without it, as far as that is known."""
+        """Note that a worker's process is gone. Returns whether the others go on without it, as far as is known."""
         self._now.newcomers.pop(worker, None)
         if worker not in self._lost:
             self._lost.add(worker)
@@ -173,17 +173,17 @@ class RollCalls:
         return able and not isinstance(self._answers.get(self._now.attempt), Refused)
 
     def refuse(self, why: str) -> None:
-        """Nobody goes on any more: the attempt at hand ends, or has."""
+        """End the current attempt for `why`: nobody goes on."""
         self._answers.setdefault(self._now.attempt, Refused(why))
 
     def end(self, worker: int) -> None:
-        """A worker has ended by itself, with a result or an error of its own: it comes no more."""
+        """Note that a worker has ended by itself, with a result or an error of its own: it will not come."""
         if worker in self._now.workers and worker not in self._lost:
             self._now.ended.add(worker)
             self._close()
 
     def ask(self, attempt: int | None, worker: int) -> Answer:
-        """What a worker that has come to the roll call of `attempt` is told; a newcomer has come to the next one, without a number."""
+        """The answer to a worker that has come to the roll call of `attempt`. A newcomer, which has no attempt, waits for the next one."""
         if attempt is None:
             if self.newest is not None and worker in self.newest.workers:
                 return self.newest
@@ -198,11 +198,11 @@ class RollCalls:
 
     @property
     def called(self) -> int | None:
-        """The attempt whose workers are to come: one of them is lost, or has come. None as long as all train."""
+        """The attempt whose workers must come, because one is lost or has arrived. None while all train."""
         return self._now.attempt if self._now.arrived or self._now.lost else None
 
     def _close(self) -> None:
-        """Go on to the next roll call where this one is over."""
+        """If this roll call is over, keep its answer and begin the next one."""
         now = self._now
         answer = now.answer() if now.arrived else None
         if answer is None or now.attempt in self._answers:

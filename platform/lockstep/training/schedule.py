@@ -1,6 +1,6 @@
-"""The learning rate: a pure function of the number of updates done, or a scheduler of torch whose state is kept.
+"""The learning rate: a pure function of the number of updates done, or a torch scheduler whose state is saved.
 
-Updates are optimizer steps that were really taken: a step skipped by the loss scaler does not count.
+Updates are optimizer steps that were actually taken: a step that the loss scaler skips does not count.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from lockstep.training.failure import as_lockstep_error
 def rate_factor(schedule: Schedule, update: int, total: int) -> float:
     """Factor on the learning rate for update number `update` (from 0) of at most `total`.
 
-    The warm-up rises in a straight line and reaches the full rate with update `warmup_steps - 1`. The fall
-    then ends at `final` just after the last update (Loshchilov & Hutter 2017, eq. 5, for the cosine).
+    The warm-up is linear and reaches the full rate with update `warmup_steps - 1`. The decay then
+    ends at `final` just after the last update (Loshchilov & Hutter 2017, eq. 5, for the cosine).
     """
     if isinstance(schedule, OneCycle):
         return _one_cycle(schedule, min(update, total - 1), total)
@@ -58,7 +58,7 @@ def rate_factor(schedule: Schedule, update: int, total: int) -> float:
 
 
 def _fallen(schedule: Linear | Cosine | Polynomial | WarmupStableDecay, progress: float) -> float:
-    """The factor after `progress`, from 0 to 1, of the fall to `final`."""
+    """The factor at `progress`, from 0 to 1, through the decay to `final`."""
     match schedule:
         case Cosine() | WarmupStableDecay(decay="cosine"):
             left = 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -95,11 +95,11 @@ def check_length(schedule: Schedule, total: int) -> None:
         )
 
 
-# --- a schedule at work ---------------------------------------------------------------------------------------
+# --- schedules of a run ---------------------------------------------------------------------------------------
 
 
 class RateSchedule(Protocol):
-    """What sets the learning rates of an optimizer before each update."""
+    """Sets the learning rates of an optimizer before each update."""
 
     base: list[float]
     """The full rate of each parameter group."""
@@ -108,19 +108,19 @@ class RateSchedule(Protocol):
         """Set every group's rate for update number `update`, counted from 0."""
 
     def follow(self) -> None:
-        """An update was taken."""
+        """Called after an update was taken."""
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """An evaluation was made."""
+        """Called after an evaluation, with its metrics."""
 
     def standing(self, update: int) -> Any:
-        """Where it stands before update number `update`: what a restored run is compared by."""
+        """The schedule's position before update number `update`, by which a restored run is checked."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it; empty for a function of the number of updates."""
+        """What a checkpoint saves of it; empty for a function of the number of updates."""
 
     def load_state_dict(self, state: Mapping[str, Any], *, fork: bool) -> None:
-        """Take over what `state_dict` gave, once the optimizer has its state back."""
+        """Load what `state_dict` returned, after the optimizer's own state is restored."""
 
 
 class FunctionOfUpdates:
@@ -150,11 +150,11 @@ class FunctionOfUpdates:
 
 
 PLATEAU_METRIC = "eval/loss"
-"""What a ReduceLROnPlateau goes by."""
+"""The metric that a ReduceLROnPlateau follows."""
 
 
 class TorchScheduler:
-    """A scheduler of torch: stepped after each update, or after each evaluation where it goes by one."""
+    """A torch scheduler, stepped after each update or, for a ReduceLROnPlateau, after each evaluation."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -162,7 +162,7 @@ class TorchScheduler:
         self.by_evaluation = isinstance(scheduler, ReduceLROnPlateau)
 
     def set(self, update: int) -> None:
-        pass  # it has set them when it was stepped
+        pass  # the scheduler set them when it was stepped
 
     def follow(self) -> None:
         if not self.by_evaluation:
@@ -194,13 +194,13 @@ class TorchScheduler:
                 "rates, or start a new run from its weights with initial_weights"
             )
         self.scheduler.load_state_dict(dict(state["scheduler"]))
-        if fork:  # the optimizer of a fork keeps the rate that it was made with
+        if fork:  # a fork's optimizer keeps the rates it was made with, but its scheduler goes on from the saved ones
             for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
                 group["lr"] = rate
 
 
 def _plain(state: Any) -> Any:
-    """A scheduler's state as a checkpoint can hold it: MultiStepLR counts its milestones in a Counter."""
+    """A scheduler's state in types that a checkpoint can hold: MultiStepLR counts its milestones in a Counter."""
     if isinstance(state, dict):
         kind = dict if isinstance(state, Counter) else type(state)
         return kind((key, _plain(value)) for key, value in state.items())
@@ -232,7 +232,7 @@ def make_schedule(
 
 
 def _check_unused(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a scheduler that was made and not returned: it has left its mark in the groups."""
+    """Refuse a scheduler that was made and not returned: it leaves `initial_lr` in the groups."""
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise JobError("job.schedule: made a scheduler and did not return it; nothing would step it")
 
@@ -248,15 +248,15 @@ def _scheduled(own: LRScheduler, optimizer: torch.optim.Optimizer, *, evaluates:
             f"job.schedule: {name} goes by {PLATEAU_METRIC}, and the job has no eval_data, or phases and no loss for it; give it some, or use a schedule by updates"
         )
     scheduler = TorchScheduler(optimizer, own)
-    pack(scheduler.state_dict(), "job.schedule")  # what no checkpoint could hold is told now
+    pack(scheduler.state_dict(), "job.schedule")  # so a state that no checkpoint can hold fails now
     return scheduler
 
 
 def _checked(own: Callable[[int], float], total: int) -> Callable[[int], float]:
-    """The job's function, held to what a schedule is: finite, not negative, and the same whenever it is asked."""
+    """The job's function with the checks of a schedule: finite, not negative, and the same whenever it is called."""
 
     def factor(update: int) -> float:
-        at = min(update, total - 1)  # after the last update, it is asked where it stands
+        at = min(update, total - 1)  # it is also called for its position after the last update
         try:
             value = float(own(at))
         except LockstepError:
@@ -288,15 +288,15 @@ def base_rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each parameter group as it is."""
+    """The current learning rate of each parameter group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 class Rates:
-    """The learning rates of an optimizer: set before each update, and read where it uses them.
+    """The learning rates of an optimizer: set before each update, and read when the update uses them.
 
-    A hook of the job's optimizer may change them before an update, and then its rate is the one that is recorded; one
-    that changes them after it wants a schedule of its own, which the next update would overwrite.
+    A hook of the job's optimizer may change them before an update; the changed rate is the one recorded. A hook
+    that changes them after it is refused: the next update would overwrite the change, so the job needs a schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: RateSchedule) -> None:
@@ -304,7 +304,8 @@ class Rates:
         self.schedule = schedule
         self._set: list[float] = []
         self._used: list[float] = []
-        optimizer.register_step_pre_hook(self._note)  # behind the job's own
+        # Registered after the job's own hooks, so it sees what they change.
+        optimizer.register_step_pre_hook(self._note)
 
     def _note(self, *_: object) -> None:
         self._used = rates_of(self.optimizer)

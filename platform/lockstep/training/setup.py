@@ -69,7 +69,7 @@ from lockstep.training.weights import load_weights
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run, ready to be trained: what `fit` walks through."""
+    """One run, ready to be trained: everything that `fit` works on."""
 
     spec: Spec
     job: Job
@@ -84,7 +84,7 @@ class Run:
     history: History
 
     def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
-        """The same run as a worker of another group, from the state as it is. All ranks of the group call it."""
+        """The run of this worker in another group, from the current state. All ranks of the group call it."""
         old = self.step
         step = Stepper(
             self.job,
@@ -111,7 +111,7 @@ class Run:
         return Loader(self.batches, sampler, self.group.device, processes, self.group.let_go, compared)
 
     def _compared(self, start: int) -> Callable[[MicroBatch], bool]:
-        """Whether a micro-batch is fetched twice: the worker's first one of the steps 1, 2, 4, 8 … after `start`, and of the last step."""
+        """Which micro-batches are fetched twice: the worker's first one of the steps 1, 2, 4, 8 … after `start`, and of the last step."""
         first, last = self.step.assigned.start, self.plan.total_steps - 1
 
         def compared(key: MicroBatch) -> bool:
@@ -121,11 +121,11 @@ class Run:
         return compared
 
     def ahead(self, over: bool) -> Iterator[Position]:
-        """The steps that are still to be taken: none where the run is `over`."""
+        """The remaining steps; none where the run is `over`."""
         return iter(()) if over else self.plan.positions(self.state.counters.step)
 
     def checkpoints(self, tell: Tell, requests: Requests, origin: AttemptOrigin | None) -> Checkpoints:
-        """What saves the state of this run."""
+        """The saver of this run's state. An attempt whose origin says so saves nothing."""
         if origin is not None and not origin.saves:
             origin = None
         return Checkpoints(
@@ -152,9 +152,9 @@ def prepare(
     *,
     newcomer: bool = False,
 ) -> Run:
-    """Build the run on this rank, rehearse one micro-batch, agree with the other ranks on what was built, and restore its state.
+    """Build the run on this rank, rehearse one micro-batch, check that all ranks built the same, and restore the state.
 
-    A `newcomer` is given all that by another worker: it reads no checkpoint, and holds the state that a run begins with.
+    A `newcomer` gets the state from another worker: it reads no checkpoint, and keeps the state that a run begins with.
     """
 
     def warn(text: str) -> None:
@@ -178,23 +178,25 @@ def prepare(
         partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
     )
     check_kept(spec.determinism, spec.threads)
+    # Before a checkpoint is restored: the identity has the digest of the initial weights.
     digest = weights_digest(model.state_dict())
     facts = facts_of(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
     if state.compiled is not None:
         facts = with_compiler(facts, state.compiled)
     begins = start is None or start.fork
-    if group.rank == 0 and begins and not newcomer:  # a run that goes on has looked before
+    if group.rank == 0 and begins and not newcomer:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
     losses = " ".join(one.loss.hex() for one in rehearsal.values())
     check_agreed(group, {**facts["fields"], "the loss of the rehearsed micro-batch": losses}, spec)
     check_same_order(group, state.order)
     history = History()
     if start is not None:
-        if origin is None or origin.replay is None:  # a replay compares them by itself
+        if origin is None or origin.replay is None:  # a replay compares the fields itself
             check_identity(start, facts["fields"])
         history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
         check_same_state(group, state)
         start = start.without_state()
+    # Only now: a Stepper takes the buffers as it finds them for those of its first step.
     parts = {phase: one.parts for phase, one in rehearsal.items()}
     written = frozenset[int]().union(*(one.written for one in rehearsal.values()))
     step = Stepper(job, spec, plan, group, state, parts=parts, written_buffers=written)
@@ -217,9 +219,9 @@ def rehearse(
     group: Group,
     warn: Callable[[str], None],
 ) -> tuple[dict[str, Rehearsal], Evaluation | None]:
-    """Rehearse the first step, which parameters rest, and the evaluation; what the first micro-batch showed, and what evaluates.
+    """Rehearse the first step, the rule for frozen parameters, and the evaluation. Returns what the first micro-batch showed, and the evaluation.
 
-    Each rank by itself.
+    Each rank does so by itself.
     """
     first_step = StepRehearsal(job, spec, plan, state, batches, group.device, warn)
     found, extent = first_step()
@@ -251,7 +253,7 @@ def watch_bits(
     tell: Tell,
     origin: AttemptOrigin | None,
 ) -> None:
-    """Have a worker's steps look out for wrong bits, and name the samples of a micro-batch that fails."""
+    """Set a worker's steps up to detect wrong bits, and to name the samples of a micro-batch that fails."""
     sampler = make_sampler(spec, plan, batches.samples)
     step.samples = lambda position, m: sampler.at(position, m).ids
     if spec.recheck:
@@ -270,9 +272,9 @@ def make_state(
     evaluates: bool,
     group: Group | None = None,
 ) -> TrainState:
-    """The state of a run before its first step, around its model; `evaluates` is whether the job has evaluation data.
+    """The state of a run before its first step; `evaluates` is whether an evaluation of the job has a loss.
 
-    `group` are the workers among whom a sharded optimizer shares its state out; without one it is whole.
+    `group` are the workers that share the state of a sharded optimizer; without it the state is whole.
     """
     check_combination(job, spec)
     average = None if spec.ema is None else Average(model, spec.ema)
@@ -298,7 +300,7 @@ def make_state(
 
 
 def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
-    """SpecError where a rule goes by a metric that the evaluation does not give; None where it is not known yet."""
+    """SpecError where a rule needs a metric that the evaluation does not give. `metrics` is None where they are not known yet."""
     if metrics is None:
         return
     rules = {"early_stop": spec.early_stop, "checkpoint.keep_best": spec.checkpoint.keep_best}
@@ -330,12 +332,12 @@ def make_model(
 ) -> nn.Module:
     """The job's model on its device, made from the seeded generators, with the initial weights that the spec names.
 
-    All ranks of a `group` call it, for one of them to read the weights.
+    All ranks of a `group` call it, since rank 0 reads the weights for all.
     """
     seed_all(spec.seed, "model")
     try:
         model = job.model()
-    except (Exception, SystemExit) as error:  # a job may end the process
+    except (Exception, SystemExit) as error:  # a job may call sys.exit()
         raise as_lockstep_error(error, "while its model was made") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")

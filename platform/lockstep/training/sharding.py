@@ -1,11 +1,11 @@
-"""The optimizer's state shared out over the workers, with the bits of one that is not.
+"""The optimizer's state sharded over the workers, with the bits of an optimizer that is not.
 
-Every worker has the whole finished gradient, so norm and clipping are what they are without this. Of the parameters'
-elements, one after another, each worker updates a stretch and keeps its moments; then the stretches are gathered. An
-optimizer that computes each element from that element's own numbers gives the same bits for any stretch that it is in.
+Every worker has the whole finished gradient, so norm and clipping are the same as without sharding. Each worker updates a
+stretch of the concatenated elements of all parameters, and keeps the moments of that stretch; then the updated stretches are
+gathered. An optimizer that computes each element from that element's own numbers gives the same bits for any split.
 
-A stretch begins at a multiple of `UNIT` elements of its parameter, in the order of memory. A parameter with gaps in its memory is not
-cut. In a checkpoint each tensor is whole again: its parts go to the rank that writes it, and nowhere else.
+A stretch begins at a multiple of `UNIT` elements of its parameter, in memory order. A parameter with gaps in its memory is not
+split. In a checkpoint each tensor is whole again: its parts go to the rank that writes it, and nowhere else.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lockstep.training.group import Group
 from lockstep.training.norm import ELEMENT_BY_ELEMENT
 
 UNIT = 64
-"""Elements to whose multiples parameters are cut: at least the vectors of every processor, and 128 bytes of bf16."""
+"""Parameters are split at multiples of so many elements: at least the vectors of every processor, and 128 bytes of bf16."""
 
 GATHER_BYTES = 16 << 20
-"""What one collective brings together; two are under way at a time."""
+"""Bytes that one collective gathers; two are in flight at a time."""
 
 SCALARS = frozenset({"step"})
-"""State that is one number a parameter, the same for every stretch of it."""
+"""State that is one number per parameter, the same for every stretch of it."""
 
 
 class Stretch(NamedTuple):
@@ -43,7 +43,7 @@ class Stretch(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A stretch of this rank's, as its optimizer sees it: a parameter of its own, in the memory of the model's."""
+    """A stretch of this rank as its optimizer sees it: a parameter of its own, which is a view of the model's."""
 
     stretch: Stretch
     value: Tensor
@@ -52,9 +52,9 @@ class _Part(NamedTuple):
 def stretches(
     lengths: Sequence[int], widths: Sequence[int], cut: Sequence[bool], ranks: int
 ) -> list[Stretch]:
-    """Share parameters of so many elements of so many bytes out, to nearly as many bytes each. Pure: every rank finds the same.
+    """Split parameters, given their numbers of elements and bytes per element, into nearly equal bytes per rank. Pure: every rank finds the same.
 
-    Where `cut` is false a parameter stays whole; one without elements is rank 0's.
+    Where `cut` is false a parameter stays whole. A parameter without elements belongs to rank 0.
     """
     total = sum(length * width for length, width in zip(lengths, widths, strict=True))
     found, begin = [], 0
@@ -72,12 +72,12 @@ def stretches(
 
 
 def gathering_width(ranks: int) -> int:
-    """Bytes that a rank gives in one round of gathering, at most."""
+    """The most bytes that a rank sends in one round of gathering."""
     return max(1, GATHER_BYTES // ranks // UNIT) * UNIT
 
 
 def gathering_bytes(most: int, ranks: int) -> int:
-    """What gathering makes and lets go of, where the rank that gives most gives `most` bytes: the rounds that are under way at once."""
+    """Temporary bytes of gathering, for the rounds that are in flight at once; `most` is the most bytes that any rank sends in all."""
     width = gathering_width(ranks)
     return min(2, -(-most // width)) * (ranks + 1) * min(width, most)
 
@@ -110,7 +110,7 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Stands for the optimizer that it is made from: the same groups, whose rates may be set. It holds this rank's state alone."""
+    """Stands in for the optimizer that it is made from: the same groups, whose rates may be set. It holds only this rank's state."""
 
     def __init__(self, whole: torch.optim.Optimizer, group: Group) -> None:
         super().__init__(whole.param_groups, whole.defaults)
@@ -120,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._built = False
 
     def _build(self) -> None:
-        """Share the parameters out, once they have their shapes: those of a lazy module get them with its first forward."""
+        """Split the parameters, once they have their shapes: those of a lazy module get them in its first forward."""
         if self._built:
             return
         self._built = True
@@ -155,12 +155,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return make(groups)
 
     def _of(self, stretch: Stretch) -> Tensor:
-        """The elements of a stretch in the memory of their parameter; a parameter with gaps as it is."""
+        """A view of a stretch in its parameter's memory; a parameter with gaps as it is."""
         whole = self._whole[stretch.parameter]
         return whole if self._uncut[stretch.parameter] else whole[stretch.start : stretch.stop]
 
     def _bytes(self) -> list[list[Tensor]]:
-        """What each rank has to give, as bytes, by rank."""
+        """The updated tensors that each rank sends, by rank."""
         found: list[list[Tensor]] = [[] for _ in range(self.group.size)]
         for stretch in self.stretches:
             if stretch.stop > stretch.start:
@@ -171,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this rank's stretches, and gather those of the others. All ranks call it."""
+        """Update this rank's stretches, and gather those of the other ranks. All ranks call it."""
         self._build()
         for own, every in zip(self._own.param_groups, self.param_groups, strict=True):
             own.update({name: value for name, value in every.items() if name != "params"})
@@ -191,14 +191,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- the state ------------------------------------------------------------------------------------------------
 
     def own_state(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        """What this rank keeps, by its stretches of the parameters."""
+        """The state of this rank, by its stretches of the parameters."""
         self._build()
         return self._own.state
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of the optimizer it stands for, with `Elsewhere` for every tensor. All ranks call it.
+        """The `state_dict` of the optimizer it stands for, with `Elsewhere` for every tensor. All ranks call it.
 
-        `assembled` puts the tensors that a rank writes in their places.
+        `assembled` then fills in the tensors that a rank writes.
         """
         self._build()
         own = {
@@ -227,9 +227,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return groups
 
     def assembled(self, saved: Mapping[str, Any], writers: Mapping[int, int]) -> dict[str, Any]:
-        """What `state_dict` gave, with the tensors that this rank writes. `writers` tells a rank by the id of an `Elsewhere`.
+        """What `state_dict` gave, with the tensors that this rank writes. `writers` maps the id of an `Elsewhere` to its rank.
 
-        All ranks call it. A rank takes as much memory for it as what it writes.
+        All ranks call it. A rank needs as much memory for it as the tensors that it writes.
         """
         state = {
             i: {
@@ -243,7 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {**saved, "state": state}
 
     def _gathered(self, i: int, name: str, place: Elsewhere, writer: int) -> Tensor | Elsewhere:
-        """One tensor of parameter `i`, at the rank that writes it."""
+        """One tensor of parameter `i`: whole on the rank that writes it, `place` on the others."""
         rank, calls, copies = self.group.rank, [], []
         whole = (
             torch.empty_like(self.parameters[i], dtype=place.dtype, requires_grad=False)
@@ -273,7 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return place if whole is None else whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor is not its parameter's."""
+        """Load this rank's part of a whole optimizer's state, bit for bit. ValueError where a tensor has another shape than its parameter."""
         self._build()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._own.state.clear()
@@ -300,7 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class _Gathering:
-    """Gives every rank the bytes of all, in rounds of `GATHER_BYTES`. The rounds are the same on every rank."""
+    """Gives every rank the bytes of all, in rounds of `GATHER_BYTES` that are the same on every rank."""
 
     def __init__(self, every: list[list[Tensor]], group: Group) -> None:
         self.group = group
@@ -335,7 +335,7 @@ class _Gathering:
                 target.copy_(copy)
 
     def _begun(self, pieces: list[list[Tensor]]) -> tuple[Any, Tensor, list[list[Tensor]]]:
-        """The collective of one round, the tensor that it fills, and what that is for."""
+        """Begin one round: its collective, the tensor that it fills, and the pieces that tensor goes to."""
         own = pieces[self.group.rank]
         length = max(sum(map(len, parts)) for parts in pieces)
         sent = torch.zeros(length, dtype=torch.uint8, device=self.group.device)
@@ -357,7 +357,7 @@ class _Gathering:
 
 
 def _within(parts: list[Tensor], start: int, stop: int) -> list[Tensor]:
-    """The elements `start … stop - 1` of tensors one after another."""
+    """The elements `start … stop - 1` of the concatenation of `parts`, as views."""
     found, begin = [], 0
     for part in parts:
         piece = part[max(0, start - begin) : max(0, stop - begin)]

@@ -27,7 +27,7 @@ from lockstep.training.sharding import ShardedOptimizer
 
 @dataclass(slots=True)
 class Counters:
-    """How far a run is. Schedule, generators and data position are functions of these."""
+    """How far a run is. The schedule, the generators and the place in the data are functions of these."""
 
     step: int = 0
     """Steps done, skipped ones included."""
@@ -36,13 +36,13 @@ class Counters:
     samples: int = 0
     """Training samples consumed."""
     weight_exponent: int | None = None
-    """The last step's total weight as a power of two: what the next step's losses are scaled down by."""
+    """The total weight of the last step, rounded down to a power of two: the next step's losses are divided by it."""
     evaluated: int = 0
     """Steps done at the last evaluation."""
 
     @property
     def updates(self) -> int:
-        """Optimizer updates taken: what the schedule counts."""
+        """Optimizer updates taken, which is what the schedule counts."""
         return self.step - self.skipped
 
 
@@ -56,7 +56,7 @@ class Best:
     weights: dict[str, Tensor] | None = None
 
     def judge(self, rule: EarlyStop, value: float, step: int, model: nn.Module) -> bool:
-        """Note one evaluation. True where `patience` of them have brought nothing better. NaN is never better."""
+        """Note one evaluation. True where the last `patience` evaluations were no improvement. NaN is never better."""
         better = not math.isnan(value) and (
             self.value is None or (value < self.value if rule.mode == "min" else value > self.value)
         )
@@ -68,7 +68,7 @@ class Best:
         return self.enough(rule)
 
     def enough(self, rule: EarlyStop) -> bool:
-        """Whether `patience` evaluations have brought nothing better."""
+        """Whether the last `patience` evaluations were no improvement."""
         return self.evaluations_since >= rule.patience
 
 
@@ -76,7 +76,7 @@ class Best:
 class TrainState:
     """Model, optimizer, scaler, counters and the best evaluation: one home for all that changes in a run.
 
-    `metrics` are the newest values of each metric. `average` is that of the weights, where the spec has `ema`.
+    `metrics` has the newest value of each metric. `average` is that of the weights, where the spec has `ema`.
     With phases, `optimizer` and `schedule` stand for those of all phases.
     """
 
@@ -89,12 +89,12 @@ class TrainState:
     metrics: dict[str, float] = field(default_factory=dict)
     average: Average | None = None
     schedule: RateSchedule = None  # type: ignore[assignment]
-    """What sets the learning rates; the full ones throughout unless given."""
+    """Sets the learning rates; unless given, they stay at their full values."""
     compiled: CompiledLosses | None = None
-    """What computes the losses, where the spec has `compile`."""
+    """Computes the losses, where the spec has `compile`."""
 
     order: Order = field(init=False)
-    """In which order the optimizers hold which parameters: their state is by place."""
+    """The order in which the optimizers hold the parameters: their state is saved by position."""
 
     def __post_init__(self) -> None:
         self.order = order_of(self.optimizer, self.model)
@@ -102,11 +102,11 @@ class TrainState:
             self.schedule = FunctionOfUpdates(self.optimizer_of(""), lambda _: 1.0)
 
     def optimizer_of(self, phase: str) -> torch.optim.Optimizer:
-        """The optimizer of the phase of that name; that of a job without phases has none."""
+        """The optimizer of a phase. A job without phases has one, under the empty name."""
         return optimizers_of(self.optimizer)[phase]
 
     def schedule_of(self, phase: str) -> RateSchedule:
-        """What sets the learning rates of a phase, likewise."""
+        """The schedule of a phase. A job without phases has one for any name."""
         return self.schedule.by_phase[phase] if isinstance(self.schedule, PhaseSchedules) else self.schedule
 
     def advance(self, position: Position, *, skipped: bool, weight: float) -> None:
@@ -150,12 +150,12 @@ class TrainState:
         return {**sections, "optimizer": self.optimizer.assembled(sections["optimizer"], by_rank)}
 
     def restore(self, sections: Mapping[str, Any], *, fork: bool = False) -> None:
-        """Take over what `sections` gave, in place. A `fork` keeps the optimizer's own hyperparameters.
+        """Load what `sections` gave, in place. A `fork` keeps the optimizer's own hyperparameters.
 
         StorageError where the state does not fit this model or optimizer, SpecError where a fork asks for another optimizer,
         JobError where the optimizer holds its parameters in another order.
         """
-        saved_order = sections["model"].get("order", {})  # none in one of an older version
+        saved_order = sections["model"].get("order", {})  # checkpoints of older versions have none
         if not fork or saved_order.keys() == self.order.keys():
             check_order(self.order, "here", saved_order, "in the state that is taken over")
         try:
@@ -212,7 +212,7 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
     optimizer.load_state_dict(dict(saved))
     for group, saved_group, made_with in zip(optimizer.param_groups, saved["param_groups"], own, strict=True):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-            # A sharded optimizer has taken its part as it is.
+            # A sharded optimizer loads its part without a cast.
             whole = {} if isinstance(optimizer, ShardedOptimizer) else saved["state"].get(number, {})
             for name, value in whole.items():
                 held = optimizer.state[parameter][name]
@@ -223,7 +223,7 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
 
 
 def power_of_two(weight: float) -> int:
-    """The exponent e with 2**e nearest below or at `weight` > 0."""
+    """The exponent e of the largest power of two 2**e that is at most `weight`, which is > 0."""
     return math.frexp(weight)[1] - 1
 
 

@@ -1,11 +1,11 @@
 """One optimizer step, exactly.
 
-Each micro-batch back-propagates its loss *sum* times a power of two; the gradients are added along the plan's
+Each micro-batch back-propagates its loss *sum* times a power of two. The gradients are added along the plan's
 tree and divided once by the whole batch's weight. The result is the gradient of the weighted mean loss over the
 global batch, however ragged the micro-batches and however many the workers.
 
-A job may have several phases: each walks over the step's micro-batches with a loss of its own and updates its own parameters, and the
-next one sees what it left. A job without them has a single phase.
+A job may have several phases. Each runs over the step's micro-batches with its own loss and updates its own parameters, and the
+next phase sees the result. A job without phases has a single one.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from lockstep.training.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step came to, in Python numbers, equal on every rank.
+    """The result of one step in Python numbers, equal on every rank.
 
-    With phases, loss, weight, rate and norms are those of the first one that took part; `parts` has those of each by its name.
+    With phases, loss, weight, rate and norms are those of the first phase that took part; `parts` has those of each phase by its name.
     """
 
     loss: float
@@ -70,12 +70,12 @@ class StepResult:
     regroup: bool
     """Whether a rank asked to form another group after this step."""
     pace: list[float]
-    """What each rank takes for a micro-batch of its own, in seconds."""
+    """Each rank's time for a micro-batch of its own, in seconds."""
     digests: Digests | None = None
 
 
 class PhaseResult(NamedTuple):
-    """What one phase of a step came to, and what its ranks agreed on."""
+    """The result of one phase of a step, and what its ranks agreed on."""
 
     agreed: Agreed
     loss: float
@@ -88,7 +88,7 @@ class PhaseResult(NamedTuple):
     skipped: bool
 
     def columns(self, *, scaled: bool) -> dict[str, float]:
-        """What the ledger has of a phase that has a name; `scaled` where a loss scaler may skip it."""
+        """The ledger's columns of a named phase; `scaled` where a loss scaler may skip it."""
         own = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
         skipped = {"skipped": float(self.skipped)} if scaled else {}
         return {**own, "clipped_norm": self.clipped_norm, **skipped, **self.parts}
@@ -108,7 +108,7 @@ class Stepper:
         parts: Mapping[str, tuple[str, ...]],
         written_buffers: frozenset[int],
     ) -> None:
-        """`parts` are those of each phase's loss, by the names of the phases; by no name for a job without."""
+        """`parts` are the names of the parts of each phase's loss, by phase name; without phases by the empty name."""
         self.spec = spec
         self.plan = plan
         self.group = group
@@ -137,7 +137,7 @@ class Stepper:
         self._cuda = group.device if group.device.type == "cuda" else None
 
     def _learning(self, step: int) -> list[PhaseStep]:
-        """The phases that have something to learn in step number `step`, made ready for it. All ranks call it."""
+        """The phases with something to learn in step number `step`, made ready for it. All ranks call it."""
         frozen = self.frozen(step)
         return [phase for phase in self.each_phase if phase.learn(frozen)]
 
@@ -152,7 +152,7 @@ class Stepper:
     ) -> StepResult:
         """Train on the global batch at `position`; `batches` gives this worker's micro-batches of it, in order.
 
-        `stop` is this rank's vote to end the run after the step, `save` that to save its state then, `regroup` that to form another group.
+        `stop` is this rank's vote to end the run after the step, `save` to save its state then, `regroup` to form another group.
         """
         self.times.begin()
         phases = self._learning(position.number) if self.frozen.there else self.each_phase
@@ -173,7 +173,7 @@ class Stepper:
     def _take(
         self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float, *, last: bool
     ) -> PhaseResult:
-        """One phase from its first micro-batch to its update; `last` of the step."""
+        """Take one phase from its first micro-batch to its update; `last` where it is the last one of the step."""
         self._accumulate(phase, position, batches, scale_down)
         agreed = phase.exchange.read(position.micro_batches)
         if self.recheck is not None:
@@ -182,7 +182,7 @@ class Stepper:
             self._check(phase, position, agreed.totals)
             if last:
                 self.digests.gather(position, self.plan.ranges(self.group.size))
-            # The last message of the phase: until the next one no rank waits for another, and the state changes.
+            # The last message of the phase: from here to the next one no rank waits for another, so a lost rank leaves no half-done update.
             self.buffers.end_step(agreed.flagged)
             self.times.mark("reduction")
             result = self._update(phase, position, agreed, scale_down)
@@ -227,14 +227,17 @@ class Stepper:
         )
 
     def scale_down(self, position: Position) -> float:
-        """The power of two that the losses of a step are multiplied by: one over its weight, as far as that is known before it."""
+        """The power of two that a step's losses are multiplied by, which rounds nothing: about one over the weight of the step before.
+
+        This step's own weight is known only after its last forward; in the first step the number of samples stands in for it.
+        """
         exponent = self.state.counters.weight_exponent
         return 2.0 ** -(power_of_two(position.samples) if exponent is None else exponent)
 
     def abandon(self) -> None:
-        """Give up what is under way, for good: the state is that after the last update, and the parameters are free for another Stepper.
+        """Give up the step under way for good: the state is that after the last update, and another Stepper may take the parameters.
 
-        An update itself is not interrupted: no rank waits for another in it.
+        An update itself is never interrupted: no rank waits for another in it.
         """
         if self._abandoned:
             return
@@ -248,11 +251,11 @@ class Stepper:
     def _accumulate(
         self, phase: PhaseStep, position: Position, batches: Iterator[Any], scale_down: float
     ) -> None:
-        """Leave in every `.grad` the tree sum of all micro-batches' gradients, `scale_down` times too large by the weight."""
+        """Leave in every `.grad` the tree sum of all micro-batches' gradients: the gradient of the loss sum, times `scale_down`."""
         assigned = clip(self.assigned, position.micro_batches)
         tree, names = TreeSum(position.micro_batches), phase.digested_as
         phase.forget_gradients()
-        self.watched.note()
+        self.watched.note()  # the update since the last step wrote to parameters rightly
         if self.recheck is not None:
             self.recheck.compute(position)
         for m in assigned[:-1]:
@@ -264,7 +267,7 @@ class Stepper:
                     self.digests.next_micro_batch(m, names)
                     self.digests.note(gradients)
                 tree.add(range(m, m + 1), gradients)
-                del gradients  # the tree alone holds them while the next micro-batch is computed
+                del gradients  # only the tree may hold them while the next micro-batch is computed
         folded, apart = tree.close(assigned[-1]) if assigned else ([], [])
         reduction = phase.reduction
         if reduction is not None:
@@ -343,7 +346,7 @@ class Stepper:
         return loss
 
     def recomputed(self, position: Position, m: int, batch: Any) -> dict[str, Tensor]:
-        """The gradients of a micro-batch of this step, by name, computed `beside` it."""
+        """The gradients of a micro-batch of this step, by name, computed as by `beside`."""
         (phase,) = self.each_phase
         _, gradients = self.beside(phase, position, m, batch, self.state.precision)
         return dict(zip(phase.digested_as, gradients, strict=True))
@@ -351,14 +354,14 @@ class Stepper:
     def beside(
         self, phase: PhaseStep, position: Position, m: int, batch: Any, precision: Precision
     ) -> tuple[float, list[Tensor]]:
-        """Loss and gradients of a micro-batch of this step, computed beside it: those of the step and its buffers stay as they are.
+        """Loss and gradients of a micro-batch of this step, computed apart from it: the step's own gradients and buffers stay as they are.
 
-        For before the update, on any rank. It takes the memory of one more set of gradients.
+        Call it before the update, on any rank. It needs the memory of one more set of gradients.
         """
         held = [parameter.grad for parameter in phase.parameters]
         phase.forget_gradients()
         try:
-            # Past DDP, which expects gradients in a backward of its own alone.
+            # Bypass DDP, which expects gradients only in its own backward.
             loss = self._forward(phase, phase.module, position, m, batch, precision)
             with self._of_job(phase, position, m):
                 phase.module.backward(precision.scaled(loss.total * self.scale_down(position)))
@@ -370,6 +373,7 @@ class Stepper:
                 parameter.grad = gradient
 
     def _backward_nothing(self, phase: PhaseStep) -> None:
+        # DDP's buckets need every rank, also one that a ragged step leaves without a micro-batch.
         loss: Loss = phase.wrapped(None)
         phase.exchange.close()
         phase.module.backward(loss.total)
@@ -401,6 +405,7 @@ class Stepper:
     def _update(self, phase: PhaseStep, position: Position, agreed: Agreed, scale_down: float) -> PhaseResult:
         spec, state, totals = self.spec, self.state, agreed.totals
         optimizer = phase.optimizer
+        # Any other optimizer may sum over elements, in an order that depends on where a gradient lies.
         if phase.updates_by_job or type(optimizer) not in (*ELEMENT_BY_ELEMENT, ShardedOptimizer):
             align_gradients(phase.parameters)
         gradients = phase.gradients(self._where(phase, position, 0))
@@ -418,7 +423,7 @@ class Stepper:
                 f"lower optimizer.lr (now {self._rate(phase):g}), or look for a square root or a logarithm at zero in the model"
             )
         phase.rates.set(state.counters.updates)
-        if phase.updates_by_job:  # else 30 us a step for nothing
+        if phase.updates_by_job:  # seeding takes 30 us a step, and torch's own optimizers draw nothing
             seed_all(spec.seed, "update", position.step, *phase.phase.key, cuda=self._cuda)
         skipped = not state.precision.update(optimizer)
         parts = {
@@ -438,12 +443,12 @@ class Stepper:
         )
 
     def _rate(self, phase: PhaseStep) -> float:
-        """The full learning rate of a phase, as messages tell it."""
+        """The full learning rate of a phase, for messages."""
         return phase.rates.schedule.base[0]
 
     @contextmanager
     def _of_job(self, phase: PhaseStep, position: Position, m: int) -> Iterator[None]:
-        """What the job raises in a micro-batch, or that it ends the process, is told with its place."""
+        """Report what the job raises in a micro-batch, or a sys.exit(), with its place."""
         try:
             yield
         except LockstepError:
@@ -452,7 +457,7 @@ class Stepper:
             raise self._failed(error, phase, position, m) from error
 
     def _failed(self, error: BaseException, phase: PhaseStep, position: Position, m: int) -> LockstepError:
-        """What went wrong in a micro-batch, as it is told, with the place of what another worker may come to as well."""
+        """The error for a failed micro-batch, with the place if another worker could fail there too."""
         known = as_lockstep_error(error, self._where(phase, position, m))
         found = kind_of(error)
         if found.kind in ("device", "memory"):
@@ -465,7 +470,7 @@ class Stepper:
 
 
 def _by_phase(taken: Mapping[str, PhaseResult], *, scaled: bool) -> dict[str, float]:
-    """What each phase came to, as parts of the step: `discriminator/loss`."""
+    """The results of each phase as parts of the step, such as `discriminator/loss`."""
     return {
         f"{name}/{column}": value
         for name, one in taken.items()

@@ -1,4 +1,4 @@
-"""The digests of a run's steps: what a row of the ledger and a checkpoint have of them, compared between ranks on the way."""
+"""The digests of a run's steps, for the ledger and for checkpoints; the ranks compare them on the way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def digest_is_due(spec: Spec, position: Position, last: int) -> bool:
 
 
 class StepDigests:
-    """The digests of one worker's steps. `note` takes those of a step's micro-batches; then come `gather`, the update, `taken` and `compare`."""
+    """The digests of one worker's steps. `note` takes the gradients of a step's micro-batches; then come `gather`, the update, `taken`, `compare`."""
 
     def __init__(
         self, spec: Spec, group: Group, state: TrainState, total_steps: int, agreement: Agreement
@@ -37,19 +37,19 @@ class StepDigests:
         self._spec, self._group, self._state, self._last = spec, group, state, total_steps
         self._agreement = agreement
         self._names: Sequence[str] = ()
-        """Of the parameters whose gradients are at hand."""
+        """The names of the parameters whose gradients are being noted."""
         self._summed: dict[int, list[Summed]] | None = None
-        """By micro-batch what its gradient adds to its digest, in a step of which that is noted."""
+        """By micro-batch, what its gradient adds to its digest; None in a step in which none is noted."""
         self._wanted: frozenset[int] | None = None
         """The micro-batches that are noted; None for all."""
         self._at_hand: list[Summed] | None = None
         self._gradients: dict[int, int] | None = None
         self._every: tuple[int, ...] | None = None
-        """Of all ranks' micro-batches, in order."""
+        """The digests of all ranks' micro-batches, in order."""
         self._held: Held | None = None
 
     def begin(self, position: Position, rechecked: frozenset[int] = frozenset()) -> None:
-        """Begin a step. Of its micro-batches all are noted if the step has digests, else those that are `rechecked`."""
+        """Begin a step. All its micro-batches are noted if the step has digests, else only those that are `rechecked`."""
         due = digest_is_due(self._spec, position, self._last)
         self._summed = {} if (due or rechecked) and self._spec.reduction == "exact" else None
         self._wanted = None if due else rechecked
@@ -57,18 +57,18 @@ class StepDigests:
 
     @property
     def notes(self) -> bool:
-        """Whether gradients of this step's micro-batches are noted. With `reduction: native` none is kept apart."""
+        """Whether gradients of this step's micro-batches are noted. `reduction: native` keeps none apart."""
         return self._summed is not None
 
     def next_micro_batch(self, m: int, names: Sequence[str]) -> None:
-        """The gradients that follow are micro-batch `m`'s, of the parameters `names`. Those of several phases make one digest."""
+        """Announce that the next gradients are micro-batch `m`'s, of the parameters `names`. Those of several phases make one digest."""
         self._names = names
         if self._summed is not None:
             wanted = self._wanted is None or m in self._wanted
             self._at_hand = self._summed.setdefault(m, []) if wanted else None
 
     def note(self, gradients: Sequence[Tensor], indices: Sequence[int] | None = None) -> None:
-        """Gradients of the micro-batch at hand, in logical order: those of its parameters `indices`, or of all."""
+        """Add gradients of the current micro-batch, in logical order: those of its parameters `indices`, or of all."""
         if self._at_hand is None:
             return
         for gradient, i in zip(
@@ -84,7 +84,7 @@ class StepDigests:
         return self._gradients
 
     def gather(self, position: Position, ranges: Sequence[range]) -> None:
-        """Hear of the other ranks' micro-batches. Before the update: what a rank that is lost had noted is lost with it."""
+        """Gather the digests of all ranks' micro-batches. It runs before the update: later, a lost rank's would be lost with it."""
         self._every = None
         if self._summed is None or self._wanted is not None:
             return
@@ -95,7 +95,7 @@ class StepDigests:
         )
 
     def taken(self, position: Position) -> Digests | None:
-        """The digests of the step that has just been updated, as this rank has them; None where it has none."""
+        """The digests of the step that was just updated, as this rank has them; None where the step has none."""
         if not digest_is_due(self._spec, position, self._last):
             return None
         self._held = self._agreement.held()
@@ -103,7 +103,7 @@ class StepDigests:
         return Digests(weights, optimizer, self._every, average)
 
     def compare(self) -> None:
-        """Compare what was `taken` with the other ranks. CorruptionError where they do not hold the same state."""
+        """Compare what was `taken` with the other ranks. CorruptionError where their states differ."""
         held, self._held = self._held, None
         if held is not None:
             self._agreement.compare(self._group.gather(held))
@@ -111,9 +111,9 @@ class StepDigests:
             self._agreement.check()
 
     def for_checkpoint(self) -> dict[str, str]:
-        """What a checkpoint keeps beside the state: its digests, unless the run has none.
+        """The digests that a checkpoint keeps beside the state; none where the run has none.
 
-        CorruptionError where the ranks do not hold the same state, which is then not to be saved.
+        CorruptionError where the ranks hold different states, so that none is saved.
         """
         held = self._agreement.check()
         if self._spec.record.digest_every is None:
@@ -126,7 +126,7 @@ class StepDigests:
         }
 
     def _for_ledger(self, held: Held) -> tuple[int, int, int | None]:
-        """The digests of weights, optimizer and average; of an optimizer whose state is shared out, that of the whole of it."""
+        """The digests of weights, optimizer and average; of a sharded optimizer, that of its whole state."""
         weights, optimizer, average, _ = held
         if isinstance(self._state.optimizer, ShardedOptimizer):
             optimizer = held_optimizer_digest(self._agreement.digester, self._state.optimizer)

@@ -1,6 +1,6 @@
-"""Where a worker's time goes within its steps: marks between its parts, a clock's reading each, or on a CUDA device an event.
+"""Where a worker's time goes within its steps. Each part ends with a mark: a reading of the clock or, on a CUDA device, an event.
 
-Nothing is waited for. On a CUDA device the times are the device's own, of the newest steps whose work is done when they are asked for.
+Nothing waits for the device. On CUDA the times are the device's own, of the newest steps that are finished when they are asked for.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 
 Part = Literal["forward", "backward", "reduction", "optimizer"]
-"""`forward` is with the fetching of the micro-batch before it, `reduction` what is added up and waited for between the others."""
+"""`forward` includes fetching the micro-batch; `reduction` is what is added up and waited for between the other parts."""
 
 NEWEST = 16
-"""Steps whose events are kept on a CUDA device."""
+"""How many steps' events are kept on a CUDA device."""
 
 
 class StepTimes:
-    """The marks of one worker. `mark` says to which part the time since the mark before it belongs."""
+    """The marks of one worker. `mark` names the part that the time since the previous mark belongs to."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -30,7 +30,7 @@ class StepTimes:
         self._events: deque[list[tuple[Part | None, torch.cuda.Event]]] = deque(maxlen=NEWEST)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._steps += 1
         if self._cuda:
             self._events.append([(None, _recorded())])
@@ -38,7 +38,7 @@ class StepTimes:
             self._at = time.perf_counter()
 
     def mark(self, part: Part) -> None:
-        """A part ends."""
+        """End a part."""
         if self._cuda:
             self._events[-1].append((part, _recorded()))
             return
@@ -47,7 +47,7 @@ class StepTimes:
         self._at = now
 
     def take(self) -> dict[Part, float]:
-        """Mean seconds a step of each part since the last call; empty where none is known."""
+        """Mean seconds per step of each part since the last call; empty where none are known."""
         seconds, steps = self._seconds, self._steps
         self._seconds, self._steps = defaultdict(float), 0
         if self._cuda:

@@ -1,8 +1,8 @@
-"""Waits for other ranks that end where the group is broken off, whatever gloo knows of it.
+"""Waits for other ranks that end when the group is broken off, whether or not gloo notices.
 
-gloo (in torch 2.13) tells those who wait of a connection that has ended, but not who waits for a message that was half sent or half received
-over it: that wait ends with the timeout of a collective. So nothing of a group on CPUs waits inside gloo alone: a collective is waited
-for in short pieces, and whatever has no such wait is waited for by a thread of the group's own, which may stay behind.
+When a connection ends, gloo (in torch 2.13) raises in most waits, but not in one for a message that was half sent or half received
+over it: that wait lasts until the timeout of a collective. So a CPU group never waits inside gloo alone. It waits for a collective
+in short pieces; for anything without such a wait, a thread of the group's own waits, which may be left behind.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOK_S = 0.1
-"""How often a wait looks whether its group was broken off, or has lost a connection."""
+"""Seconds between a wait's checks whether its group was broken off or has lost a connection."""
 
 
 class Waits:
-    """Those of one group. The thread that trains waits; any other may end it."""
+    """The waits of one group. The training thread waits; any other thread may end the wait."""
 
     def __init__(self, is_cut: Callable[[], bool] = lambda: False) -> None:
         """`is_cut`: whether one of the group's connections is closed."""
@@ -33,10 +33,10 @@ class Waits:
         self._ended = threading.Event()
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] | None = None
         self.on_cut: Callable[[], None] = _nothing
-        """Called again and again while something is waited for and a connection is closed."""
+        """Called repeatedly while something is waited for and a connection is closed."""
 
     def end(self) -> None:
-        """Whoever waits, now or later, gets an error."""
+        """Make every wait, now or later, raise an error."""
         self._ended.set()
         if self._calls is not None:
             self._calls.put(None)
@@ -54,7 +54,7 @@ class Waits:
             self.look()
 
     def for_call(self, call: Callable[[], T]) -> T:
-        """What a call gives that waits for other ranks by itself. Raises what it fails with, or RuntimeError where the group is broken off."""
+        """The result of a call that waits for other ranks inside itself. Raises what it fails with, or RuntimeError where the group is broken off."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             weakref.finalize(self, self._calls.put, None)
@@ -70,7 +70,7 @@ class Waits:
             self.look()
 
     def look(self) -> None:
-        """For whoever waits, now and then. RuntimeError where the group is broken off."""
+        """Called now and then during a wait. RuntimeError where the group is broken off."""
         if self._ended.is_set():
             raise RuntimeError("connection closed by peer: the group was broken off")
         if self._is_cut():
@@ -87,7 +87,7 @@ def _called(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | Non
             del call
             future.set_exception(error)
         else:
-            del call  # and what it holds, before whoever waits goes on
+            del call  # free what it holds before the waiting thread goes on
             future.set_result(result)
             del result
         del future

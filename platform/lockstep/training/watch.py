@@ -1,6 +1,6 @@
-"""What a run looks at while it trains, every `record.observe_every` steps, beside the rows of its steps.
+"""What a run observes while it trains, every `record.observe_every` steps, beside the rows of its steps.
 
-`begin` and `end` stand around a step. In all other steps they cost the reading of a clock.
+`begin` and `end` are called around each step. Without an observation they cost one reading of the clock.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lockstep.training.step_times import Part
 
 
 class Seen(NamedTuple):
-    """What one rank says at an observation. Seconds are means of a step since the one before."""
+    """What one rank reports at an observation. Seconds are means per step since the previous one."""
 
     times: dict[Part, float]
     hook_s: float
-    """That the reduction has taken in the midst of backward."""
+    """Time that the reduction took within backward."""
     held_bytes: int
     peak_bytes: int
-    """0 where the device is no GPU."""
+    """0 without a GPU."""
     keeps_graphs: str
 
     @property
     def own_s(self) -> float:
-        """What it computes and fetches, for which it waits for nobody."""
+        """Time that the rank computes and fetches, without waiting for others."""
         return self.times.get("forward", 0.0) + self.times.get("backward", 0.0) - self.hook_s
 
 
@@ -57,27 +57,27 @@ class Watch:
         self._history = run.history
         self._model, self._leads = run.state.model, run.group.rank == 0 and self._every is not None
         self._flows: dict[str, LayerFlow] = {}
-        """By the names of the step's phases, in a step that is observed."""
+        """By phase name, in a step that is observed."""
         self._coverage: Coverage | None = None
         self._of_precision: dict[str, float] = {}
         self._beside: BesideFp32 | None = None
-        """In a step in which precisions are compared."""
+        """Set in a step in which precisions are compared."""
         self._is_comparing = self._leads and self._precision.name != "fp32"
         self._steps = 0
         self._whole_s = self._data_s = self._saving_s = self._hook_began = 0.0
-        # Modules of a compiled loss do not run one by one.
+        # The modules of a compiled loss do not run one by one.
         if self._leads and self._precision.name != "fp32" and run.state.compiled is None:
             self._coverage = run.step.probe = Coverage(self._precision.name)
         self._forget()
 
     def begin(self, position: Position) -> None:
-        """The step at `position` begins."""
+        """Called when the step at `position` begins."""
         if self._leads and self._is_due(position):
             self._flows = {
                 phase.name: self._flow_of(position, phase) for phase in self._step.each_phase if phase.names
             }
             self._of_precision = {}
-            # The first step's probe is the coverage's.
+            # There is one probe: in the first step the coverage has it.
             if (
                 self._is_comparing
                 and self._coverage is None
@@ -86,7 +86,7 @@ class Watch:
                 self._beside = self._step.probe = BesideFp32(self._step)
 
     def _flow_of(self, position: Position, phase: PhaseStep) -> LayerFlow:
-        """What looks at the update of a phase; where the step settles anew what learns in it, nothing is seen."""
+        """Observes the update of a phase. Where the step changes what learns in the phase, it sees nothing."""
         flow = LayerFlow(
             self._model, phase.names, phase.parameters, phase.norm, phase.module.conditional, phase.name
         )
@@ -94,7 +94,7 @@ class Watch:
         return flow
 
     def end(self, position: Position, row: StepRow, tell: Tell) -> None:
-        """It is done, and its row is told. Where an observation is due all ranks come together."""
+        """Called when the step is done and its row is reported. Where an observation is due, all ranks gather."""
         if self._coverage is not None:
             self._step.probe = NoProbe()
             tell(Document(NAME, self._coverage.text()))
@@ -123,13 +123,13 @@ class Watch:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A save, for as long as the steps wait for it."""
+        """Time a save, for as long as the steps wait for it."""
         began = time.perf_counter()
         yield
         self._saving_s += time.perf_counter() - began
 
     def _is_due(self, position: Position) -> bool:
-        """In the first step, and every so many: it follows from the plan alone."""
+        """In the first step, and every `observe_every` steps: it follows from the plan alone."""
         return self._every is not None and (position.number == 1 or position.number % self._every == 0)
 
     def _look(
@@ -140,7 +140,7 @@ class Watch:
         gradients: Sequence[Tensor],
         squares: Sequence[float],
     ) -> None:
-        """Just before an update."""
+        """Called just before an update."""
         if self._precision.name == "fp16":
             scale = self._precision.scale
             self._of_precision |= {"fp16/scale": scale, "fp16/underflow": underflow(gradients, scale)}
@@ -149,7 +149,7 @@ class Watch:
         flow.note(gradients, squares)
 
     def _end_comparison(self, tell: Tell) -> None:
-        """Let go of what was kept for it; where it could not be made, no other one is tried."""
+        """Drop what the comparison kept. If it failed, none is tried again."""
         if self._beside is None:
             return
         self._step.probe, problem = NoProbe(), self._beside.problem
@@ -159,14 +159,14 @@ class Watch:
             tell(Warned(f"record.observe_every: {self._precision.name} is not compared with fp32: {problem}"))
 
     def _forget(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self._steps = 0
         self._whole_s = self._data_s = self._saving_s = 0.0
         self._hook_began = self._hook_s()
         self._step.times.take()
 
     def _hook_s(self) -> float:
-        """What the hooks of all phases have taken so far; those of a reduction that was made anew begin at 0."""
+        """Seconds that the hooks of all phases have taken so far; those of a new reduction begin at 0."""
         reductions = [phase.reduction for phase in self._step.each_phase]
         return sum(reduction.held_up_s for reduction in reductions if reduction is not None)
 
@@ -177,14 +177,14 @@ class Watch:
         held, keeps_graphs = self._growth.look(position.number)
         return Seen(
             self._step.times.take(),
-            0.0 if cuda else hook_s,  # there the hook only launches: its time is a part of backward's
+            0.0 if cuda else hook_s,  # on CUDA the hook only launches, and its time is part of backward's
             held,
             int(torch.cuda.max_memory_allocated(device)) if cuda else 0,
             keeps_graphs,
         )
 
     def _times(self, every: Sequence[Seen]) -> dict[str, float]:
-        """Where the time of rank 0's steps has gone, in seconds a step."""
+        """Where the time of rank 0's steps went, in seconds per step."""
         own = every[0]
         reduction = own.times.get("reduction", 0.0) + own.hook_s
         slowest = min(reduction, max(seen.own_s for seen in every) - own.own_s)

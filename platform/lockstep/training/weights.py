@@ -1,4 +1,4 @@
-"""Weights in files: safetensors, from which nothing can run."""
+"""Weights in safetensors files, from which no code can run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save_weights(folder: Path, weights: Mapping[str, Mapping[str, Tensor]]) -> l
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
-    # Tied weights share memory, which safetensors refuses: each name gets tensors of its own.
+    # Tied weights share memory, which safetensors refuses: give each name a tensor of its own.
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     try:
         with replaced(path) as aside:
@@ -34,7 +34,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 
 def load_weights(model: nn.Module, path: Path, group: Group | None = None) -> None:
-    """Fill the model from a safetensors file, which rank 0 of a `group` reads for all. SpecError where it cannot be read or does not fit."""
+    """Fill the model from a safetensors file, which rank 0 of a `group` reads for all. SpecError where it is unreadable or does not fit."""
 
     def read() -> dict[str, Tensor]:
         try:

@@ -1,7 +1,7 @@
 """Metrics of the whole evaluation set: outputs of all micro-batches in their order, and the job's functions over them.
 
-Which worker computed an output cannot show: they are joined in micro-batch order on rank 0, which alone calls the
-functions and gives all ranks what they return.
+The result does not depend on which worker computed an output: outputs are joined in micro-batch order on rank 0, which alone
+calls the functions and gives all ranks what they return.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Outputs = Mapping[str, Tensor | list[Any]]
 """By name: a tensor with a row for each sample (or token, or box), or a list of whatever pickle takes."""
 
 LONGEST_FIGURE = 4 << 20
-"""Characters of one figure: it is kept in the journal, and sent to the store."""
+"""The most characters of one figure, which is kept in the journal and sent to the store."""
 
 
 class WholeSet(NamedTuple):
-    """What a job makes of all outputs: metrics by name, and figures as texts by the name of their file."""
+    """A job's metrics by name over all outputs, and its figures as text by file name."""
 
     metrics: Mapping[str, float]
     figures: Mapping[str, str]
     objects: Sequence[Any] = ()
-    """Those with `update`, `compute` and `reset` that metrics came from; they are reset."""
+    """The metric objects with `update`, `compute` and `reset`; they are reset."""
 
 
 def has_outputs(job: Job) -> bool:
-    """Whether the job gives outputs of its evaluation."""
+    """Whether the job has an `outputs` method of its own."""
     return overrides(job, "outputs")
 
 
@@ -65,12 +65,12 @@ def taken(given: object) -> Outputs:
 
 
 def texts(outputs: Outputs) -> dict[str, str]:
-    """Each of some outputs as a text that two equal ones share."""
+    """Each output as a text: equal outputs have equal texts."""
     return {name: repr(list(leaves(value, opaque=True))) for name, value in outputs.items()}
 
 
 def joined(parts: Sequence[Outputs]) -> Outputs:
-    """Outputs one after another. Raises JobError where they do not fit together."""
+    """The outputs of several micro-batches joined. Raises JobError where they do not fit together."""
     if not parts:
         return {}
     for other in parts[1:]:
@@ -98,7 +98,7 @@ def _kind(value: Tensor | list[Any]) -> str:
 
 
 def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
-    """The job's metrics and figures over all outputs, the generators seeded from (seed, "eval set"). Raises LockstepError."""
+    """The job's metrics and figures over all outputs, with generators seeded from (seed, "eval set"). Raises LockstepError."""
     found = {}
     for name, function in (("whole_set_metrics", job.whole_set_metrics), ("figures", job.figures)):
         seed_all(seed, "eval set")
@@ -120,7 +120,8 @@ def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
     figures = dict(_figure(str(name), value) for name, value in found["figures"].items())
     objects = list(_objects(found["whole_set_metrics"]))
     for name, metric in objects:
-        _called(f"{name}.reset", metric.reset)  # as before the next evaluation: nothing is kept until then
+        # As before the next evaluation: nothing is kept until then.
+        _called(f"{name}.reset", metric.reset)
     return WholeSet(metrics, figures, [metric for _, metric in objects])
 
 
@@ -130,7 +131,7 @@ def _called(name: str, function: Callable[..., Any], *given: Any, **named: Any) 
             return function(*given, **named)
     except LockstepError:
         raise
-    except (Exception, SystemExit) as error:  # a job may end the process
+    except (Exception, SystemExit) as error:  # a job may call sys.exit()
         raise as_lockstep_error(error, f"evaluation, in {name}") from error
 
 
@@ -172,7 +173,7 @@ def _objects(given: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _computed(name: str, metric: Any, outputs: Outputs) -> Any:
-    """What an object with `update` and `compute`, as torchmetrics has them, makes of the outputs that its `update` names."""
+    """The result of a metric object, as in torchmetrics, for the outputs that the parameters of its `update` name."""
     taken_by_name = inspect.signature(metric.update).parameters
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken_by_name.values())
     given = {key: value for key, value in outputs.items() if every or key in taken_by_name}
@@ -186,7 +187,7 @@ def _computed(name: str, metric: Any, outputs: Outputs) -> Any:
 
 
 def _figure(name: str, value: Any) -> tuple[str, str]:
-    """The name of a figure's file, and its text: as it is, a table as CSV, a drawing of matplotlib as SVG."""
+    """A figure's file name and text: text as it is, a table as CSV, a matplotlib figure as SVG."""
     if PurePosixPath(name).name != name or not name.isprintable():
         raise JobError(f"job.figures: got the name {name!r}, wanted the name of a file without folders")
     if isinstance(value, str):
@@ -207,14 +208,14 @@ def _figure(name: str, value: Any) -> tuple[str, str]:
 
 
 def _drawn(figure: Any) -> str:
-    """The same text for the same drawing: its ids come from a fixed salt, and it has no date."""
+    """A figure as SVG, the same text for the same figure: its ids come from a fixed salt, and it has no date."""
     import matplotlib as mpl
     from matplotlib import pyplot
 
     with mpl.rc_context({"svg.hashsalt": "lockstep"}):
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    pyplot.close(figure)  # it keeps those that it has made
+    pyplot.close(figure)  # pyplot keeps every figure until it is closed
     return file.getvalue()
 
 
@@ -224,7 +225,7 @@ def _table(value: Any) -> str:
 
 
 def check_names(metrics: Mapping[str, float], taken_names: Mapping[str, object]) -> None:
-    """Refuse a metric by the name of another."""
+    """JobError for a metric with a name that is taken."""
     for name in metrics:
         if name in taken_names:
             raise JobError(

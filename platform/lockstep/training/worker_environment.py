@@ -1,4 +1,4 @@
-"""What has to stand in a process's environment before its first matrix product. Imports nothing of torch: the driver needs it early."""
+"""Environment variables that a process needs before its first matrix product. Imports nothing of torch: the driver needs it early."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 
 WORKER_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # the order of sets of strings
-    "MKL_CBWR": "AVX2",  # matrix products that do not depend on where the inputs lie; no measurable cost
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what cuBLAS needs for deterministic products
+    "MKL_CBWR": "AVX2",  # matrix products that do not depend on alignment; no measurable cost
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS needs it for deterministic products
 }
 """Set before a worker process starts, or at the latest before its first matrix product."""
 
 
 def hashes_at_random() -> bool:
-    """Whether this python hashes strings at random, so that the order of sets of strings is another one in each process."""
-    # A seed of 0 clears the flag: beside a set one it was put there by someone, after python had started.
+    """Whether this python hashes strings at random, so that each process orders sets of strings differently."""
+    # Python started with a seed of 0 clears the flag: a flag beside a 0 means that someone set the variable later.
     return bool(sys.flags.hash_randomization) and os.environ.get("PYTHONHASHSEED", "random") in {
         "random",
         "0",

@@ -1,4 +1,4 @@
-"""The first update of a run, taken on trial: what it gives, and what of it no checkpoint would keep."""
+"""The first update of a run, taken on trial: what it computes, and which of its changes no checkpoint would keep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, restore_optimizer
 
 LARGEST_WRITTEN = 1 << 28
-"""Bytes of an array up to which a write to it by an update is seen, and put back."""
+"""Largest array, in bytes, in which a write by an update is detected and undone."""
 
 _IN_STATE_DICT = (
     "optimizer._opt_called",
@@ -32,12 +32,12 @@ _IN_STATE_DICT = (
     "optimizer.param_groups",
     *(f"optimizer.{name}" for name in HOOKS),
 )
-"""Places of an optimizer that its `state_dict` has, or that a process makes by itself."""
+"""Places of an optimizer that its `state_dict` covers, or that a process makes by itself."""
 
 
 @dataclass(slots=True)
 class FirstUpdate:
-    """The first update of each phase, on the bare model, for gradients that are given. All that it changes is put back."""
+    """The first update of each phase, on the bare model, for given gradients. All that it changes is put back."""
 
     job: Job
     seed: int
@@ -45,15 +45,15 @@ class FirstUpdate:
     device: torch.device
     warn: Callable[[str], None]
     changed_data: list[str] = field(default_factory=list, init=False)
-    """Places of the data that an update has changed."""
+    """Places in the datasets that an update has changed."""
 
     def digests(
         self, module: LossModule, gradients: Sequence[Tensor], weight: float, *, tell: bool = False
     ) -> dict[str, str] | None:
-        """Digests of the parameters and buffers after the first update of a phase with such gradients; all is put back.
+        """Digests of the parameters and buffers after the first update of a phase with these gradients; everything is put back.
 
-        None where they are not finite: fp16 skips such a step, and any other fails in it. None for a sharded optimizer, whose ranks
-        update together: each may rehearse to another extent.
+        None where the gradients are not finite: fp16 skips such a step, and any other precision fails in it. None for a sharded optimizer:
+        its ranks update together, but each may rehearse to a different extent.
         """
         state, phase = self.state, module.phase
         optimizer = state.optimizer_of(phase.name)
@@ -95,7 +95,7 @@ class FirstUpdate:
             held.restore()
 
     def _held(self) -> Memory:
-        """What the job holds, with large arrays, which an update may write to, and its data."""
+        """What the job and its data hold, including large arrays, which an update may write to."""
         optimizers = list(optimizers_of(self.state.optimizer).values())
         return memory_of(self.job, self.state.model, optimizers, largest=LARGEST_WRITTEN, datasets=True)
 
@@ -105,7 +105,7 @@ class FirstUpdate:
     def _tell_unsaved(
         self, module: LossModule, optimizer: torch.optim.Optimizer, held: Memory, inside: Memory
     ) -> None:
-        """Warn of what an update has changed, and is not as the update left it once a checkpoint is taken up.
+        """Warn of what an update changes and a resume from a checkpoint would not restore.
 
         `held` and `inside` are what the job and the optimizer held before the update, as a resumed run would begin with.
         """
@@ -116,7 +116,7 @@ class FirstUpdate:
             "model": model.state_dict(),
             "schedule": schedule.state_dict(),
         }
-        packed = pack(sections, "state")  # what no checkpoint could hold is told now
+        packed = pack(sections, "state")  # so a state that no checkpoint can hold fails now
         after, after_inside = self._held(), self._inside(optimizer)
         changed, changed_inside = after.changed_since(held), after_inside.changed_since(inside)
         self.changed_data = [place for place in changed if place in after.of_datasets]

@@ -1,4 +1,4 @@
-"""What a job and all that is beside it hold, under the names that a message gives them."""
+"""What a job and everything around it hold, under the names that messages use."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def named(places: Sequence[str]) -> str:
-    """The first of some places, and how many more there are."""
+    """The first of some places, and the number of the others, for a message."""
     return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")

@@ -1,10 +1,10 @@
-"""What Python objects hold: seen by value, and put back as it was.
+"""What Python objects hold: compared by value, and put back as it was.
 
-The rehearsal looks at a job, its model and its optimizer's hooks before and after it runs them: what a micro-batch
+The rehearsal looks at a job, its model and its optimizer's hooks before and after it runs them. Whatever a micro-batch
 leaves behind there is a memory, and a run with a memory depends on which worker ran what before.
 
-Not seen: iterators, open files, objects of C extensions, what a class of torch or of the standard library keeps to
-itself, the tail of a list of more than `LONGEST` elements, and a write past torch (`.data`, NumPy) into an array of more
+Not seen: iterators, open files, objects of C extensions, private state of classes of torch or of the standard library,
+the tail of a list of more than `LONGEST` elements, and a write that bypasses torch (`.data`, NumPy) into an array of more
 than `LARGEST` bytes.
 """
 
@@ -28,13 +28,13 @@ LONGEST = 256
 """Elements of one list or mapping that are looked into."""
 
 LARGEST = 1 << 22
-"""Bytes of an array that are hashed and copied; of a larger one, torch's count of writes must do."""
+"""Largest array, in bytes, that is hashed and copied; for a larger one there is only torch's count of writes."""
 
 MOST = 50_000
-"""Objects that are looked at; a job that holds more is seen in part."""
+"""The most objects that are looked at; a job that holds more is seen in part."""
 
 NOTHING = "NoneType None"
-"""What `values` has for None."""
+"""The text of None in `values`."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CLOSED = (
@@ -47,10 +47,10 @@ _OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 class Memory:
     """What `roots`, objects by the name that a message gives them, hold at this moment.
 
-    `values`: for each place, such as `job.metric.total`, what is there as a text that two equal values share.
-    `apart` are objects that are not looked into. Of the modules `watched`, the model's, parameters and buffers are left
+    `values` has a text for what is at each place, such as `job.metric.total`; equal values have equal texts.
+    Objects in `apart` are not looked into. Parameters and buffers of the `watched` modules, which are the model's, are left
     out: they are watched by other means. Arrays of more than `largest` bytes are neither hashed nor copied. With `datasets`
-    the plain values of datasets are seen as well, and not put back: `of_datasets` are their places.
+    the plain values of datasets are seen too, but not put back; `of_datasets` has their places.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Memory:
             waiting.extend(self._look(path, value))
 
     def changed_since(self, before: Memory, *, beside: Iterable[Any] = ()) -> list[str]:
-        """The places that hold another value than they held then, in the order in which they are met; not those in the objects `beside`."""
+        """The places whose values differ from those in `before`, in the order in which they are met; places in the objects `beside` are left out."""
         places = {**before.values, **self.values}
         roots = [root for one in beside if (root := self._places.get(id(one))) is not None]
         left_out = tuple(f"{root}{mark}" for root in roots for mark in ".[")
@@ -98,12 +98,12 @@ class Memory:
         ]
 
     def keeps(self, place: str, *later: Mapping[str, str]) -> bool:
-        """Whether a place keeps something of what was done since. A cache does not: there was nothing, and all `later` values are the same."""
+        """Whether a place keeps something between calls. A cache does not: it was empty before, and all `later` values are the same."""
         there = self.values.get(place, NOTHING) != NOTHING
         return there or len({values.get(place) for values in later}) > 1
 
     def restore(self) -> None:
-        """Put back what was seen: every container its elements, every array its numbers, every generator its state."""
+        """Put back what was seen: the elements of containers, the numbers of arrays, and the state of generators."""
         for container, content in self._containers:
             _refill(container, content)
         with torch.no_grad():
@@ -112,7 +112,7 @@ class Memory:
                     tensor.detach().copy_(value)
                     torch._C._autograd._unsafe_set_version_counter(
                         (tensor,), (version,)
-                    )  # as it was written then
+                    )  # so that the write of this copy does not count
         for array, kept in self._arrays:
             if array.flags.writeable:
                 array[...] = kept
@@ -122,7 +122,7 @@ class Memory:
     # --- one object -----------------------------------------------------------------------------------------
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Note one object; gives what it holds."""
+        """Note one object, and yield what it holds."""
         if isinstance(value, Tensor):
             self._see_tensor(path, value)
         elif isinstance(value, np.ndarray):
@@ -205,7 +205,7 @@ class Memory:
         self.values[path] = (
             tensor_digest(tensor) if small else f"{tuple(tensor.shape)} version {tensor._version}"
         )
-        if small and tensor.is_leaf:  # any other was computed: the container that holds it is put back
+        if small and tensor.is_leaf:  # a computed tensor is put back with its container
             self._tensors.append((tensor, tensor.detach().clone(), tensor._version))
 
     def _see_array(self, path: str, array: np.ndarray[Any, Any]) -> None:
@@ -216,7 +216,7 @@ class Memory:
 
 
 class HeldTensors(Memory):
-    """The tensors that objects hold, by their places: `tensors`."""
+    """The tensors that objects hold, by place, in `tensors`."""
 
     def __init__(self, roots: Mapping[str, Any], *, apart: Iterable[Any] = ()) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -235,7 +235,7 @@ class _Attribute:
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Give a container the very elements that it had."""
+    """Give a container back the same objects that it held."""
     if isinstance(container, _Attribute):
         if getattr(container.owner, container.name, None) is not content:
             setattr(container.owner, container.name, content)
@@ -252,9 +252,9 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether an object is the user's own, or one that lends itself to be looked into."""
+    """Whether an object is of the user's own class, or of one that is safe to look into."""
     if isinstance(value, Dataset | DataLoader):
-        return False  # it has caches, threads and files of its own; its samples are compared instead
+        return False  # it may have caches, threads and files; its samples are compared instead
     return isinstance(value, _OPEN) or _top(type(value)) not in _CLOSED
 
 
@@ -265,7 +265,7 @@ def _top(value: types.ModuleType | type) -> str:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a name of a module or of a class stands for data, and not for code."""
+    """Whether a value in a module or a class is data, not code."""
     code = (types.ModuleType, types.FunctionType, types.MethodType, type, staticmethod, classmethod, property)
     return not isinstance(value, code) and not (callable(value) and not isinstance(value, nn.Module))
 
@@ -293,7 +293,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one type, one shape and the same bytes, under which NaN equals itself."""
+    """Whether two tensors have the same dtype, shape and bytes, so that NaN equals itself."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
 

@@ -26,7 +26,7 @@ from lockstep.training.rehearsal.memory import tensor_digest
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What the micro-batch showed: the names of the loss's parts, its value to compare between ranks, and which
+    """What the micro-batch showed: the names of the loss's parts, the loss to compare between ranks, and which
     buffers (by index) it wrote to.
     """
 
@@ -36,7 +36,7 @@ class Rehearsal:
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
-    """Refuse what cannot be exact, and what would break in the ragged tail of an epoch."""
+    """JobError for a model that cannot be exact, or that would fail in the ragged tail of an epoch."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("job.model: no parameter asks for a gradient; there is nothing to train")
     for name, parameter in model.named_parameters():
@@ -71,9 +71,9 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One micro-batch, forward and backward: its loss, and by name what it gave and what it wrote.
+    """One micro-batch, forward and backward: its loss, its results by name, its gradients, and the buffers that it wrote.
 
-    `results` are texts that two equal values share: of the loss, its weight, its parts, each gradient and each buffer.
+    `results` are texts of the loss, its weight, its parts, each gradient and each buffer; equal values have equal texts.
     """
 
     loss: Loss
@@ -82,7 +82,7 @@ class Computed:
     written: frozenset[int]
 
     def first_difference(self, other: Computed) -> str | None:
-        """What differs first between two computations of one micro-batch."""
+        """The name of the first result that differs between two computations of one micro-batch."""
         names = {**self.results, **other.results}
         return next((name for name in names if self.results.get(name) != other.results.get(name)), None)
 
@@ -92,8 +92,8 @@ def rehearse(
 ) -> Rehearsal:
     """Run micro-batch 0 forward and backward on the bare model, and leave no trace of it.
 
-    Raises the JobError, NumericsError or DeterminismError that the first step would meet, before it does.
-    Newly allocated memory is filled with NaN meanwhile, so that a job that reads what it never wrote is found.
+    Raises the JobError, NumericsError or DeterminismError that the first step would raise. New memory is filled with
+    NaN meanwhile, so that a job that reads what it never wrote is found.
     """
     with filled_memory(True):
         computed = compute(module, batch, precision, seed=seed, device=device)
@@ -105,7 +105,7 @@ def compute(
 ) -> Computed:
     """Run one micro-batch forward and backward on the bare model, then put buffers and gradients back.
 
-    Raises JobError where the job wrote a parameter by itself.
+    Raises JobError where the job itself wrote to a parameter.
     """
     model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
     where += f", phase {module.phase.name!r}" if module.phase.name else ""
@@ -122,7 +122,7 @@ def compute(
             module.backward(loss.total)
         except LockstepError:
             raise
-        except (Exception, SystemExit) as error:  # a job may end the process
+        except (Exception, SystemExit) as error:  # a job may call sys.exit()
             raise as_lockstep_error(error, where) from error
         parameters.check(where)
         for name, parameter in model.named_parameters():
@@ -137,7 +137,7 @@ def compute(
 
 
 def _check_untouched(model: nn.Module, before: Container[str], where: str) -> None:
-    """Refuse a loss that makes parameters, or that has gone backward by itself."""
+    """JobError for a loss that makes parameters, or that has called backward() itself."""
     for name, parameter in model.named_parameters():
         if name not in before:
             raise JobError(
@@ -178,7 +178,7 @@ def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> 
 def check_loss(
     loss: object, precision: Precision, *, first: bool, told: str = "job.loss", phase: str = ""
 ) -> None:
-    """Refuse what is no loss; of the run's very `first` micro-batch also a total that is not finite. `told` is how messages name it."""
+    """Check a job's loss; for the run's `first` micro-batch also that its total is finite. `told` is its name in messages."""
     if not isinstance(loss, Loss):
         raise JobError(f"{told}: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
     total = loss.total

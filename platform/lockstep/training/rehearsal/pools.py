@@ -1,4 +1,4 @@
-"""Pools of threads in another order than usual: what depends on the order, such as draws from one generator, comes out different."""
+"""Thread pools in an unusual order: what depends on the order, such as draws from one generator, then gives another result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 LATE_S = 0.02
-"""How long the first task of a pool is held up; those behind it begin meanwhile."""
+"""Seconds by which the first task of a pool is delayed; the tasks behind it begin meanwhile."""
 
 
 @contextmanager
 def out_of_order() -> Iterator[None]:
-    """The first task of a ThreadPoolExecutor in the block begins late. It costs nothing where there is none."""
+    """Delay the first task of any ThreadPoolExecutor in the block. It costs nothing where there is none."""
     whole, number = thread_pools._WorkItem.run, itertools.count()
 
     def run(self: Any, *arguments: Any) -> None:

@@ -1,8 +1,8 @@
-"""The promise tried on the user's own job: a micro-batch gives the same bits whatever its worker computed before it.
+"""The promise, tried on the user's own job: a micro-batch gives the same bits whatever its worker computed before it.
 
-`off` computes the first micro-batch once: the run needs to know its parts and buffers. `quick` computes it again, and
-in halves. `full` computes the second one between, takes the first update after either, and compares: worker 0 of two
-never sees the second micro-batch, one worker alone sees it last.
+`off` computes the first micro-batch once, because the run needs its parts and buffers. `quick` computes it again, and
+in halves. `full` also computes the second micro-batch in between, takes the first update after each of the two, and compares:
+worker 0 of two never sees the second micro-batch, and a single worker sees it last.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from lockstep.training.rehearsal.sums import check_sum
 from lockstep.training.state import TrainState
 
 FULL_S, FULL_BYTES = 0.5, 1 << 28
-"""`auto` is full where the first micro-batch takes at most so long and the parameters take at most so much memory."""
+"""`auto` is full where the first micro-batch takes at most so many seconds and the parameters take at most so many bytes."""
 
 QUICK_BYTES = 1 << 32
-"""`auto` is off where the parameters take more: hashing them would take longer than a few seconds."""
+"""`auto` is off where the parameters take more bytes: hashing them would take more than a few seconds."""
 
 Extent = Literal["full", "quick", "off"]
 
 
 @dataclass(slots=True)
 class StepRehearsal:
-    """The first step of a run, on the bare model, phase by phase, each from the initial weights and with nothing at rest.
+    """The first step of a run, on the bare model, phase by phase, each from the initial weights and with no parameter frozen.
 
-    Whatever it changes after the first micro-batch is put back.
+    Everything that changes after the first micro-batch is put back.
     """
 
     job: Job
@@ -74,11 +74,11 @@ class StepRehearsal:
         self._update = FirstUpdate(self.job, self.spec.seed, self.state, self.device, self.warn)
 
     def __call__(self) -> tuple[dict[str, Rehearsal], Extent]:
-        """What the run needs to know of its first micro-batch, by the names of the phases, and how far the rehearsal went.
+        """Rehearse. Returns what the run must know of its first micro-batch, by phase name, and how far the rehearsal went.
 
-        Raises JobError or DeterminismError where the job breaks the promise, and names what does.
+        Raises JobError or DeterminismError where the job breaks the promise, and names the cause.
         """
-        pack(dict(self.job.state_dict()), "job")  # what no checkpoint could hold is told now
+        pack(dict(self.job.state_dict()), "job")  # so a state that no checkpoint can hold fails now
         keys = self._keys()
         batch = self._fetched_twice(keys)
         compiled = self.state.compiled
@@ -100,7 +100,7 @@ class StepRehearsal:
         extent = self._extent()
         if extent == "off":
             return found, extent
-        # What the very first call makes, such as a cache, stays: every worker has made it by now, from one seed.
+        # What the first call creates, such as a cache, stays: every worker has created it by now, from one seed.
         held = self._memory()
         try:
             for module, first in zip(modules, firsts, strict=True):
@@ -112,7 +112,7 @@ class StepRehearsal:
             held.restore()
 
     def first_micro_batch(self) -> list[Computed]:
-        """Micro-batch 0 of each phase, computed once more."""
+        """Micro-batch 0 of each phase, computed again."""
         key = self._keys()[0]
         return [self._compute(module, key) for module in self._modules()]
 
@@ -129,7 +129,7 @@ class StepRehearsal:
         keys: Sequence[MicroBatch],
         firsts: Sequence[Computed],
     ) -> None:
-        """Note how far the compiled first micro-batch is from an eager one, and warn where the second one is not compiled."""
+        """Record how far the compiled first micro-batch is from an eager one, and warn if the second one would not be compiled."""
         for module, first in zip(modules, firsts, strict=True):
             with compiled.off():
                 eager = self._compute(module, keys[0])
@@ -143,7 +143,7 @@ class StepRehearsal:
             )
 
     def _compare_order(self) -> None:
-        """Refuse an optimizer that holds the parameters of the same model in another order. One in the model's order is not made again."""
+        """JobError for an optimizer that orders the parameters differently each time it is made. One in the model's order is not made again."""
         state, seed = self.state, self.spec.seed
         if is_of_model(state.order, state.model):
             return
@@ -155,7 +155,7 @@ class StepRehearsal:
     # --- what is fetched --------------------------------------------------------------------------------------
 
     def _keys(self) -> list[MicroBatch]:
-        """Micro-batches 0 and 1 of the first step; only the first where it has one. Those that `data.without` leaves empty are passed over."""
+        """Micro-batches 0 and 1 of the first step; only 0 if it has just one. Micro-batches that `data.without` leaves empty are skipped."""
         count = range(min(2, self.plan.position(0).micro_batches))
         every = make_sampler(self.spec, self.plan, self.batches.samples, count)
         return list(islice((key for key in every if len(key.ids)), len(count)))
@@ -164,7 +164,7 @@ class StepRehearsal:
         return next(Loader(self.batches, [key], self.device))
 
     def _fetched_twice(self, keys: Sequence[MicroBatch]) -> Any:
-        """Micro-batch 0. Under strict it is fetched again after the next one, and must be the same."""
+        """Micro-batch 0. Under strict determinism it is fetched again after the next one, and must be the same."""
         if self.spec.determinism != "strict":
             return self._fetch(keys[0])
         once, drawn = self._fetch_drawing(keys[0])
@@ -181,12 +181,12 @@ class StepRehearsal:
         return once
 
     def _fetch_drawing(self, key: MicroBatch) -> tuple[Any, tuple[object, ...]]:
-        """A micro-batch, and where the generators stand after it."""
+        """A micro-batch, and the state of the generators after it."""
         draws = Draws()
         return self._fetch(key), draws.state()
 
     def _give_shapes(self, modules: Sequence[LossModule], key: MicroBatch) -> None:
-        """Make the parameters that a lazy module leaves to its first forward, from one seed on every worker."""
+        """Run a forward for lazy modules, which make their parameters in it, from one seed on every worker."""
         model = self.state.model
         if not any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
             return
@@ -200,7 +200,7 @@ class StepRehearsal:
     # --- how far ----------------------------------------------------------------------------------------------
 
     def _extent(self) -> Extent:
-        """What the spec asks for; nothing is compared without strict, which alone promises the same bits."""
+        """The extent that the spec asks for. Without strict nothing is compared, for only strict promises the same bits."""
         wanted, size = self.spec.rehearsal, _bytes(self.state.model)
         if self.spec.determinism != "strict":
             return "off"
@@ -235,7 +235,7 @@ class StepRehearsal:
     def _compare_across(
         self, module: LossModule, keys: Sequence[MicroBatch], again: Computed, before: Memory
     ) -> None:
-        """The first micro-batch after another one, and the update after either."""
+        """Compare the first micro-batch after another one, and the update after each of them."""
         second = self._compute(module, keys[1]) if len(keys) > 1 else None
         if second is not None:
             self._tell_buffers(again, second)
@@ -256,9 +256,9 @@ class StepRehearsal:
             )
 
     def _compare_behind(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
-        """Each phase on the first micro-batch, where the phases before it end with that one, and with another.
+        """Compare each phase on the first micro-batch after earlier phases that ended with that micro-batch, and with another.
 
-        What they leave in the job is the last micro-batch's of their worker.
+        What the earlier phases leave in the job comes from their worker's last micro-batch.
         """
         for i in range(1, len(modules) if len(keys) > 1 else 0):
             found = []
@@ -271,7 +271,7 @@ class StepRehearsal:
                 self._same(found[0], found[1], held)
 
     def _same(self, before: Computed, after: Computed, held: Memory) -> None:
-        """Refuse a micro-batch that came out different, and tell of what it left behind."""
+        """Raise for a micro-batch whose second result differs, and warn of what it left behind."""
         left = self._memory().changed_since(held)
         difference = before.first_difference(after)
         if difference is not None and left:
@@ -303,7 +303,7 @@ class StepRehearsal:
         return memory_of(self.job, self.state.model, optimizers)
 
     def _forward(self, module: LossModule, batch: Any, seed: int) -> Loss:
-        """The loss of a batch, forward only; buffers are put back. Seed 0 is that of the first micro-batch."""
+        """The loss of a batch, by forward alone; buffers are put back. Seed 0 is that of the first micro-batch."""
         buffers = KeptBuffers(self.state.model)
         try:
             return self._loss(module, batch, seed)
@@ -323,7 +323,7 @@ class StepRehearsal:
         return loss
 
     def _tell_buffers(self, first: Computed, second: Computed) -> None:
-        """Warn of buffers that take something from the samples, of which the step keeps the first micro-batch's."""
+        """Warn of buffers that depend on the samples: a step keeps only those of its first micro-batch."""
         model = self.state.model
         usual = statistics(model)
         names = [name for i, (name, _) in enumerate(model.named_buffers()) if i in first.written - usual]

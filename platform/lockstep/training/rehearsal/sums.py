@@ -1,4 +1,4 @@
-"""`Loss.total` is a sum: the total of a micro-batch and those of its halves tell a mean that was given in its place."""
+"""`Loss.total` must be a sum: comparing the total of a micro-batch with those of its halves reveals a mean."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lockstep.errors import JobError
 from lockstep.job.interface import Loss
 
 SURE, LIKELY = 0.05, 0.25
-"""How far the total of the whole may be from the mean of the halves', as a share of it, to be a mean for sure, or likely.
+"""How far the total of the whole may be from the mean of the halves' totals, relative to that mean, to be surely a mean, or likely one.
 
 Dropout, batch norm and negatives within the batch move a total by some per cent; a sum is twice such a mean.
 """
 
 SEEDS = 6
-"""So often the signature must show: a loss with noise of its own has it once by chance."""
+"""How many seeds must show the signature: a loss with noise of its own may show it once by chance."""
 
 
 def check_sum(
@@ -28,11 +28,11 @@ def check_sum(
     warn: Callable[[str], None],
     told: str = "job.loss",
 ) -> None:
-    """Refuse a total that is the mean over the samples though the weight counts them; warn where it may be one.
+    """JobError for a total that is the mean over the samples though the weight counts them; a warning where it may be one.
 
-    Its signature: the whole micro-batch's total is the weighted mean of its halves', while its weight is their sum. One
-    sample has no halves, and a job that cannot compute half a micro-batch is not tried. `forward` is given a batch and
-    the number of a seed; `whole` is the loss of seed 0, and `told` how messages name it.
+    The signature: the whole micro-batch's total is the weighted mean of its halves' totals, while its weight is their sum. One
+    sample has no halves, and a job that cannot compute half a micro-batch is not tested. `forward` takes a batch and
+    the number of a seed; `whole` is the loss of seed 0, and `told` its name in messages.
     """
     size = len(key.ids)
     if size < 2:
@@ -72,15 +72,15 @@ def check_sum(
 
 
 def distance_from_mean(total: float, weight: float, halves: Sequence[tuple[float, float]]) -> float:
-    """How far a total is from the weighted mean of its halves' totals, as a share of that; infinite where it cannot be one.
+    """How far a total is from the weighted mean of its halves' totals, relative to that mean; infinite where it cannot be one.
 
-    It cannot where the weights do not add up, or where the halves' totals differ in sign, and where they are far apart.
+    It cannot be one where the weights do not add up or are too uneven, or where the halves' totals differ in sign.
     """
     together = sum(half_weight for _, half_weight in halves)
     if not together > 0 or not math.isclose(weight, together, rel_tol=1e-3):
         return math.inf
     if not all(half_weight > 0.25 * weight for _, half_weight in halves):
-        return math.inf  # weights so uneven tell a sum and a mean apart badly
+        return math.inf  # with weights so uneven, a sum and a mean are hard to tell apart
     mean = sum(half_total * half_weight for half_total, half_weight in halves) / together
     if not math.isfinite(mean) or min(half * mean for half, _ in halves) <= 0:
         return math.inf
