@@ -1,4 +1,4 @@
-"""What the failures and wrong bits of a run's attempts are blamed on: a node, which gets no worker any more, or the job, which ends the run."""
+"""Who is to blame for the failures and wrong bits of a run's attempts: a node, which then gets no more workers, or the job, which ends the run."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from lockstep.record.events import Corrupted, Document, Tell
 
 
 class Blame:
-    """Of one run. `warn` takes a line for a person, `tell` what is to be recorded."""
+    """The blame in one run. `warn` takes a line for a person, `tell` an event to be recorded."""
 
     def __init__(self, storage: str, warn: Callable[[str], None], tell: Tell) -> None:
         self._storage, self._warn, self._tell = storage, warn, tell
         self._nodes, self._suspects, self._repeats = FailedNodes(), Suspects(), Repeats()
         self._judged: Corrupted | None = None
-        """The last difference between workers that was looked at."""
+        """The last difference between workers that was judged."""
         self._fault_of_job: DriftError | None = None
 
     @property
     def left_out(self) -> frozenset[str]:
-        """The nodes that get no worker any more, as long as the others have room for enough."""
+        """The nodes that get no more workers, as long as the others have room for enough."""
         return self._nodes.left_out
 
     @property
     def doubts(self) -> tuple[Corrupted, ...]:
-        """Differences between workers that name nobody yet: the next attempt may settle them."""
+        """Differences between workers that are still undecided; the next attempt may settle them."""
         return self._suspects.doubts
 
     def end(
         self, view: RunView, account: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
     ) -> LockstepError | None:
-        """See to an attempt that has ended. The error that ends the run, where the job is to blame.
+        """Judge an attempt that has ended. Returns the error that ends the run, where the job is to blame.
 
         `saved_step` gives the step of the newest checkpoint.
         """
@@ -45,7 +45,7 @@ class Blame:
         return self._fault_of_job or self._failed_alike(view, account, run_id, saved_step)
 
     def judge(self, view: RunView, account: AttemptSummary) -> frozenset[str]:
-        """See to a difference between the bits of workers, once: the nodes that are left out for it."""
+        """Judge a difference between the bits of workers, once. Returns the nodes that are left out for it."""
         if view.corrupted is None or view.corrupted == self._judged:
             return frozenset()
         self._judged = view.corrupted
@@ -57,12 +57,12 @@ class Blame:
         self._warn(f"{verdict.found}{f'; node {names} is left out from now on' if names else ''}")
         if verdict.fault_of_job:
             self._fault_of_job = DriftError(verdict.fault_of_job)
-        elif verdict.found != view.corrupted:  # two attempts together tell more than this one knew
+        elif verdict.found != view.corrupted:  # two attempts together decide what this one could not
             self._tell(verdict.found)
         return left_out
 
     def _count_devices(self, view: RunView, account: AttemptSummary) -> None:
-        """Count the nodes on which a device failed; one with too many failures gets no worker any more."""
+        """Count the nodes on which a device failed; one with too many failures gets no more workers."""
         nodes = {view.members[rank].node for rank in view.device_ranks if rank in view.members}
         failed = sorted(self._nodes.failed(nodes))
         account.left_out = sorted({*account.left_out, *failed})
@@ -72,7 +72,7 @@ class Blame:
     def _failed_alike(
         self, view: RunView, account: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
     ) -> LockstepError | None:
-        """The error that ends the run, where a micro-batch failed as it did on another worker before; a file takes it again."""
+        """The error that ends the run where a micro-batch failed as it did before on another worker. It writes a file that reproduces the failure."""
         for broke in view.broken:
             assert broke.place is not None
             member = view.members.get(broke.rank)

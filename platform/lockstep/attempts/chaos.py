@@ -1,6 +1,6 @@
-"""Kills parts of a run on purpose, so that a set-up can be tried: `--chaos "worker:0.02,node:0.005"`.
+"""Kills parts of a run on purpose, to test an installation: `--chaos "worker:0.02,node:0.005"`.
 
-A rate is the chance of one kill at each step. What is killed at which step follows from the run's seed.
+A rate is the chance of one kill at each step. The run's seed decides what is killed at which step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.record.events import Joined
 
 TARGETS = ("worker", "node", "recorder", "driver")
 LONGEST_DELAY_S = 1.0
-"""A kill comes at any moment of this time after its step was seen."""
+"""A kill comes at a random moment within so many seconds after its step was seen."""
 
 
 def parse(text: str) -> dict[str, float]:
@@ -41,13 +41,13 @@ def parse(text: str) -> dict[str, float]:
 
 
 def due(rates: Mapping[str, float], seed: int, attempt: int, step: int) -> list[str]:
-    """What is to be killed after a step of an attempt. Another attempt that takes the step again has another fate."""
+    """What to kill after a step of an attempt. Another attempt that takes the step again draws anew."""
     draw = random.Random(f"{seed}/{attempt}/{step}")
     return [target for target, rate in sorted(rates.items()) if draw.random() < rate]
 
 
 class Chaos:
-    """Kills parts of one run. `say` is told of each kill."""
+    """Kills parts of one run, and reports each kill to `say`."""
 
     def __init__(self, rates: Mapping[str, float], seed: int, say: Callable[[str], None]) -> None:
         self._rates, self._seed, self._say = rates, seed, say
@@ -56,7 +56,7 @@ class Chaos:
     def look(
         self, attempt: int, step: int, members: Callable[[], Sequence[Joined]], recorder: Callable[[], Any]
     ) -> None:
-        """An attempt was seen at this step: kill what is due after it, and after the steps since the last look."""
+        """Called when an attempt is seen at a step: kill what is due after it, and after the steps since the last look."""
         first = self._seen[1] + 1 if self._seen is not None and self._seen[0] == attempt else step
         self._seen = attempt, step
         for number in range(first, step + 1):
@@ -79,7 +79,7 @@ class Chaos:
         if target == "node":
             members = [
                 member for member in members if member.node != here
-            ]  # the driver would go with its own
+            ]  # killing the driver's node would kill the driver
         if target == "driver":
             self._say("chaos: the driver is killed")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -92,9 +92,9 @@ class Chaos:
             self._say(f"chaos: {name} is killed")
             there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(member.node, soft=False)
             kill = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(kill_here)
-            kill.remote(None if target == "node" else member.pid)  # its answer is lost with its node
+            kill.remote(None if target == "node" else member.pid)  # its answer may be lost with its node
 
 
 def kill_here(pid: int | None) -> None:
-    """SIGKILL to a process on this node, or to the node's raylet."""
+    """Send SIGKILL to a process on this node or, without a pid, to the node's raylet, which is the parent."""
     os.kill(os.getppid() if pid is None else pid, signal.SIGKILL)

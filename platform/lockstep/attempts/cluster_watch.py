@@ -1,4 +1,4 @@
-"""What the cluster around an attempt looks like: room for more workers, and nodes that are being drained."""
+"""Watches the cluster around an attempt: room for more workers, and nodes that are being drained."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
 
 LOOK_S = 1.0
-"""How often it is looked at."""
+"""Seconds between two looks at the cluster."""
 
 CONNECT_S = 2.0
 """How long a node may take to answer."""
 
 NEAR_S = 20.0
-"""How long before the deadline of a node that is waited for the last checkpoint is asked for."""
+"""If nodes are about to go and nothing else has room: seconds before their deadline at which the last checkpoint is requested."""
 
 STEADY_S = 3.0
-"""How long room has to be there before an attempt moves for it."""
+"""How long room must persist before an attempt moves for it."""
 
 REFILL_S = 10.0
-"""How long workers that have outlived others go on before they move to have as many again: a loss seldom comes alone."""
+"""How long workers that outlived others go on before they move to be as many again: a loss seldom comes alone."""
 
 
 def find_place(spec: Spec, without: frozenset[str] = frozenset()) -> WorkerPlacement:
-    """As many workers as there is room for on the nodes that are alive and stay so. SpecError for fewer than `workers.min`.
+    """As many workers as there is room for on nodes that are alive and will stay. SpecError for fewer than `workers.min`.
 
     Nodes in `without` are left out where the others have room for `workers.min`.
     """
@@ -74,13 +74,13 @@ def can_grow(spec: Spec) -> bool:
 
 
 def most_resources() -> dict[str, float]:
-    """What the cluster has when its autoscaler has added all the nodes that it may; without one what it has."""
+    """The cluster's resources once its autoscaler has added all the nodes it may; without one, those it has now."""
     largest = None if unavailable("nodes") else largest_cluster()
     return dict(ray.cluster_resources()) if largest is None else largest
 
 
 def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
-    """A node that could take the place of any one of the `used` (workers by node), and how many it would get; nothing where there is none."""
+    """A node that could replace any one of the `used` nodes (workers by node), and how many workers it would get; empty where there is none."""
     drained, free = draining(), free_resources()
     for node in sorted(node["NodeID"] for node in ray.nodes() if node["Alive"]):
         if node not in used and node not in drained:
@@ -100,7 +100,7 @@ def answers(node: Mapping[str, Any]) -> bool:
 
 
 def draining() -> dict[str, float]:
-    """The nodes that have been told to go (preempted, scaled down, or drained by hand), and when at the latest: Unix seconds, infinity where nobody said."""
+    """The nodes that are to go (preempted, scaled down, or drained by hand), each with its deadline: Unix seconds, infinity if unknown."""
     if unavailable("nodes"):
         return {}
     return {
@@ -112,7 +112,7 @@ def draining() -> dict[str, float]:
 def rooms_left(
     most: int, each: Mapping[str, float], vacant: Mapping[int, str], without: frozenset[str]
 ) -> list[tuple[str, int | None]]:
-    """Where up to `most` more workers could run now: see `placement.rooms_for_more`. None on nodes `without`, or that are about to go."""
+    """Where up to `most` more workers could run now; see `placement.rooms_for_more`. Never on nodes in `without`, or that are about to go."""
     if unavailable("nodes"):
         return []
     drained = draining()
@@ -126,17 +126,17 @@ def rooms_left(
 
 
 def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
-    """How many workers a run could have that has so many now, where so much more is free."""
+    """How many workers a run with `workers` could have, if `free` were added."""
     return max(workers, min(most_of(spec), workers + room_for(each, free)))
 
 
 class Advice(NamedTuple):
-    """What an attempt should do, each with its reason: save and go on, or save, end, and go on elsewhere."""
+    """What an attempt should do, with the reason: save and go on, or save, end, and go on elsewhere."""
 
     save: str | None = None
     move: str | None = None
     leaving: frozenset[str] = frozenset()
-    """The nodes from which it moves away."""
+    """The nodes that the move leaves."""
 
 
 class ClusterWatch:
@@ -147,26 +147,26 @@ class ClusterWatch:
         self.spec, self.workers, self.each = spec, place.workers, place.each
         self._looked = 0.0
         self._noticed = 0
-        """For a notice that is waited out: 1 after the first save, 2 after that near the deadline."""
+        """Saves so far for a notice without room elsewhere: 1 after the first, 2 after the one near the deadline."""
         self._roomy_since: float | None = None
         self._left, self._left_at = place.workers, 0.0
         self._request = RoomRequest()
 
     def close(self) -> None:
-        """The attempt is over: ask for nothing more."""
+        """End the watch: request no more room."""
         self._request.release()
 
     def outlived(self, workers: int) -> None:
-        """So many workers go on without the others; they move in a while, to have as many again."""
+        """Note that so many workers go on without the others; after `REFILL_S` they may move to be as many again."""
         self._left, self._left_at = workers, time.monotonic()
 
     def changed(self, workers: int) -> None:
-        """The attempt has so many workers now, as was planned."""
+        """Note that the attempt has so many workers after a planned change."""
         self.workers = self._left = workers
         self._roomy_since = None
 
     def advice(self, members: Sequence[Joined]) -> Advice:
-        """What the attempt of these workers should do now."""
+        """What the attempt of these workers should do now; at most one look per `LOOK_S`."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return Advice()
@@ -176,7 +176,7 @@ class ClusterWatch:
         return self._on_notice(leaving) if leaving else Advice(move=self._room_to_grow(now))
 
     def _on_notice(self, leaving: Mapping[str, float]) -> Advice:
-        """Nodes with workers are about to go: move at once where there is room elsewhere, else save now and again when they are about to."""
+        """Nodes with workers are about to go: move at once if there is room elsewhere, else save now and once more near their deadline."""
         names = ", ".join(sorted(node[:8] for node in leaving))
         notice = f"node {names} is being drained"
         try:
@@ -198,7 +198,7 @@ class ClusterWatch:
         if self.workers >= most:
             return None
         possible = room(self.spec, self.workers, self.each, ray.available_resources())
-        if possible > self.workers:  # of what is free, a part may be about to go
+        if possible > self.workers:  # part of what is free may be about to go
             possible = min(possible, find_place(self.spec, self._without).workers)
         if possible <= self.workers:
             self._roomy_since = None
@@ -209,7 +209,7 @@ class ClusterWatch:
         return f"there is room for {possible} workers, {possible - self.workers} more"
 
     def _room_to_refill(self, now: float) -> str | None:
-        """What the lost workers held is still reserved for the attempt: what counts is what the nodes have."""
+        """Whether to move for lost workers. Ray still reserves what they held for the attempt, so the nodes' totals count, not what is free."""
         if now - self._left_at < REFILL_S:
             return None
         with suppress(SpecError):

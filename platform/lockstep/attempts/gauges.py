@@ -1,4 +1,4 @@
-"""How a run stands, as metrics of Ray: its dashboard and Prometheus have them under `ray_lockstep_…`."""
+"""The state of a run as Ray metrics: its dashboard and Prometheus have them under `ray_lockstep_…`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOLD = {
 
 
 class Gauges:
-    """The metrics of one run, told apart by its id and its name. Setting them costs microseconds; Ray collects them when it likes."""
+    """The metrics of one run, labelled with its id and its name. Setting them costs microseconds; Ray collects them in its own time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -26,7 +26,7 @@ class Gauges:
         }
 
     def show(self, run_id: str, row: StepRow, workers: int) -> None:
-        """How the run stands after a step."""
+        """Set the metrics after a step."""
         values = {
             "step": row.step,
             "loss": row.loss,

@@ -1,7 +1,7 @@
 """Workers that join an attempt while it trains: actors beside Ray Train's group, which knows nothing of them.
 
-Each has a process of its own, a standby where one is idle. It builds the run, waits to be let in, is handed the state by a worker,
-and trains on as any other. It ends with the attempt.
+Each has a process of its own, an idle standby if there is one. It builds the run, waits to be let in, receives the state from a worker,
+and then trains like any other. It ends with the attempt.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 
 class NewcomerPlace(NamedTuple):
-    """Where a newcomer runs: on a node, in the place that a lost worker of Ray Train's had there (`bundle`), or in what is free."""
+    """Where a newcomer runs: on a node, in the `bundle` of Ray Train's placement group that a lost worker left there, or in free resources."""
 
     node: str
     bundle: int | None = None
 
 
 class Newcomer:
-    """The actor."""
+    """The actor of a newcomer."""
 
     def train(self, config: dict[str, Any], number: int, node: str | None) -> None:
-        """As `worker_main.newcomer_main`."""
+        """Run `worker_main.newcomer_main`."""
         from lockstep.attempts.worker_main import newcomer_main
 
         newcomer_main(config, number, node)
 
 
 class Newcomers:
-    """Those of one attempt. `lost` is told the number of one whose process is gone, and why; from a thread of its own."""
+    """The newcomers of one attempt. `lost` is called with the number of one whose process is gone, and why, in a thread of its own."""
 
     def __init__(self, config: dict[str, Any], lost: Callable[[int, str], None]) -> None:
         self._config, self._lost = config, lost
         self._actors: dict[int, Any] = {}
-        """Those that are not known to have ended, by their numbers."""
+        """The actors that are not known to have ended, by number."""
         self.places: dict[int, NewcomerPlace] = {}
         self.failed: dict[int, str] = {}
-        """Why they ended by themselves, with an error."""
+        """The errors of those that ended by themselves, by number."""
         self._lock = threading.Lock()
 
     def start(
@@ -52,9 +52,9 @@ class Newcomers:
         group: Any,
         names: Mapping[str, str],
     ) -> None:
-        """Start one with each of these numbers, of `each` so much, with the environment of the others (as Ray writes it).
+        """Start a newcomer at each of these places, by number. Each gets the resources `each` and the other workers' runtime environment, as Ray writes it.
 
-        `group` is Ray Train's placement group. `names` are those of nodes that nobody samples yet.
+        `group` is Ray Train's placement group. `names` names the nodes whose load nobody samples yet.
         """
         left = dict(names)
         for number, place in places.items():
@@ -72,12 +72,12 @@ class Newcomers:
             ).start()
 
     def living(self) -> frozenset[int]:
-        """The numbers of those that are not known to have ended."""
+        """The numbers of the newcomers that are not known to have ended."""
         with self._lock:
             return frozenset(self._actors)
 
     def end(self, numbers: Sequence[int] | None = None) -> None:
-        """Kill these, or all."""
+        """Kill the newcomers with these numbers, or all."""
         with self._lock:
             ended = [
                 self._actors.pop(number)
@@ -90,7 +90,7 @@ class Newcomers:
     def _await(self, number: int, work: Any) -> None:
         try:
             ray.get(work)
-        except ray.exceptions.RayTaskError as error:  # its own, which it has told where it was let in
+        except ray.exceptions.RayTaskError as error:  # its own error, which it has reported if it was let in
             self.failed[number] = str(error.cause)
         except ray.exceptions.RayError as error:
             if self._gone(number):  # not killed here

@@ -9,37 +9,37 @@ from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 
 NODE_ID = "ray.io/node-id"
-"""Ray's label of a node."""
+"""Ray's label for the id of a node."""
 
 
 class WorkerPlacement(NamedTuple):
-    """So many workers of `each` so many resources, on any node but the `unfit` ones; one on each of `first` where there is room at once."""
+    """`workers` workers with the resources `each`, on any node but the `unfit` ones; one on each of `first` if there is room at once."""
 
     workers: int
     each: dict[str, float]
     fit: frozenset[str]
-    """Nodes that are alive and stay so."""
+    """Nodes that are alive and will stay."""
     unfit: frozenset[str]
     first: tuple[str, ...] = ()
-    """Nodes for the first workers: a node for each, no more than there are workers."""
+    """Nodes for the first workers, one for each; no more than there are workers."""
 
 
 def anywhere_but(nodes: Collection[str]) -> dict[str, str] | None:
-    """Ray's selector of all nodes but these: it would still place workers on one that it has not yet missed."""
+    """Ray's selector of all nodes but these. Ray would still place workers on a dead node that it has not noticed yet."""
     return {NODE_ID: f"!in({','.join(sorted(nodes))})"} if nodes else None
 
 
 def room_for(each: Mapping[str, float], resources: Mapping[str, float]) -> int:
-    """How many workers of `each` so much fit into these resources."""
+    """How many workers with the resources `each` fit into these resources."""
     return min(int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in each.items())
 
 
 def nodes_for(
     place: WorkerPlacement, free: Mapping[str, Mapping[str, float]], first: bool = True
 ) -> list[dict[str, str]] | None:
-    """Ray's selector of one node for each worker, by what is free on the nodes; None where there is no room for all of them.
+    """Ray's selector of one node for each worker, by what is free on the nodes; None if there is no room for all of them.
 
-    Those of `place.first`, where `first` says so, and then the nodes with the most room, as few as hold the others.
+    With `first`, the nodes of `place.first` come first. Then come the nodes with the most room, as few as hold the other workers.
     """
     room = {node: room_for(place.each, free[node]) for node in free.keys() & place.fit}
     nodes = list(place.first) if first else []
@@ -58,9 +58,9 @@ def rooms_for_more(
     vacant: Mapping[int, str],
     fit: Collection[str],
 ) -> list[tuple[str, int | None]]:
-    """Where up to `most` more workers could run now, each with the index of the bundle that a lost one has left there, if one has.
+    """Where up to `most` more workers could run now: a node each, with the index of the bundle that a lost worker left there, if any.
 
-    `vacant` are those bundles with their nodes, `free` is what else is free; only nodes that are `fit` count, the fullest last.
+    `vacant` has the node of each such bundle, and `free` what else is free. Only nodes in `fit` count; those with the most room come first.
     """
     found: list[tuple[str, int | None]] = [
         (node, index) for index, node in sorted(vacant.items()) if node in fit
@@ -72,7 +72,7 @@ def rooms_for_more(
 
 
 def each_of(spec: Spec, resources: Mapping[str, float]) -> dict[str, float]:
-    """What a worker is given in a cluster with these resources."""
+    """The resources of one worker in a cluster with these resources."""
     wanted = spec.workers
     gpus = float(resources.get("GPU", 0.0) >= 1) if wanted.gpus_each == "auto" else float(wanted.gpus_each)
     return {"CPU": float(wanted.cpus_each)} | ({"GPU": gpus} if gpus else {})
@@ -84,7 +84,7 @@ def most_of(spec: Spec) -> int:
 
 
 def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-    """How many workers the cluster's resources give, and what each is given."""
+    """How many workers the cluster's resources allow, and the resources of each. SpecError for fewer than `workers.min`."""
     wanted, each = spec.workers, each_of(spec, resources)
     fit = room_for(each, resources)
     workers = min(most_of(spec), fit)

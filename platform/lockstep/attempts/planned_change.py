@@ -1,7 +1,7 @@
-"""A change of an attempt's workers that is planned: newcomers join it and others leave while it trains, and no process is restarted.
+"""A planned change of an attempt's workers: newcomers join and others leave while it trains, and no process is restarted.
 
-The newcomers are started first, and the attempt trains on. When all of them are ready, the workers are asked to form another
-group after their next step. Whatever goes wrong before is for the caller: the attempt still trains as it did.
+The newcomers are started first, while the attempt trains on. When all of them are ready, the workers are asked to form another
+group after their next step. If anything goes wrong before that, the caller decides: the attempt still trains as before.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.spec.fields import Spec
 
 READY_S = 300.0
-"""How long newcomers may take until they are ready: their processes start, and build data and model."""
+"""How long newcomers may take to be ready: their processes start, and build data and model."""
 
 
 class Members(NamedTuple):
-    """Who joins and who leaves, by the numbers that they have at roll calls."""
+    """Who joins and who leaves, by their numbers at roll calls."""
 
     joining: tuple[int, ...]
     leaving: tuple[int, ...]
@@ -31,9 +31,9 @@ class Members(NamedTuple):
 def newcomers_for(
     nodes: frozenset[str], spec: Spec, attempt: WorkerGroup, status: RunStatus, without: frozenset[str]
 ) -> Members | None:
-    """Start as many newcomers as there is room for, up to `workers.max`, while the workers on these `nodes` are to leave.
+    """Start as many newcomers as there is room for, up to `workers.max`, to replace the workers on `nodes`, which are to leave.
 
-    None, with nothing started, where nobody could stay, too few would be left, or nothing would change. No newcomer is on a node `without`.
+    None, with nothing started, where nobody could stay, too few would be left, or nothing would change. No newcomer runs on a node in `without`.
     """
     everyone, numbers = status.everyone, status.numbers
     if not set(numbers) <= everyone.keys():
@@ -50,7 +50,7 @@ def newcomers_for(
 
 
 class PlannedChange:
-    """One change, from its beginning until the group is formed."""
+    """One change, from its start until the group is formed."""
 
     def __init__(self, why: str, members: Members, attempt: WorkerGroup, recording: Recording) -> None:
         self.why, self.members, self.began_at = why, members, time.time()
@@ -65,7 +65,7 @@ class PlannedChange:
         return set(self.members.joining) <= now and not now & set(self.members.leaving)
 
     def look(self, status: RunStatus) -> str | None:
-        """Take the next step of it, where it is due. Why it cannot be done, in a few words."""
+        """Do what is due next. Returns why the change cannot be made, in a few words, or None."""
         failed = self._attempt.newcomers.failed
         for number in self.members.joining:
             if number in failed and number not in status.numbers:
@@ -73,7 +73,8 @@ class PlannedChange:
         if time.monotonic() > self._until:
             return f"the workers that were to join were not ready within {READY_S:.0f} s"
         ready = {*status.waiting, *status.numbers} >= set(self.members.joining)
-        if ready and self._asked < status.view.attempt:  # a loss meanwhile may have made it another attempt
+        # A loss meanwhile may have begun another attempt: then ask again.
+        if ready and self._asked < status.view.attempt:
             if not self._recording.ask_regroup(self.members.leaving):
                 return "the workers cannot form another group"
             self._asked = status.view.attempt

@@ -1,7 +1,7 @@
-"""What follows on the end of an attempt: pure, so that every case can be tested.
+"""What to do when an attempt ends: pure, so that every case can be tested.
 
-A mistake of the job comes again however often it is tried; a worker or a node that was lost does not. So the two have
-budgets of their own, and that of lost workers counts from the newest checkpoint on: a run that moves is never given up.
+A mistake in the job comes back however often it is tried; the loss of a worker or a node does not. So the two have
+separate budgets, and that of lost workers counts from the newest checkpoint on: a run that makes progress is never given up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.errors import (
 from lockstep.spec.fields import Faults
 
 Outcome = Literal["worker lost", "corrupted", "storage", "job error", "final"]
-"""Why an attempt ended early. "final": what no other attempt can mend, a mistake in the spec or a store that refuses."""
+"""Why an attempt ended early. "final": what another attempt cannot fix, such as a mistake in the spec or a store that refuses."""
 
 LONGEST_PAUSE_S = 30.0
 FIRST_STORAGE_PAUSE_S = 4.0
@@ -32,7 +32,7 @@ MOST_DEVICE_FAILURES = 1
 
 
 def outcome_of(error: LockstepError) -> Outcome:
-    """What kind of end an error is."""
+    """The outcome that an error stands for."""
     if isinstance(error, ClusterError):
         return "worker lost"
     if isinstance(error, CorruptionError):
@@ -45,7 +45,7 @@ def outcome_of(error: LockstepError) -> Outcome:
 
 
 class Decision(NamedTuple):
-    """Whether there is another attempt, after how many seconds, and why or why not."""
+    """Whether to start another attempt, after how many seconds, and why or why not."""
 
     again: bool
     pause_s: float
@@ -53,7 +53,7 @@ class Decision(NamedTuple):
 
 
 class FailedNodes:
-    """Counts the device failures of nodes. A node with more than MOST_DEVICE_FAILURES of them, or with wrong bits, is left out from then on."""
+    """Counts the device failures of nodes. A node with more than MOST_DEVICE_FAILURES, or with wrong bits, is left out from then on."""
 
     def __init__(self) -> None:
         self._failures: Counter[str] = Counter()
@@ -61,19 +61,19 @@ class FailedNodes:
 
     @property
     def left_out(self) -> frozenset[str]:
-        """The nodes that get no worker any more, as long as the others have room for enough."""
+        """The nodes that get no more workers, as long as the others have room for enough."""
         return frozenset(self._wrong).union(
             node for node, count in self._failures.items() if count > MOST_DEVICE_FAILURES
         )
 
     def failed(self, nodes: Iterable[str]) -> frozenset[str]:
-        """A device failed on each of these in one attempt: those that are left out from now on."""
+        """Count a device failure on each of these nodes in one attempt. Returns those that are left out from now on."""
         before = self.left_out
         self._failures.update(set(nodes))
         return self.left_out - before
 
     def computed_wrong(self, nodes: Iterable[str]) -> frozenset[str]:
-        """A worker on each of these had wrong bits, which once is too often: those that are left out from now on."""
+        """Note wrong bits of a worker on each of these nodes, of which one is too many. Returns those that are left out from now on."""
         before = self.left_out
         self._wrong.update(nodes)
         return self.left_out - before
@@ -86,11 +86,11 @@ class RetryBudget:
     faults: Faults
     job_errors: int = 0
     lost: int = 0
-    """Ends for lost workers, wrong bits and failed storage since `step`."""
+    """Attempts that ended for lost workers, wrong bits or failed storage since the checkpoint of `step`."""
     step: int = 0
-    """Where the newest checkpoint was at the last one."""
+    """The step of the newest checkpoint at the last such end."""
     contradicted: bool = False
-    """Whether an attempt refused the job that an earlier one had trained."""
+    """Whether an attempt has refused the job that an earlier one had trained."""
 
     def decide(self, outcome: Outcome, step: int, *, contradicts: bool = False) -> Decision:
         """What to do after an attempt that ended with `outcome`; `step` is that of the newest checkpoint, 0 without one.

@@ -1,7 +1,7 @@
-"""An attempt through Ray's public `TorchTrainer`, for a Ray whose private parts are not those that Lockstep knows.
+"""An attempt through Ray's public `TorchTrainer`, for a Ray version whose private parts Lockstep does not know.
 
-Its controller is an actor, which starts one process more and cannot be asked for its workers. So each worker holds a
-lifeline: a call to an actor of the driver's that never answers. When that actor is killed, the call fails and the worker
+Its controller is an actor, which costs one more process and cannot be asked for its workers. So each worker holds a
+lifeline: a call to an actor of the driver that never answers. When that actor is killed, the call fails and the worker
 ends itself, even while its training thread hangs.
 """
 
@@ -20,7 +20,7 @@ from lockstep.attempts.worker_main import worker_main
 
 
 class Lifeline:
-    """What the workers of an attempt hold on to."""
+    """The actor that the workers of an attempt hold on to."""
 
     async def held(self) -> None:
         """Never returns: the call fails with the actor's end."""
@@ -42,7 +42,7 @@ def held_worker_main(config: dict[str, Any]) -> None:
 
 
 class PublicTrainer:
-    """Ray's own trainer, with what `DriverTrainer` offers beside `fit`. `settings`: those of TorchTrainer."""
+    """Ray's own trainer, with the methods that `DriverTrainer` has beside `fit`. `settings` are those of TorchTrainer."""
 
     def __init__(self, config: dict[str, Any], **settings: Any) -> None:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -61,5 +61,5 @@ class PublicTrainer:
             self.end_workers()
 
     def end_workers(self) -> None:
-        """Have the workers that there are end themselves; the controller takes it for their loss."""
+        """Make the current workers end themselves; the controller treats it as their loss."""
         ray.kill(self._lifeline)

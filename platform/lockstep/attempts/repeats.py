@@ -1,4 +1,4 @@
-"""Failures that come again at the same micro-batch on another worker: they are the job's or its data's, whatever they look like. Pure."""
+"""Failures that repeat at the same micro-batch on another worker: they are the job's or its data's, whatever they look like. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep.errors import FailedAt, JobError, LockstepError
 
 
 class Repeat(NamedTuple):
-    """A failure that came again: the error that ends the run, and the name and text of a file that reproduces it."""
+    """A repeated failure: the error that ends the run, and the name and text of a file that reproduces it."""
 
     error: JobError
     name: str
@@ -16,13 +16,13 @@ class Repeat(NamedTuple):
 
 
 class Repeats:
-    """The failures of a run's attempts in the midst of a micro-batch. A `worker` is told apart by its node and its rank."""
+    """The failures within micro-batches in a run's attempts. A `worker` is identified by its node and its rank."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int, int], dict[tuple[str, int], int]] = {}
 
     def failed(self, place: FailedAt, worker: tuple[str, int], attempt: int) -> str:
-        """Note a failure. Where another worker has failed so at the same place, which ones and in which attempts."""
+        """Note a failure. Returns which workers failed alike at the same place, and in which attempts; empty if no other did."""
         workers = self._seen.setdefault((place.what, place.step, place.micro_batch), {})
         others = [
             f"{_shown(other)} in attempt {number}" for other, number in workers.items() if other != worker
@@ -32,7 +32,7 @@ class Repeats:
 
 
 def repeat(error: LockstepError, place: FailedAt, who: str, run_id: str, storage: str, start: int) -> Repeat:
-    """What follows where `who` failed alike; `start` is the step of the newest checkpoint, from which the file goes on."""
+    """The error and the script for a failure that `who` had alike; the script starts at `start`, the step of the newest checkpoint."""
     name = f"reproduce-step-{place.step}.py"
     line = (
         f"step {place.step}, micro-batch {place.micro_batch} fails in the same way on different workers ({who}), so it is the job or its data: "

@@ -1,8 +1,8 @@
-"""Room that a run asks its cluster for: pending placement groups, which Ray's autoscaler counts as demand.
+"""Room that a run requests from its cluster: pending placement groups, which Ray's autoscaler counts as demand.
 
-Unlike `request_resources`, which holds one figure for a whole cluster, the requests of several runs add up, and they end with
-their driver. As soon as there is room for one it is taken back: that the room is there is seen in what is free, and the run
-grows into it like into any other.
+`request_resources` holds one figure for the whole cluster. These requests of several runs add up instead, and end with
+their driver. A request is withdrawn as soon as there is room for it: the run sees the room in what is free, and
+grows into it as into any other.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 import ray
 
 REST_S = 30.0
-"""How long nothing more is asked for after room has come: by then the run has grown into it, or another one has taken it."""
+"""How long to request nothing after room has come: by then the run has grown into it, or another run has taken it."""
 
 MOST = 100
-"""So many groups are asked for at once."""
+"""The most groups that are requested at once."""
 
 
 class RoomRequest:
-    """What one run asks for. Call `release` when nothing is wanted any more."""
+    """The requests of one run. Call `release` when no more room is wanted."""
 
     def __init__(self) -> None:
         self._groups: list[Any] = []
         self._rest_until = 0.0
 
     def want(self, groups: int, each: Mapping[str, float], together: int = 1) -> None:
-        """Ask for so many groups of `together` workers, of `each` so much; the workers of a group are wanted together or not at all."""
+        """Request `groups` groups of `together` workers with the resources `each`; the workers of a group are placed together or not at all."""
         stand = ray.util.placement_group_table() if self._groups else {}
         granted = [one for one in self._groups if stand.get(one.id.hex(), {}).get("state") != "PENDING"]
         if granted:
@@ -42,7 +42,7 @@ class RoomRequest:
             self._groups.append(ray.util.placement_group(bundles))
 
     def release(self) -> None:
-        """Ask for nothing."""
+        """Withdraw all requests."""
         self._drop(self._groups)
 
     def _drop(self, groups: Collection[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What every node of a cluster sees of a run, asked before it is started."""
+"""What every node of a cluster sees of a run, checked before the run starts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def seen_from_nodes(spec: Spec, address: str | None) -> list[Finding]:
         findings = []
         try:
             findings += [advised("folders", text) for text in check_shared(spec, StopSignal())]
-        except SpecError as error:  # the spec is right for another cluster
+        except SpecError as error:  # the spec may be right for another cluster
             findings.append(failure_of("folders", error))
         return [*findings, *compared(_asked(spec))]
 
 
 def _asked(spec: Spec) -> dict[str, Sight]:
-    """The sight of each node by its address. A node that does not answer in time, or is lost, has that as its problem."""
+    """What each node sees, by its address. If a node is lost or late, that is its problem."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -51,7 +51,7 @@ def _asked(spec: Spec) -> dict[str, Sight]:
 
 
 def sight_of(document: dict[str, Any]) -> Sight:
-    """In a process of the node: what it sees."""
+    """Called in a process of the node: what it sees."""
     try:
         return look_from_here(Spec.model_validate(document))
     except LockstepError as error:

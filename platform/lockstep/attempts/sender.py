@@ -1,4 +1,4 @@
-"""The way of a worker's events to the actor that takes them: in packs, and nothing waits for them."""
+"""Sends a worker's events to the actor that takes them, in batches and without waiting."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lockstep.clusters.answers import answer_of
 from lockstep.record.events import Alive, Event, Restored, StepRow
 
 FLUSH_S = 0.25
-"""How long rows are gathered before they are sent: a call costs about 0.2 ms of the training thread."""
+"""Seconds for which rows are gathered before they are sent: a call costs the training thread about 0.2 ms."""
 
 ALIVE_S = 1.0
-"""How often an evaluation or a save tells that it goes on."""
+"""Seconds between the signs of life of an evaluation or a save."""
 
 ROWS_PER_CALL = 10_000
-"""Rows of an earlier attempt that are sent at once."""
+"""The most rows of an earlier attempt in one call."""
 
 
 class Sender:
-    """Carries events to an actor. `post` calls it with a list of them, and its answer, which takes `answer_s` at the most, is what is asked of the workers.
+    """Sends events to an actor. `post` calls it with a list of them; its answer says what is asked of the workers.
 
-    Used by several threads: the one that trains, the one that saves, those that sample and read what is printed.
+    `close` waits at most `answer_s` for the last answer. Used by several threads: those that train, save, sample, and read what is printed.
     """
 
     def __init__(self, post: Callable[[list[Event]], Any], answer_s: float = ANSWER_S) -> None:
@@ -40,7 +40,7 @@ class Sender:
         self._saves = 0
 
     def tell(self, event: Event) -> None:
-        """Send an event: at once, but for rows, which wait for others a little while."""
+        """Send an event at once; rows wait a little for more."""
         with self._lock:
             now = time.monotonic()
             if isinstance(event, Alive):
@@ -62,11 +62,11 @@ class Sender:
         return asked
 
     def regroup(self) -> int:
-        """The attempt whose workers the driver asks to form another group after their next step."""
+        """The number of the attempt whose workers the driver asks to form another group after their next step."""
         return self._asked.regroup
 
     def close(self) -> None:
-        """Send what waits, and wait until all that was sent has arrived. SilentError where it has not in time."""
+        """Send what is waiting, and wait until everything sent has arrived. SilentError where it has not in time."""
         with self._lock:
             if self._waiting:
                 self._flush(time.monotonic())
@@ -78,19 +78,19 @@ class Sender:
         events, self._waiting = self._waiting, []
         self._newest = self._post(
             events
-        )  # calls of one handle arrive in order: the newest answer is the last
+        )  # calls of one handle arrive in order, so the newest one is answered last
         self._answer = self._answer if self._answer is not None else self._newest
         self._sent_at = now
 
     def _hear(self) -> None:
-        """Take in an answer that has come."""
+        """Read an answer if one has come."""
         with self._lock:
             if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
                 self._asked, self._answer = ray.get(self._answer), None
 
 
 def _in_parts(event: Event) -> Iterator[Event]:
-    """The event, a long history in several."""
+    """The event; a long history is split into several."""
     if not isinstance(event, Restored) or len(event.steps) <= ROWS_PER_CALL:
         yield event
         return

@@ -1,4 +1,4 @@
-"""Whether all nodes of a cluster see the folders of a run, found out before training starts."""
+"""Checks before training whether all nodes of a cluster see the folders of a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.errors import ClusterError, SpecError, first_line
 from lockstep.spec.fields import Spec
 
 PATIENCE_S = 60.0
-"""How long a node may take to answer, at least: it starts a process for it."""
+"""The least time that a node may take to answer, since it must start a process."""
 
 TOLD_S = 15.0
-"""After so long it is said which nodes are waited for."""
+"""Seconds after which the user is told which nodes are waited for."""
 
 
 def local_folders(spec: Spec) -> dict[str, str]:
@@ -34,9 +34,9 @@ def patience_s(spec: Spec) -> float:
 
 
 def check_shared(spec: Spec, stop: StopSignal, say: Callable[[str], None] = lambda text: None) -> list[str]:
-    """SpecError where a worker could be placed on a machine that does not see a folder of the run; warnings for the rest.
+    """SpecError if a worker could be placed on a machine that does not see a folder of the run; returns warnings for other problems.
 
-    Nodes that have not answered when `stop` is asked for are left out; ClusterError where one does not answer in time.
+    If `stop` is asked for, nodes that have not answered are skipped. ClusterError where one does not answer in time.
     """
     import ray
 
@@ -61,7 +61,7 @@ def check_shared(spec: Spec, stop: StopSignal, say: Callable[[str], None] = lamb
 
 @contextmanager
 def _probes(folders: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """A new file in each folder, by field."""
+    """Create a new file in each folder, and remove it afterwards; their paths by field."""
     probes = {field: str(Path(folder, f".lockstep-{uuid.uuid4().hex}")) for field, folder in folders.items()}
     try:
         for path in probes.values():
@@ -80,7 +80,7 @@ def _seen_from(
     stop: StopSignal,
     say: Callable[[str], None],
 ) -> dict[str, list[str]]:
-    """For each address the fields whose probe is not there. A node that is lost meanwhile is left out: no worker will be placed there."""
+    """For each address, the fields whose probe is missing. A node that is lost meanwhile is skipped: no worker will be placed there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -123,7 +123,7 @@ def _seen_from(
 
 
 def unseen(probes: Mapping[str, str]) -> list[str]:
-    """The fields whose probe is not there, or whose folder cannot be written."""
+    """The fields whose probe is missing, or whose folder is not writable."""
     return [
         field
         for field, path in probes.items()
@@ -132,7 +132,7 @@ def unseen(probes: Mapping[str, str]) -> list[str]:
 
 
 def _fleeting(spec: Spec) -> list[str]:
-    """What lies in a job's copy of the working directory."""
+    """Warnings about folders inside a job's copy of the working directory."""
     if "working_dir_files" not in Path.cwd().parts:
         return []
     copy = str(Path.cwd())
@@ -146,7 +146,7 @@ def _fleeting(spec: Spec) -> list[str]:
 
 
 def _one_node(spec: Spec) -> list[str]:
-    """A record that only this node can read."""
+    """A warning about a record that only this node can read."""
     if not (spec.record.uri or "").startswith(("sqlite", "file", "/")):
         return []
     return [

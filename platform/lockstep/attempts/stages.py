@@ -17,30 +17,30 @@ STAGES = (
     "preparation",
     "first_step",
 )
-"""In order. What each one is stands in docs/attempts.md."""
+"""In order; docs/attempts.md explains each."""
 
 
 class Moments:
-    """When an attempt came to the end of each stage, in Unix seconds; the first time counts."""
+    """When each stage of an attempt ended, in Unix seconds; the first report counts."""
 
     def __init__(self) -> None:
         self.at: dict[str, float] = {}
 
     def note(self, stage: str, at: float | None = None) -> None:
-        """The stage ends now, or ended then."""
+        """Note that the stage ends now, or ended at `at`."""
         self.at.setdefault(stage, time.time() if at is None else at)
 
 
 def underway(ends: Mapping[str, float]) -> str:
-    """The stage that an attempt is in: the one after the last whose end is known. Of the attempt before, none counts."""
+    """The stage that an attempt is in: the one after the last that is known to have ended. The first two belong to the previous attempt."""
     known = [number for number, stage in enumerate(STAGES) if stage in ends and number > 1]
     return STAGES[min(max(known, default=1) + 1, len(STAGES) - 1)]
 
 
 def breakdown(last_step_at: float, before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by stage, from the last step of an attempt that ended (`before`) to the first one of the next (`now`).
+    """Seconds by stage, from the last step of an attempt that ended (`before`) to the first step of the next (`now`).
 
-    They add up to the whole. A stage whose end is not known counts in the one after it.
+    They add up to the whole. A stage whose end is unknown counts in the one after it.
     """
     ends = {stage: (before if stage in STAGES[:2] else now).get(stage) for stage in STAGES}
     seconds, mark = {}, last_step_at

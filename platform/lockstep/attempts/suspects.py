@@ -1,7 +1,7 @@
-"""Which workers are to be trusted no more, after attempts whose workers had different bits: pure, so that every case can be tested.
+"""Which workers can no longer be trusted, after attempts whose workers had different bits: pure, so that every case can be tested.
 
-A worker that was wrong is left out of the next attempts, with its node. Where the same step parts once more on other workers, or each of its
-workers contradicts what it had itself, no machine is wrong: the job is not deterministic there, and the run ends.
+A worker that was wrong is left out of the next attempts, with its node. If the same step differs again on other workers, or if each of its
+workers contradicts its own earlier result, no machine is wrong: the job is not deterministic there, and the run ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Verdict(NamedTuple):
     """What follows from a difference between workers."""
 
     found: Corrupted
-    """The difference, with who was wrong as far as it can be told by now."""
+    """The difference, and who was wrong as far as is known by now."""
     nodes: frozenset[str] = frozenset()
-    """Nodes that are to get no worker any more."""
+    """Nodes that get no more workers."""
     fault_of_job: str = ""
-    """The line that ends the run, where the difference is the job's."""
+    """The line that ends the run, if the job is at fault."""
 
 
 class _Seen(NamedTuple):
@@ -43,13 +43,13 @@ class Suspects:
 
     @property
     def doubts(self) -> tuple[Corrupted, ...]:
-        """The differences between states that name nobody yet: the next attempt may settle them."""
+        """The differences between states that are still undecided; the next attempt may settle them."""
         return tuple(
             one.found for one in self._seen if one.found.how == "undecided" and one.found.micro_batch is None
         )
 
     def judge(self, found: Corrupted, nodes: Mapping[int, str]) -> Verdict:
-        """What follows from a difference that an attempt told, the nodes of whose workers are given by rank."""
+        """The verdict on a difference that an attempt reported; `nodes` has the nodes of its workers by rank."""
         if found.how == "recomputation":
             return self._settle(found)
         here = {(nodes.get(w.rank, w.host), w.device, w.uuid, w.rank): w.digests for w in found.workers}
@@ -59,7 +59,7 @@ class Suspects:
         if found.wrong:
             others = [one for one in before if one.wrong and not one.wrong & seen.wrong]
             return self._of_job(seen, others[-1]) if others else self._named(seen)
-        if not before and found.micro_batch is None:  # the step that is taken again tells more
+        if not before and found.micro_batch is None:  # the step will be taken again, and may decide it
             return Verdict(found)
         if not before:
             return self._both(seen)
@@ -68,7 +68,7 @@ class Suspects:
         contradicted = {worker for worker, digests in known.items() if digests != last.workers[worker]}
         if contradicted == set(known):
             return self._of_job(seen, last)
-        if not contradicted:  # each says again what it said before
+        if not contradicted:  # each worker repeats its earlier result
             return self._both(seen)
         wrong = tuple(sorted(worker[3] for worker in contradicted))
         seen = seen._replace(found=replace(found, wrong=wrong, how="repetition"))
@@ -80,7 +80,7 @@ class Suspects:
         return (one.step, one.micro_batch) == (other.step, other.micro_batch) and one.attempt != other.attempt
 
     def _settle(self, found: Corrupted) -> Verdict:
-        """An attempt whose workers agree has taken the step of a doubt."""
+        """Settle a doubt: an attempt whose workers agree has taken its step again."""
         doubts = [
             one
             for one in self._seen

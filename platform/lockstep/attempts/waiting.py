@@ -1,4 +1,4 @@
-"""Where an attempt begins: as many workers as there is room for, waited for where there are fewer than `workers.min`."""
+"""Where an attempt begins: with as many workers as there is room for. If that is fewer than `workers.min`, it waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Say = Callable[[str], None]
 
 
 def first_place(spec: Spec, stop: StopSignal, say: Say) -> WorkerPlacement:
-    """Where the run begins. SpecError for fewer than `workers.min`, unless the cluster can grow to them."""
+    """The placement that a run begins with. SpecError for fewer than `workers.min`, unless the cluster can grow to them."""
     try:
         return find_place(spec)
     except SpecError:
@@ -28,7 +28,7 @@ def first_place(spec: Spec, stop: StopSignal, say: Say) -> WorkerPlacement:
 def next_place(spec: Spec, left_out: frozenset[str], stop: StopSignal, say: Say) -> WorkerPlacement:
     """As many workers as there is room for now, on none of the nodes that are left out.
 
-    `workers.min` of them are asked for and waited for as long as the spec allows; ClusterError after that.
+    If there is no room for `workers.min`, room is requested and waited for as long as the spec allows; then ClusterError.
     """
     request = RoomRequest()
     try:

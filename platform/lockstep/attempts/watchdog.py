@@ -1,8 +1,8 @@
-"""The watchdog: an attempt that makes no progress is ended, once the stacks of its ranks are recorded.
+"""The watchdog: it ends an attempt that makes no progress, once the stacks of its ranks are recorded.
 
-A rank that hangs keeps all others waiting in their next collective, for which the process group itself would wait a
-quarter of an hour. What counts as progress is a step, a micro-batch of an evaluation, or a second of waiting for a save.
-The first step of an attempt has a limit of its own: data may take an hour to be prepared.
+A rank that hangs keeps all others waiting in their next collective, and the process group itself would wait a
+quarter of an hour. Progress is a step, a micro-batch of an evaluation, or a second of waiting for a save.
+The first step of an attempt has its own limit, because preparing data may take an hour.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lockstep.files import own_folder, own_path
 from lockstep.record.events import Joined
 
 TIMES_THE_LONGEST = 20.0
-"""How many times the longest silence so far another one may last."""
+"""A silence may last so many times the longest one so far."""
 
 STACKS_S = 3.0
-"""How long a rank may take to write its stacks down; one that is stopped or gone never does."""
+"""How long a rank may take to write its stacks; one that is stopped or gone never does."""
 
 
 class Patience:
-    """How long an attempt may be silent: so many times its longest silence so far, and never less than `floor_s`; `start_s` until its first step."""
+    """How long an attempt may be silent: `start_s` until its first step, then a multiple of its longest silence, at least `floor_s`. In seconds."""
 
     def __init__(self, floor_s: float, start_s: float) -> None:
         self.floor_s, self.start_s = floor_s, start_s
@@ -52,7 +52,7 @@ class Patience:
         return max(self.floor_s, TIMES_THE_LONGEST * self._longest_s) if self.begun else self.start_s
 
     def silent_s(self, alive: int, now: float) -> float:
-        """For how long nothing has been heard: `alive` grows with everything that is, and is 0 before the first step."""
+        """Seconds since the last sign of life. The count `alive` grows with every sign, and is 0 before the first step."""
         if self._since is None:
             self._since = now
         if alive != self._seen:
@@ -62,13 +62,13 @@ class Patience:
         return now - self._since
 
     def is_over(self, alive: int, now: float) -> bool:
-        """Whether the attempt is to be taken for one that hangs."""
+        """Whether the attempt is considered hung."""
         return self.silent_s(alive, now) > self.bound_s
 
 
 @cache
 def listening(rank: int, imported_at: float = math.inf) -> Joined:
-    """Have this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs."""
+    """Make this process write the stacks of all its threads on SIGUSR1, even where python itself no longer runs. Returns what identifies it."""
     path = _stacks_file()
     stream = path.open("x", encoding="utf-8")  # open as long as the process lives
     atexit.register(path.unlink, missing_ok=True)
@@ -85,7 +85,7 @@ def listening(rank: int, imported_at: float = math.inf) -> Joined:
 
 
 def _stacks_file() -> Path:
-    """A name of this process in the user's own temporary folder, from which those of processes that were killed are deleted."""
+    """The file of this process in the user's own temporary folder. Deletes the files of processes that are gone."""
     folder = own_folder(own_path(Path(tempfile.gettempdir())))
     for path in folder.glob("stacks-*.txt"):
         pid = path.stem.removeprefix("stacks-")
@@ -95,7 +95,7 @@ def _stacks_file() -> Path:
 
 
 def end(members: Sequence[Joined]) -> str:
-    """Kill these workers, each on its own node. What each was doing."""
+    """Kill these workers, each from its own node. Returns what each was doing."""
     by_node: dict[str, list[Joined]] = {}
     for member in members:
         by_node.setdefault(member.node, []).append(member)
@@ -106,13 +106,13 @@ def end(members: Sequence[Joined]) -> str:
         calls.append(remote.remote(own))
     found: dict[int, str] = {}
     for call in calls:
-        with suppress(ray.exceptions.RayError):  # a node that is gone has taken its workers with it
+        with suppress(ray.exceptions.RayError):  # if a node is gone, so are its workers
             found |= ray.get(call, timeout=30.0)
     return "\n\n".join(f"--- rank {rank}: {stack}" for rank, stack in sorted(found.items()))
 
 
 def end_here(members: Sequence[Joined]) -> dict[int, str]:
-    """Have the workers on this node write their stacks, and kill them."""
+    """Make the workers on this node write their stacks, then kill them. Returns the stacks by rank."""
     for member in members:
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGUSR1)

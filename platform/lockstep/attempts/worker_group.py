@@ -1,4 +1,4 @@
-"""One attempt's group of workers, which Ray Train starts and watches; and why one ended."""
+"""One attempt's group of workers, which Ray Train starts and watches, and the reasons why it ended."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
 
 END_S = 150.0
-"""How long Ray may take to end the workers of an attempt, and to tell; a placement that it waits for, it looks at once a minute."""
+"""How long Ray may take to end an attempt's workers and report it; it looks only once a minute at a placement that it waits for."""
 
 
 class WorkerGroup:
-    """One start of the worker group, in a thread: `fit` of Ray Train blocks, and owns signals in the main thread."""
+    """One start of the worker group, in a thread: Ray Train's `fit` blocks, and would handle signals in the main thread."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class WorkerGroup:
         shown_as: str,
         source: Mapping[str, bytes] | None = None,
     ) -> None:
-        """`shown_as` is the same for all attempts that Ray's dashboard is to show as one run."""
+        """`shown_as` is the same for all attempts that Ray's dashboard should show as one run."""
         self.over = threading.Event()
         self.error: LockstepError | None = None
         self.moments = Moments()
         self.lost: dict[int, str] = {}
-        """Why workers are gone that the others have outlived, by the numbers that they have at roll calls: the rank that they began with."""
+        """Why lost workers are gone although the others go on, by their numbers at roll calls: a worker's first rank, or a newcomer's number."""
         self.can_regroup = True
-        """Whether Ray Train's group lets its workers go on in another one."""
+        """Whether Ray Train's group allows its workers to go on in another group."""
         self.origin = origin
         self.run_id = origin.run_id
-        """The run, as soon as it is known."""
+        """The run's id, once it is known."""
         self._shown_as = shown_as
         self._spec, self._mailbox = spec, mailbox
         self._trainer: Any = None
@@ -72,7 +72,7 @@ class WorkerGroup:
         threading.Thread(target=self._fit, name="lockstep-attempt", daemon=True).start()
 
     def end(self) -> None:
-        """End its workers, and wait until that is known; nothing where it was not started. ClusterError where it stays unknown."""
+        """End its workers, and wait until Ray confirms it. ClusterError where Ray does not. Nothing to do if it was not started."""
         if not self._started:
             return
         self.newcomers.end()
@@ -85,20 +85,20 @@ class WorkerGroup:
             )
 
     def give_up(self) -> None:
-        """Let the attempt end with the workers that are lost, though others were to go on."""
+        """Let the attempt end with its lost workers, although the others were to go on."""
         self._given_up = True
 
     @property
     def each(self) -> dict[str, float]:
-        """What a worker is given."""
+        """The resources of one worker."""
         return self._place.each
 
     def let_in(self, numbers: Collection[int]) -> None:
-        """These are the workers of the group that now trains, by their numbers."""
+        """Note the numbers of the workers in the group that now trains."""
         self._inside = frozenset(numbers)
 
     def vacant(self, everyone: Mapping[int, Joined]) -> dict[int, str]:
-        """The places of lost workers of Ray Train's, which it keeps: the node of each by the index of its bundle."""
+        """The places of lost workers that Ray Train's placement group keeps: the node of each, by the index of its bundle."""
         _, bundles = self._bundles()
         taken = {self.newcomers.places[number].bundle for number in self.newcomers.living()}
         return {
@@ -110,7 +110,7 @@ class WorkerGroup:
     def start_newcomers(
         self, places: Sequence[NewcomerPlace], everyone: Mapping[int, Joined]
     ) -> tuple[int, ...]:
-        """Start a newcomer at each of these places; their numbers. `everyone` are all workers so far, of whom one lives."""
+        """Start a newcomer at each of these places. Returns their numbers. `everyone` are all workers so far, of whom at least one lives."""
         first = 1 + max([*everyone, *self.newcomers.places, self._place.workers - 1])
         nodes = list(dict.fromkeys(one.node for one in everyone.values()))
         new = [node for node in dict.fromkeys(place.node for place in places) if node not in nodes]
@@ -130,22 +130,22 @@ class WorkerGroup:
             self.lost[number] = f"worker {number}, which had joined, was lost: {why_lost(text)}"
         else:
             self.newcomers.failed[number] = why_lost(text)
-        with suppress(*LOST):  # without the mailbox nobody goes on
+        with suppress(*LOST):  # without the mailbox no worker can go on
             answer_of(self._mailbox.lose.remote(number), "the run's mailbox", ANSWER_S)
 
     def _others(self) -> bool:
-        """Whether newcomers train. Asked in the thread of Ray's controller, at each look."""
+        """Whether newcomers train. Called in the thread of Ray's controller, at each look."""
         return bool(self._inside & self.newcomers.living()) and not self._given_up
 
     def _outlived(self, lost: Mapping[int, str]) -> bool:
-        """Whether the other workers go on without these. Asked in the thread of Ray's controller, at each look."""
+        """Whether the other workers go on without these. Called in the thread of Ray's controller, at each look."""
         for rank in sorted(lost.keys() - self.lost.keys()):
-            if self._inside and rank not in self._inside:  # it had left the run before
+            if self._inside and rank not in self._inside:  # it had already left the run
                 continue
             self.lost[rank] = f"rank {rank} of {self._place.workers} was lost: {why_lost(lost[rank])}"
             try:
                 goes_on: bool = answer_of(self._mailbox.lose.remote(rank), "the run's mailbox", ANSWER_S)
-            except LOST:  # without the mailbox nobody can
+            except LOST:  # without the mailbox no worker can
                 goes_on = False
             if not goes_on:
                 del self.lost[rank]
@@ -170,7 +170,7 @@ class WorkerGroup:
             self.over.set()
 
     def _make_trainer(self, storage: str) -> Any:
-        """Ray Train for this attempt: with the controller in this process where Ray's private parts allow it."""
+        """Ray Train for this attempt, with its controller in this process if Ray's private parts allow it."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig
 
@@ -190,7 +190,7 @@ class WorkerGroup:
         )
         ahead = imports_ahead(self._config["folder"], self._spec.job.use.partition(":")[0])
         run = {
-            "name": f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray resumes a name that it has seen
+            "name": f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray would resume a name that it has seen
             "storage_path": storage,
             "failure_config": FailureConfig(max_failures=0),
             "worker_runtime_env": {"env_vars": {**self._environment, **ahead}},
@@ -226,7 +226,7 @@ class WorkerGroup:
 
 
 def ended_by(error: BaseException, workers: int) -> str:
-    """Why Ray ended an attempt, in one line: which ranks were lost, and of what, where it tells."""
+    """Why Ray ended an attempt, in one line: which ranks were lost and why, if Ray says so."""
     failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
     if not failures:
         return f"the attempt on {workers} workers ended: {first_line(error)}"
@@ -241,12 +241,12 @@ def ended_by(error: BaseException, workers: int) -> str:
 
 
 def of_memory(text: str) -> bool:
-    """Whether Ray says that its memory monitor ended a process."""
+    """Whether Ray says that its memory monitor killed a process."""
     return "OutOfMemory" in text or "low on memory" in text
 
 
 def why_lost(text: str) -> str:
-    """Why a process is gone, in one line, as far as Ray tells."""
+    """Why a process is gone, in one line, as far as Ray knows."""
     if of_memory(text):
         return "it was killed: its node ran out of memory"
     found = re.search(r"Worker exit detail: (.+?)(?:\n|$)", text)
@@ -258,7 +258,7 @@ def why_lost(text: str) -> str:
     detail = found[1].strip()
     if (
         "connection error code 2" in detail
-    ):  # the process ended without a word; Ray guesses, after the first full stop
+    ):  # the process ended without a message; what Ray says after the first full stop is a guess
         return (
             f"{detail.partition('.')[0]}: it was killed from outside or crashed; where the kernel's out-of-memory killer did "
             "it, dmesg on its node says so"

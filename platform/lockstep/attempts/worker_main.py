@@ -1,4 +1,4 @@
-"""What each worker runs: it joins the group, loads the job and hands over to `fit`; a newcomer to `join`."""
+"""What each worker runs: it joins the group, loads the job and calls `fit`, or `join` if it is a newcomer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lockstep.training.requests import NoRequests
 
 
 class RankZeroRequests:
-    """What the driver asks of rank 0: it comes with the answers to what is told."""
+    """What the driver asks of rank 0, which comes with the answers to its events."""
 
     def __init__(self, sender: Sender, mailbox: Any, attempt: int) -> None:
         self._sender, self._mailbox, self._attempt = sender, mailbox, attempt
@@ -54,7 +54,7 @@ class RankZeroRequests:
         return wait_for_run_id(self._mailbox)
 
     def go_on(self) -> bool:
-        """Before the first step, once the run's id is told: whoever stops the run from then on can resume it."""
+        """Wait, before the first step, until the run's id is announced: whoever stops the run from then on can resume it."""
         if not self._named:
             wait_until_named(self._mailbox)
             self._named = True
@@ -62,9 +62,9 @@ class RankZeroRequests:
 
 
 class Place:
-    """A worker's place in the run: the attempt that it is part of, and its number, the rank that it began with.
+    """A worker's place in the run: its attempt, and its number, which is the rank that it began with.
 
-    A newcomer's is given by the driver; it is part of no attempt before it is let in.
+    The driver gives a newcomer its number; it belongs to no attempt before it is let in.
     """
 
     def __init__(self, mailbox: Any, attempt: int, number: int, *, newcomer: bool = False) -> None:
@@ -73,7 +73,7 @@ class Place:
         self.sender = Sender(lambda events: mailbox.tell.remote(self.attempt, events))
 
     def meeting(self) -> Meeting:
-        """How this worker meets the others where they form another group."""
+        """The meeting at which this worker forms another group with the others."""
 
         def seated(group: Group, attempt: int, before: Seat) -> Seat:
             return self.seated(group, attempt, next_attempt(before.origin, attempt))
@@ -83,7 +83,7 @@ class Place:
         return Meeting(self._first, self._number, ray.util.get_node_ip_address(), client, seated)
 
     def seated(self, group: Group, attempt: int, origin: AttemptOrigin | None) -> Seat:
-        """The place in a group: its rank 0 tells of the run, and hears what is asked of it."""
+        """The seat in a group: rank 0 reports the run's events, and receives what is asked of the run."""
         self.attempt = attempt
         if group.rank > 0:
             return Seat(group, tell_nobody, NoRequests(), origin)
@@ -91,13 +91,13 @@ class Place:
 
 
 def own_node() -> str | None:
-    """The name of the node that this worker is on, where it is the first one of Ray Train's there."""
+    """The name of this worker's node, if it is Ray Train's first worker there; else None."""
     place = ray.train.get_context()
     return None if place.get_local_rank() > 0 else f"node-{place.get_node_rank()}"
 
 
 def system_recorded(tell: Tell, node: str | None) -> AbstractContextManager[None]:
-    """Sample the node that this worker is on, under this name."""
+    """Sample the load of this worker's node under the name `node`; nothing for None."""
     if node is None:
         return nullcontext()
     return sampled(lambda values: tell(Sampled(node, time.time(), values)))
@@ -106,8 +106,8 @@ def system_recorded(tell: Tell, node: str | None) -> AbstractContextManager[None
 def worker_main(config: dict[str, Any]) -> None:
     """Train as one worker.
 
-    `config`: the spec's document, the mailbox, the folder that it was started in, which attempt of which run this is, and the
-    job's files where they lie in no folder.
+    `config` has the spec's document, the mailbox, the folder that the run was started in, which attempt of which run this is, and the
+    job's files if they are in no folder.
     """
     arrived = time.time()
     group = Group.join(ray.train.torch.get_device())
@@ -122,9 +122,9 @@ def worker_main(config: dict[str, Any]) -> None:
 
 
 def newcomer_main(config: dict[str, Any], number: int, node: str | None) -> None:
-    """Train as a worker that joins a run which goes on: its number is `number`, and `node` the name of a node that nobody samples yet.
+    """Train as a worker that joins a running attempt: `number` is its number, `node` the name of its node if nobody samples that yet.
 
-    `config` is that of the others.
+    `config` is that of the other workers.
     """
     place = Place(config["mailbox"], config["origin"].attempt, number, newcomer=True)
     with (
@@ -136,7 +136,7 @@ def newcomer_main(config: dict[str, Any], number: int, node: str | None) -> None
 
 @contextmanager
 def _told(sender: Sender, who: str, number: int) -> Iterator[None]:
-    """Have what ends a worker be told, and all that it told before arrive."""
+    """Report the error that ends a worker, and make sure that all its events arrive."""
     try:
         yield
     except Exception as error:
@@ -151,7 +151,7 @@ def _told(sender: Sender, who: str, number: int) -> Iterator[None]:
 def _surroundings(
     config: dict[str, Any], place: Place, number: int, node: str | None
 ) -> Iterator[tuple[Spec, Job, Meeting]]:
-    """What a worker has around it while it trains: what it prints is told, its node is sampled. The spec, the job, and where it meets the others."""
+    """Set up a worker's surroundings: its output is recorded and its node sampled. Yields the spec, the job, and the meeting with the others."""
     folder, tell = config["folder"], place.sender.tell
     if folder not in sys.path:
         sys.path.insert(0, folder)
