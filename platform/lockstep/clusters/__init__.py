@@ -1,1 +1,1 @@
-"""Clusters: connecting to one, starting one on this machine, and sending a run to one as a job."""
+"""Clusters: connecting to one, starting one on this machine, and submitting a run to one as a job."""

@@ -1,4 +1,4 @@
-"""Answers that are waited for, each with a limit: what does not answer in time is named in one line, or ended."""
+"""Waits for answers with a limit: what does not answer in time is named in one line, or killed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lockstep.errors import SilentError
 T = TypeVar("T")
 
 DEAF_S = 2.0
-"""How long a process may take to heed Ray's word that it is to end; one that is stopped never does."""
+"""How long a process may take to obey Ray's order to end; one that is stopped never does."""
 
 
 def answer_of(reference: Any, whose: str, limit_s: float) -> Any:
-    """What a call of an actor or a task of Ray returns. SilentError after `limit_s`; raises what the call raised."""
+    """The result of a call of an actor or a task of Ray. SilentError after `limit_s`; raises what the call raised."""
     import ray
 
     try:
@@ -31,9 +31,9 @@ def answer_of(reference: Any, whose: str, limit_s: float) -> Any:
 
 
 def within(limit_s: float, whose: str, call: Callable[[], T]) -> T:
-    """What `call` returns, which may wait without a limit of its own: it runs in a thread that is left alone after `limit_s`.
+    """The result of `call`, which may wait without a limit of its own: it runs in a thread that is abandoned after `limit_s`.
 
-    SilentError after that; raises what the call raised. A signal is heard meanwhile.
+    SilentError after that; raises what the call raised. Signals are handled meanwhile.
     """
     returned: list[T] = []
     raised: list[Exception] = []
@@ -55,9 +55,9 @@ def within(limit_s: float, whose: str, call: Callable[[], T]) -> T:
 
 
 def end_actor(actor: Any, pid: int | None) -> None:
-    """End an actor, and what it locks, now: by Ray's word, else by SIGKILL to `pid`, its process on this node.
+    """End an actor now, and with it what it locks: by Ray's order, else by SIGKILL to `pid`, its process on this node.
 
-    Ray tells a driver of each process that ends without its word, as of a worker that the kernel's OOM killer may have ended.
+    SIGKILL comes last because Ray reports a process that ends without its order to the driver, as if the OOM killer might have ended it.
     """
     import ray
 

@@ -1,7 +1,7 @@
-"""Who may speak to a Ray cluster: the token's file, the environment that shows it, and where nothing may listen without one.
+"""Authentication of a Ray cluster: the token's file, the environment that points to it, and the rule that nothing listens openly without one.
 
-Ray's job API runs any code that it is sent, so whatever listens beyond this machine asks for the token. The token goes
-from its file (mode 0600) into Ray by the file's name in the environment; it is on no command line and in no record.
+Ray's job API runs any code that it is sent, so whatever listens beyond this machine requires the token. Ray gets the token
+by the name of its file (mode 0600) in the environment; it is on no command line and in no record.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 from lockstep.errors import SpecError, StorageError
 
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Without it Ray takes 127.0.0.1 for the machine's outer address, and its servers listen on every interface."""
+"""Without it Ray replaces 127.0.0.1 by the machine's outer address, and its servers listen on every interface."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address leads to this machine's loopback and nowhere else."""
+    """Whether a name or an address resolves only to this machine's loopback."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -57,12 +57,12 @@ def write_secret(path: Path, text: str) -> None:
 
 
 def rays_token() -> Path:
-    """Where Ray keeps the token of this user."""
+    """The file in which Ray keeps this user's token."""
     return Path.home() / ".ray" / "auth_token"
 
 
 def guard_rays_token() -> None:
-    """Make Ray's token file before Ray does, or take other users' right to read it: Ray leaves it readable to all."""
+    """Make Ray's token file before Ray does, or remove other users' right to read it: Ray leaves it readable by all."""
     path = rays_token()
     if not path.exists():
         write_token(path)

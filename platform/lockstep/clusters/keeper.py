@@ -1,9 +1,10 @@
-"""The keeper of a submitted run: a small actor that outlives the run's driver, and starts the run again where that was lost.
+"""The keeper of a submitted run: a small actor that outlives the run's driver, and starts the run again if the driver is lost.
 
-It is detached: it ends when the run does, not with the job that made it. Lost with its node, it is started on another one. It
-watches the job by Ray's job API. A job whose driver was killed, or ended for a reason that may pass, is submitted once more
-with the same command, which finds its run by its name. What a run decided itself, its exit code tells, and is left as it is.
-The keeper remembers nothing: how often a run was started again is read from the cluster's list of jobs.
+It is detached: it ends when the run does, not with the job that made it. If its node is lost, Ray starts it on another. It
+watches the job by Ray's job API. If the driver was killed, or ended for a reason that may pass, it submits the same command again,
+which finds its run by name. An end that the run decided itself shows in the exit code, and is left as it is.
+
+The keeper stores nothing: how often a run was started again is read from the cluster's list of jobs.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from lockstep.clusters.ray_internals import jobs, unavailable
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
 
 KEPT = "LOCKSTEP_KEPT"
-"""Environment variable of a driver that a keeper has started: the first job of the run."""
+"""Environment variable of a driver that a keeper has started: the id of the run's first job."""
 
 EX_TEMPFAIL = 75
 """The exit code of a run with a keeper that ended for a reason that may pass (sysexits.h)."""
 
 OWN_ENDS = {0, 1, 2, 130, 143}
-"""Exit codes by which a run says that it has ended by its own decision: finished, failed, refused, stopped by a signal."""
+"""Exit codes of a run that ended by its own decision: finished, failed, refused, stopped by a signal."""
 
 LOOK_S = 2.0
-"""How often a job is looked at."""
+"""Seconds between two looks at a job."""
 
 LONGEST_PAUSE_S = 60.0
 
 AWAY_S = 600.0
-"""How long the job API may be away before the keeper gives up."""
+"""How long the job API may not answer before the keeper gives up."""
 
 ANSWER_S = 60.0
-"""How long one call of it may take."""
+"""How long one call of the job API may take."""
 
 READY_S = 180.0
 """How long the keeper may take to start."""
@@ -50,12 +51,12 @@ _log = logging.getLogger(__name__)
 
 
 def was_lost(status: str, exit_code: int | None) -> bool:
-    """Whether a job has ended, and not by its run's own decision."""
+    """Whether a job has ended, but not by its run's own decision."""
     return status == "FAILED" and exit_code not in OWN_ENDS
 
 
 def pause_s(retry: int) -> float:
-    """How long is waited before the retry of this number, counted from 1."""
+    """Seconds to wait before retry number `retry`, counted from 1."""
     return min(LONGEST_PAUSE_S, 2.0 ** (retry - 1))
 
 
@@ -70,7 +71,7 @@ def retry_of(first: str, number: int) -> str:
 
 
 def retries_so_far(first: str, jobs: Collection[str | None]) -> int:
-    """How often a run was started again, by the ids of the cluster's jobs."""
+    """How often a run was started again, judging by the ids of the cluster's jobs."""
     number = 0
     while retry_of(first, number + 1) in jobs:
         number += 1
@@ -78,7 +79,7 @@ def retries_so_far(first: str, jobs: Collection[str | None]) -> int:
 
 
 class Keeper:
-    """Keeps the run whose first job is `first`, for up to `retries` more starts. Begins at once, and again where Ray starts it anew."""
+    """Keeps the run whose first job is `first`, for up to `retries` more starts. It begins at once, also when Ray restarts it."""
 
     def __init__(self, first: str, retries: int) -> None:
         import ray
@@ -90,7 +91,7 @@ class Keeper:
         threading.Thread(target=self._keep, name="lockstep-keeper", daemon=True).start()
 
     def ready(self) -> bool:
-        """Whether it keeps the run: once it has been started, and the job API has answered."""
+        """True once the actor has started and the job API has answered."""
         return True
 
     def _connected(self) -> Any:
@@ -115,7 +116,7 @@ class Keeper:
         ray.kill(self._self, no_restart=True)
 
     def _is_over(self) -> bool:
-        """Look at the newest job of the run, and start the next where it was lost."""
+        """Look at the newest job of the run, and start the next one if it was lost. True when the keeper has nothing left to do."""
         listed = within(ANSWER_S, "the cluster's job API", self._client.list_jobs)
         found = {job.submission_id: job for job in listed}
         number = retries_so_far(self._first, found)
@@ -143,7 +144,7 @@ class Keeper:
 
 
 def first_job() -> str:
-    """The first job of the run whose driver this is. SpecError where it is no job of a cluster."""
+    """The first job of the run whose driver this is. SpecError if this process is no job of a cluster."""
     first = os.environ.get(KEPT) or (None if unavailable("jobs") else jobs.submission_id())
     if first is None:
         raise SpecError(
@@ -175,9 +176,9 @@ def _start_keeper(first: str, retries: int) -> Any:
 
 @contextmanager
 def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
-    """With `retries`, have a keeper look after the run while the block trains it on a connected cluster.
+    """With `retries`, let a keeper watch the run while the block trains it on a connected cluster.
 
-    What ends the block for a reason that may pass gets the exit code EX_TEMPFAIL.
+    An error that ends the block for a reason that may pass gets the exit code EX_TEMPFAIL.
     """
     if not retries:
         yield
@@ -193,7 +194,7 @@ def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _told(ready: Any, say: Callable[[str], None]) -> None:
-    """Say it where the keeper does not come: the run goes on without one."""
+    """Warn if the keeper does not start: the run goes on without one."""
     from ray.exceptions import RayError
 
     try:

@@ -1,4 +1,4 @@
-"""Taking the Ray nodes of this machine out of their cluster: no new work comes to them, and the runs that have workers there hear of it."""
+"""Takes the Ray nodes of this machine out of their cluster: they get no new work, and the runs that have workers there are notified."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lockstep.clusters.ray_internals import nodes, unavailable
 from lockstep.errors import ClusterError
 
 WAIT_S = 3600.0
-"""How long is waited for empty nodes where nobody said how long the machine is there."""
+"""How long to wait for the nodes to be empty if nobody said how long the machine remains."""
 
 LOOK_S = 0.5
-"""How often it is looked whether a node is empty."""
+"""Seconds between two looks whether a node is empty."""
 
 
 def leave(
@@ -25,16 +25,16 @@ def leave(
     *,
     wait: bool,
 ) -> list[str]:
-    """Drain the nodes of this machine, or the one whose id begins with `node`; their ids.
+    """Drain the nodes of this machine, or the one whose id begins with `node`. Returns their ids.
 
-    `seconds` is how long the machine is there at the most. With `wait` this returns when the nodes have nothing to do, or the
-    time is over. SpecError where this machine is in no cluster; ClusterError where there is no such node, or it cannot be drained.
+    `seconds` is how long the machine remains at most. With `wait` this returns when the nodes have nothing left to do, or the
+    time is over. SpecError if this machine is in no cluster; ClusterError if there is no such node, or it cannot be drained.
     """
     problem = unavailable("draining")
     if problem is not None:
         raise ClusterError(f"leave: this Ray cannot be told to drain a node ({problem})")
     deadline = time.time() + (WAIT_S if seconds is None else seconds)
-    with connected(address or "auto", verbose=False):  # a node of a cluster that runs, never one of its own
+    with connected(address or "auto", verbose=False):  # only a running cluster, never a new one
         found = _nodes_here(node)
         for each in found:
             nodes.drain(each, why, 0 if seconds is None else int(deadline * 1000))
@@ -61,7 +61,7 @@ def _nodes_here(node: str | None) -> list[str]:
 
 
 def _busy(node: str) -> bool:
-    """Whether something on a live node has resources of it."""
+    """Whether something holds resources of a live node."""
     import ray
 
     total: dict[str, float] = next(

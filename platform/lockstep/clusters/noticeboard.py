@@ -1,7 +1,7 @@
-"""Which runs a Ray cluster has: each driver puts a notice into the cluster's own store, and whoever asks reads them.
+"""Which runs a Ray cluster has: each driver puts a notice into the cluster's own key-value store, where anyone can read it.
 
-A notice is a few hundred bytes. A driver that is killed leaves its notice as it is: a run whose driver has gone shows
-as lost to whoever reads it.
+A notice is a few hundred bytes. A killed driver leaves its notice as it was: readers show a run whose driver is gone
+as lost.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lockstep.record.documents import without_password
 NAMESPACE, PREFIX = b"lockstep", "run:"
 
 EVERY_S = 5.0
-"""How often a run tells its step."""
+"""Seconds between two reports of a run's step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A run as its driver last told of it. Times are Unix seconds."""
+    """A run as its driver last reported it. Times are Unix seconds."""
 
     run_id: str
     name: str
@@ -44,7 +44,7 @@ class Noticeboard:
         self._notice: Notice | None = None
 
     def begins(self, run_id: str, workers: int) -> None:
-        """The run exists."""
+        """Put up the notice of a run that now exists."""
         import ray
 
         driver = ray.get_runtime_context().get_job_id()
@@ -53,12 +53,12 @@ class Noticeboard:
         )
 
     def reached(self, step: int, workers: int) -> None:
-        """How far the run is; told on now and then."""
+        """Update the notice with the run's step, at most every `EVERY_S`."""
         if self._notice is not None and time.time() - self._notice.told >= EVERY_S:
             self._put(replace(self._notice, step=step, workers=workers, told=time.time()))
 
     def ends(self, status: str, step: int) -> None:
-        """The run is over; there may have been none."""
+        """Update the notice with the run's end, if it ever began."""
         if self._notice is not None:
             self._put(
                 replace(self._notice, status=status, step=max(step, self._notice.step), told=time.time())
@@ -71,7 +71,7 @@ class Noticeboard:
 
 
 def notices(address: str, drivers: set[str]) -> list[dict[str, Any]]:
-    """The runs of the cluster whose GCS is at `address`, newest first; `drivers` are Ray's ids of those that are alive."""
+    """The runs of the cluster whose GCS is at `address`, newest first; `drivers` are Ray's ids of the live drivers."""
     if unavailable("key-values"):
         return []
     found = [Notice(**json.loads(value)) for value in key_values.values(address, PREFIX, NAMESPACE)]

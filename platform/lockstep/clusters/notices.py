@@ -1,8 +1,8 @@
-"""The agent of a node: it hears that the machine is about to go, and has its Ray nodes drained, which runs answer with a save and a move.
+"""The agent of a node: when the machine is about to go, it has its Ray nodes drained, which runs answer with a save and a move.
 
-It asks the cloud's metadata service, whose address it is given (AWS: IMDSv2; GCP), and hears SIGTERM, with which a pod or a
-service ends. Where it is given no address, or nothing answers there, it only waits for SIGTERM. It imports neither Ray nor torch:
-what drains is a command of its own, started when there is a notice.
+It polls the cloud's metadata service, if it is given the address (AWS: IMDSv2; GCP), and handles SIGTERM, by which a pod or a
+service ends. Without an address, or if nothing answers there, it only waits for SIGTERM. It imports neither Ray nor torch:
+a command of its own does the draining, and is started when there is a notice.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from typing import Literal, NoReturn
 from lockstep.errors import SpecError
 
 EVERY_S = 5.0
-"""How often AWS is asked, as AWS advises; two minutes lie between its notice and the end."""
+"""Seconds between two requests to AWS, as AWS advises; its notice comes two minutes before the end."""
 
 CHANGE_S = 60
-"""How long GCP may keep a question waiting until the answer changes."""
+"""How long GCP may hold a request until the answer changes."""
 
 ANSWER_S = 3.0
-"""How long the service may take to answer beyond that: it is on the machine's own host."""
+"""How long the service may take to answer beyond that; it is on the machine's own host."""
 
 TRIES = 3
-"""How often it is asked at the start before it counts as not there."""
+"""How often it is tried at the start before it counts as absent."""
 
 PREEMPTED_S = 30.0
-"""How long GCP leaves a spot machine that is preempted."""
+"""How long GCP leaves a spot machine after it is preempted."""
 
 MAINTENANCE_S = 60.0
-"""How long GCP leaves, at the least, before a machine is stopped for maintenance."""
+"""The least time that GCP leaves before a machine is stopped for maintenance."""
 
 TOKEN_S = 21600
 """How long a token of IMDSv2 is valid."""
 
 DRAIN_S = 90.0
-"""How long the command that drains may take, its imports included."""
+"""How long the draining command may take, its imports included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The machine is about to go: why, and when at the latest (Unix seconds; None where nobody said)."""
+    """The machine is about to go: why, and its deadline in Unix seconds (None if unknown)."""
 
     why: str
     deadline: float | None
@@ -72,7 +72,7 @@ _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class Aws:
-    """The instance metadata service of EC2, version 2: each question shows a token, which is renewed when it has run out."""
+    """The instance metadata service of EC2, version 2. Each request carries a token, which is renewed when it has expired."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -86,7 +86,7 @@ class Aws:
             raise _none_at(self._url, error) from error
 
     def notices(self) -> Iterator[Notice | None]:
-        """What each look finds, EVERY_S apart; None where there is no news."""
+        """Yields what each request finds, EVERY_S apart; None for no news."""
         before: set[str] = set()
         while True:
             for path, read in (
@@ -110,7 +110,7 @@ class Aws:
             self._token = answer.read().decode()
 
     def _get(self, path: str) -> str | None:
-        """What is there; None for 404, by which the service says that there is no notice."""
+        """The text at `path`; None for 404, by which the service says that there is no notice."""
         for attempt in range(2):
             asked = urllib.request.Request(
                 self._url + path, headers={"X-aws-ec2-metadata-token": self._token}
@@ -143,7 +143,7 @@ def _unix(text: str) -> float:
 
 
 class Gcp:
-    """One of the two values of Compute Engine's metadata service that tell of an end; a question waits for its change."""
+    """One of the two values of Compute Engine's metadata service that announce an end; a request waits for the value to change."""
 
     def __init__(self, url: str, value: Literal["preempted", "maintenance-event"]) -> None:
         self._url = f"{url.rstrip('/')}/computeMetadata/v1/instance/{value}"
@@ -158,9 +158,9 @@ class Gcp:
             raise _none_at(self._url, error) from error
 
     def notices(self) -> Iterator[Notice | None]:
-        """What each answer tells, the first at once, the others when it changes or after CHANGE_S; None where it is no news."""
+        """Yields what each answer says: the first at once, the others when the value changes or after CHANGE_S; None for no news."""
         before: Notice | None = None
-        # A tag of 0 is no answer's: the value as it is now is answered at once.
+        # No answer has the tag 0, so the current value is returned at once.
         self._tag = "0"
         while True:
             found = self._read(
@@ -184,7 +184,7 @@ def _preempted(text: str) -> Notice | None:
 
 
 def _maintenance(text: str) -> Notice | None:
-    """A machine that is moved (MIGRATE_ON_HOST_MAINTENANCE) runs on; one that is stopped does not."""
+    """The notice of a maintenance that stops the machine; one that only moves it (MIGRATE_ON_HOST_MAINTENANCE) gives none."""
     if text != "TERMINATE_ON_HOST_MAINTENANCE":
         return None
     return Notice("GCP stops this machine for maintenance", time.time() + MAINTENANCE_S)
@@ -194,7 +194,7 @@ Source = Aws | Gcp
 
 
 def sources(cloud: str, url: str) -> list[Source]:
-    """What is to be asked of a cloud's metadata service at `url`. SpecError for another cloud than aws and gcp."""
+    """What to ask of a cloud's metadata service at `url`. SpecError for a cloud other than aws and gcp."""
     if not url.startswith("http://"):
         raise SpecError(
             f"metadata: got {url!r}, wanted the address of a metadata service such as http://169.254.169.254"
@@ -207,7 +207,7 @@ def sources(cloud: str, url: str) -> list[Source]:
 
 
 class Agent:
-    """Hands each notice of the `sources` to `leave`, from the main thread, until SIGTERM, which is the last one: `grace_s` are left then.
+    """Passes each notice of the `sources` to `leave`, from the main thread, until SIGTERM, which leaves `grace_s` and is the last notice.
 
     `leave(notice, wait)` drains the machine's nodes; with `wait` it returns when nothing runs on them any more.
     """
@@ -223,7 +223,7 @@ class Agent:
         self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Until SIGTERM, then until the machine's nodes are empty. In the main thread."""
+        """Run until SIGTERM, then until the machine's nodes are empty. Call it in the main thread."""
         signal.signal(signal.SIGTERM, self._end)
         for source in self._sources:
             if self._answers(source):
@@ -261,7 +261,7 @@ class Agent:
 
 
 def leave_by_command(notice: Notice, wait: bool, *, address: str | None, node: str | None) -> None:
-    """Have this machine's nodes drained by `lockstep cluster leave`, in a process of its own; tried again for as long as there is time."""
+    """Drain this machine's nodes by `lockstep cluster leave` in a process of its own, which is tried several times."""
     words = [sys.executable, "-m", "lockstep", "cluster", "leave", "--why", notice.why]
     words += [] if address is None else ["--address", address]
     words += [] if node is None else ["--node", node]

@@ -1,7 +1,7 @@
-"""What a job takes along to the cluster: the working directory less what is ignored, and Lockstep itself.
+"""What a job takes along to the cluster: the working directory without what is ignored, and Lockstep itself.
 
-Ray packs the directory, and refuses a large package with an HTTP 413 that names nothing. The same functions of Ray's tell
-beforehand what would be packed, so that the large files can be named.
+Ray packs the directory, and refuses a large package with an HTTP 413 that names no file. So Ray's own packing functions are run
+beforehand, and the large files can be named.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lockstep.errors import SpecError
 
 MIB = 1024 * 1024
 NOTED = 10 * MIB
-"""A package of this size is worth a line."""
+"""Bytes of a package that is worth a message."""
 
 HOPELESS = 4096 * MIB
-"""Files of this size together are not even packed to see what becomes of them."""
+"""Bytes of files that are not even packed to find out their packed size."""
 
 EXCLUDES = (".git", ".venv", "venv", "__pycache__")
 
@@ -34,7 +34,7 @@ class Package(NamedTuple):
     """The largest files with their sizes before packing."""
 
     def described(self) -> str:
-        """Its size and what makes it, in words."""
+        """Its size and its largest files, in words."""
         parts = ", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in self.largest if size > MIB // 10)
         return f"{self.files} files, {self.size / MIB:.1f} MiB packed" + (
             f"; largest: {parts}" if parts else ""
@@ -42,7 +42,7 @@ class Package(NamedTuple):
 
 
 def pack(folder: Path, *, limit: int | None = None, excludes: Sequence[str] = EXCLUDES) -> Package | None:
-    """Try out what a directory would come to, honouring .gitignore and .rayignore. SpecError where it is too large; None where Ray cannot be asked."""
+    """Find out how large a directory is when packed, honouring .gitignore and .rayignore. SpecError if too large; None if Ray cannot be asked."""
     if unavailable("packages"):
         return None
     limit = packages.upload_limit() if limit is None else limit
@@ -60,7 +60,7 @@ def pack(folder: Path, *, limit: int | None = None, excludes: Sequence[str] = EX
 
 
 def _files(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
-    """Size by name of what Ray would pack."""
+    """The size of each file that Ray would pack, by name."""
     found: dict[str, int] = {}
 
     def take(path: Path) -> None:

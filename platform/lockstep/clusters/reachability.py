@@ -1,7 +1,7 @@
 """Which cluster a command joins, and whether it answers.
 
-Only a named cluster is joined: by `--address`, by RAY_ADDRESS (which Ray sets in a job to the job's own cluster), or by
-`lockstep cluster up` of the same user. Ray by itself would join any that runs on the machine.
+Only a named cluster is joined: one given by `--address`, by RAY_ADDRESS (which Ray sets in a job to the job's own cluster), or
+started with `lockstep cluster up` by the same user. Ray by itself would join any cluster that runs on the machine.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TCP_S = 3.0
 """How long an address may take to accept a connection."""
 
 HEALTH_S = 4.0
-"""How long a GCS may take to say that it serves."""
+"""How long a GCS may take to answer a health check."""
 
 LOCAL = "local"
-"""The address of a new cluster of the command's own, which ends with it."""
+"""The address of a new cluster that belongs to the command and ends with it."""
 
 
 def cluster_address(given: str | None) -> str:
-    """Where to connect to, as host:port, or LOCAL. SpecError for `auto` where no cluster is known, and in a rank of torchrun."""
+    """Where to connect, as host:port, or LOCAL. SpecError for `auto` if no cluster is known, and in a rank of torchrun."""
     if launched_by_torchrun():
         raise SpecError(
             f"torchrun started this process, as rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, and each "
@@ -44,7 +44,7 @@ def cluster_address(given: str | None) -> str:
 
 
 def _found_here() -> str:
-    """The cluster that `auto` means: one's own, else the one that `ray start` noted on this machine."""
+    """The cluster that `auto` means: RAY_ADDRESS, the user's own, or the one that `ray start` noted on this machine."""
     named, own = os.environ.get("RAY_ADDRESS"), running_cluster()
     if named and named != "auto":
         return named
@@ -66,7 +66,7 @@ def host_and_port(address: str) -> tuple[str, int]:
         parts = urlsplit(address if "://" in address else f"ray://{address}")
         if parts.hostname and parts.port:
             return parts.hostname, parts.port
-    except ValueError:  # a port that is no number, or beyond 65535
+    except ValueError:  # a port that is not a number, or above 65535
         pass
     raise SpecError(
         f"address: got {address!r}, wanted the host:port of a Ray head node such as 10.0.0.5:6379"
@@ -88,7 +88,7 @@ def check_answers(address: str, interrupted: Callable[[], bool] = _never) -> Non
             "--address and RAY_ADDRESS for a new local one"
         ) from error
     if address.startswith("ray://") or os.environ.get("RAY_USE_TLS") == "1":
-        return  # Ray's client server and a GCS behind TLS are asked by Ray itself
+        return  # Ray itself checks its client server and a GCS behind TLS
     problem = _unhealthy(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", interrupted)
     if problem is not None:
         raise ClusterError(
@@ -105,7 +105,7 @@ def _unhealthy(target: str, interrupted: Callable[[], bool]) -> str | None:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes
         )
-        # A HealthCheckRequest without a service's name: the whole server.
+        # An empty HealthCheckRequest, without the name of a service, asks for the whole server.
         answer = check.future(b"", timeout=HEALTH_S)
         while not answer.done():
             if interrupted():
@@ -117,7 +117,7 @@ def _unhealthy(target: str, interrupted: Callable[[], bool]) -> str | None:
         except grpc.RpcError as error:
             code = error.code()
             if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                return None  # it lives; whether it lets us in, it tells Ray
+                return None  # it is alive; Ray will find out whether it lets us in
             if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
                 return f"does not answer as a Ray cluster within {HEALTH_S:.0f} s: it may be dying, or another program"
             return f"is no Ray head node ({code.name})"

@@ -1,4 +1,4 @@
-"""Runs as jobs of a cluster: sent by Ray's job API, followed from here, their exit code is the command's."""
+"""Runs as jobs of a cluster: sent by Ray's job API and followed from here, with the job's exit code as the command's."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ from lockstep.record.redaction import redacted
 from lockstep.spec.loading import load_spec
 
 POLL_S = 0.5
-"""How often an ending job is asked whether it has ended."""
+"""Seconds between two requests for the state of a job."""
 
 CONNECT_S = 10.0
-"""How long the job API may take to say that it is there: Ray's client waits without a limit."""
+"""How long the job API may take to answer at first: Ray's client waits without a limit."""
 
 ANSWER_S = 60.0
-"""How long it may take to answer a question."""
+"""How long it may take to answer one request."""
 
 SEND_S = 600.0
-"""How long a package may take to be sent: 100 MiB at the most."""
+"""How long sending a package may take; a package has 100 MiB at most."""
 
 QUIET_S = 60.0
-"""How long a job may print nothing before its output is asked for anew: a connection that is cut looks the same."""
+"""How long a job may print nothing before its output is requested anew: a broken connection looks the same."""
 
 PATIENCE_S = 60.0
-"""How long a cluster that does not answer is waited for, while a job is followed."""
+"""How long to wait for a cluster that does not answer while a job is followed."""
 
 NO_AGENT = "No available agent"
-"""Ray's words where the head node's agent has not started, or could not."""
+"""Ray's words if the head node's agent has not started, or could not."""
 
 RUN_ID = re.compile(r"^run\s+([0-9a-f]{32})\s*$", re.MULTILINE)
-"""The line by which a run says which one it is."""
+"""The line in which a run prints its id."""
 
 RETRIES = re.compile(r"\s--retries[ =](\d+)")
-"""In the command of a job."""
+"""The option in a job's command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """What is known of a job."""
+    """The state of a job."""
 
     job: str
     address: str
@@ -66,9 +66,9 @@ class Submitted:
     run_id: str | None
     message: str
     lost: bool = False
-    """Whether it has ended, and not by its run's own decision."""
+    """Whether it has ended, but not by its run's own decision."""
     retries: int = 0
-    """How often its keeper starts the run again."""
+    """How many times its keeper may start the run again."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -76,12 +76,12 @@ class Submitted:
 
     @property
     def resume(self) -> str | None:
-        """The command that goes on with the run."""
+        """The command that resumes the run."""
         return f"lockstep submit {self.run_id} --address {self.address}" if self.run_id else None
 
 
 def find_address(given: str | None) -> str:
-    """The job API: what is given, RAY_API_SERVER_ADDRESS, or the cluster that runs here. SpecError without one."""
+    """The URL of the job API: the given one, RAY_API_SERVER_ADDRESS, or that of the cluster that runs here. SpecError without any."""
     cluster = running_cluster()
     address = given or os.environ.get("RAY_API_SERVER_ADDRESS") or (cluster.dashboard if cluster else None)
     if address is None:
@@ -98,7 +98,7 @@ def connect(address: str) -> Any:
     show_token(address)
     from ray.job_submission import JobSubmissionClient
 
-    logging.getLogger("ray").setLevel(logging.ERROR)  # a line for every .gitignore that it finds
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it logs a line for every .gitignore that it finds
 
     try:
         return within(CONNECT_S, address, lambda: JobSubmissionClient(address))
@@ -109,7 +109,7 @@ def connect(address: str) -> Any:
 
 
 def job_api_error(error: Exception, address: str) -> ClusterError:
-    """What the job API answered, in one line."""
+    """The job API's answer as an error of one line."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "uthentication" in text or "401" in text or "403" in text:
         return ClusterError(
@@ -132,7 +132,7 @@ def entrypoint(
     retries: int = 0,
     notify: str | None = None,
 ) -> list[str]:
-    """The command that runs on the cluster: a run id is resumed, a spec trained. SpecError where that cannot work there."""
+    """The command that runs on the cluster: it resumes a run id, or trains a spec. SpecError if that cannot work there."""
     if notify is not None and redacted(notify) != notify:
         raise SpecError(
             "notify: contains a secret, which every process list on the cluster would show; have the command read it from a file there"
@@ -171,10 +171,10 @@ def submit(
     notify: str | None = None,
     say: Callable[[str], None],
 ) -> str:
-    """Send a run to the cluster; the id of its job. With `retries` it is started again, so often, where its driver is lost.
+    """Send a run to the cluster. Returns the id of its job. It is started again up to `retries` times if its driver is lost.
 
-    `what` is a spec's file or the id of a run to resume. Lockstep goes along, so that the cluster runs this version of it,
-    unless `installed` says to take the cluster's. SpecError for a spec that this version refuses, where it is the one.
+    `what` is a spec's file or the id of a run to resume. Lockstep is sent along, so that the cluster runs this version of it,
+    unless `installed` says to use the cluster's own. SpecError for a spec that this version refuses, if this version will run it.
     """
     folder = Path.cwd()
     job = f"{name or Path(what).parent.name or 'run'}-{uuid.uuid4().hex[:8]}".lstrip("-._")
@@ -213,9 +213,9 @@ def submit(
 
 
 def follow(job: str, *, address: str, write: Callable[[str], None]) -> Submitted:
-    """Show a job's output as it comes, until the job has ended, and that of the jobs that its keeper starts.
+    """Show a job's output as it comes, until the job has ended, and that of the jobs that its keeper starts. Returns how the last one ended.
 
-    A connection that breaks is taken up again; ClusterError where the cluster stays away for PATIENCE_S.
+    A broken connection is made again; ClusterError where the cluster does not answer for PATIENCE_S.
     """
     client = connect(address)
     while True:
@@ -228,7 +228,7 @@ def follow(job: str, *, address: str, write: Callable[[str], None]) -> Submitted
 
 
 def _retry_after(client: Any, ended: Submitted) -> str | None:
-    """The job that goes on with the run of one that was lost. None where there is none, or none comes."""
+    """The job that goes on with the run of a lost one. None if there is none, or none appears in time."""
     first = first_of(ended.job)
     number = 1 if ended.job == first else int(ended.job.rpartition("-")[2]) + 1
     if not ended.lost or number > ended.retries:
@@ -248,7 +248,7 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
     output = _Output(write)
     answered_at = time.monotonic()
     while True:
-        # A broken stream, or one that is silent; the job is what counts.
+        # The stream may break or fall silent; only the job's state counts.
         with suppress(RuntimeError, OSError, ClientError):
             asyncio.run(output.take(client, job))
         try:
@@ -264,7 +264,7 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
 
 
 class _Output:
-    """A job's output, of which nothing is shown twice: a stream that is taken up again starts from the beginning."""
+    """A job's output, without repetition: a stream that is opened again starts from the beginning."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -292,7 +292,7 @@ class _Output:
 
 
 def look(client: Any, job: str, address: str, run_id: str | None = None) -> Submitted:
-    """How a job stands. ClusterError where the cluster does not know it."""
+    """The state of a job. ClusterError where the cluster does not know it."""
     try:
         found = within(ANSWER_S, address, lambda: client.get_job_info(job))
     except SilentError:

@@ -1,7 +1,7 @@
-"""The one door to Ray's private parts: nothing outside this package imports them.
+"""The only access to Ray's private parts: nothing outside this package imports them.
 
-Each part is checked before it is used: whether its names are there, with the parameters that Lockstep passes or
-overrides. Where they are not, as with another version of Ray, the caller goes a public way or does without:
+Each part is checked before it is used: whether its names exist, with the parameters that Lockstep passes or
+overrides. If not, as with another version of Ray, the caller uses a public way or does without:
 
 | part | without it |
 |---|---|
@@ -169,12 +169,12 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.dashboard.modules.job.common:JOB_ID_METADATA_KEY": None,
     },
 }
-"""What each part needs, as `module:name`, with the parameters that it must have where Lockstep calls it by them or overrides it."""
+"""The names that each part needs, as `module:name`, with the parameters that Lockstep passes by name or overrides."""
 
 
 def unavailable(part: Part) -> str | None:
-    """Why a part cannot be used with the Ray that is installed, in a few words; None where it can."""
-    if os.environ.get(PUBLIC_ONLY) == "1":  # asked each time: it may be set for one run of several
+    """Why a part cannot be used with the installed Ray, in a few words; None if it can."""
+    if os.environ.get(PUBLIC_ONLY) == "1":  # read each time: it may be set for one run of several
         return f"{PUBLIC_ONLY} is 1"
     return _differs(part)
 
@@ -189,7 +189,7 @@ def _differs(part: Part) -> str | None:
 
 
 def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
-    """What is wrong with `module:attribute.attribute`, where anything is."""
+    """What is wrong with `module:attribute.attribute`; None if nothing is."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -205,7 +205,7 @@ def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
 
 
 def warnings_of_ray() -> list[str]:
-    """A line for a run's warnings where it must do without Ray's private parts."""
+    """Warnings for a run that must do without Ray's private parts."""
     reason = unavailable("driver trainer")
     if reason is not None:
         return [

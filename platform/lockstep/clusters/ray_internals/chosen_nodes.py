@@ -1,4 +1,4 @@
-"""Ray Train's configuration of a group of workers whose nodes are chosen here. Workers get a copy: this module imports little."""
+"""Ray Train's configuration for a group of workers whose nodes Lockstep chooses. Workers get a copy, so this module imports little."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from ray.train import ScalingConfig
 
 Choose = Callable[[Mapping[str, Mapping[str, float]], bool], list[dict[str, str]] | None]
-"""From what is free on each node, and whether the nodes that are to be tried first have to be among them: a label selector for each worker, of one node."""
+"""Takes what is free on each node, and whether the preferred nodes must be used; returns for each worker a label selector of one node."""
 
 
 @dataclass
 class ChosenNodes(ScalingConfig):  # type: ignore[misc]  # an untyped base
-    """Ray Train's configuration of a group, and what chooses a node for each worker; without it, or without room, Ray chooses.
+    """Ray Train's configuration of a group, and the function that chooses a node for each worker; without it, or without room, Ray chooses.
 
-    A place that Ray chose and whose node is lost while the other workers go on is tried for ever, 100,000 times a second,
-    if it would fit a node that others fill: a core of the head node is gone. One of a named node waits for that node alone.
+    Choosing avoids a loop in Ray: if Ray chose a place and its node is lost while the other workers go on, Ray tries the place for ever,
+    100,000 times a second, as long as it would fit a node that others fill. That takes a core of the head node. A place on a named node
+    waits for that node alone.
     """
 
     choose: Choose | None = None

@@ -1,8 +1,8 @@
 """Ray Train's controller in the driver's own process, which notes when an attempt passes from one stage to the next.
 
-`TorchTrainer` keeps its controller in an actor, with three more actors about it: each a process that takes seconds to
-start and may be lost by itself. Here the driver decides what follows on an attempt, and holds Ray's job: with it the
-placement group and the workers end anyway. See docs/decisions/0010.
+`TorchTrainer` keeps its controller in an actor, with three more actors around it: each is a process that takes seconds to
+start and may be lost on its own. Here the driver decides what follows an attempt, and holds Ray's job: when the driver ends, so do the
+placement group and the workers. See docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lockstep.clusters.ray_internals.stage_times import StageTimes
 from lockstep.clusters.ray_internals.train_page import Shown, TrainPage
 
 FIRST_S = 3.0
-"""How long the nodes that are tried first may take to have room: what the attempt before held is free only when Ray has noticed."""
+"""How long to wait for room on the preferred nodes: what the previous attempt held is free only once Ray has noticed."""
 
 LOOK_S = 0.05
 """Pause between two looks at what is free."""
 
 CONTEXT_S = 300.0
-"""How long the workers may take to be told what they are."""
+"""How long the workers may take to receive their context."""
 
 
 class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
@@ -49,7 +49,7 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
     _worker_cls = HeldPollWorker
 
     def _start(self) -> None:
-        """Start, or leave nothing behind: Ray leaves a group that fails once its workers are there to the death of the controller's process."""
+        """Start, or leave nothing behind: Ray leaves the workers of a group that fails during its start to live as long as the controller's process."""
         try:
             super()._start()
         except Exception:
@@ -61,7 +61,7 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
             raise
 
     def _create_placement_group(self, scaling_config: ChosenNodes, worker_group_context: Any) -> Any:
-        """On nodes that are chosen here, if there is room soon; else wherever Ray finds it."""
+        """Reserve the chosen nodes if they have room soon, else whatever Ray finds."""
         handle = self._handle_of(scaling_config, worker_group_context)
         for callback in self._callbacks:
             if isinstance(callback, StageTimes):
@@ -86,7 +86,7 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return workers
 
     def poll_status(self, timeout: float | None = None) -> Any:
-        """How the workers are; those that the others outlive have ended, as it were."""
+        """The state of the workers, in which those that the others outlive count as ended."""
         status = super().poll_status(timeout)
         for callback in self._callbacks:
             if isinstance(callback, Losses):
@@ -99,7 +99,7 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 callback.note(stage)
 
     def _init_train_context_on_workers(self, workers: Any, sync_actor: Any, arguments: Any) -> None:
-        """As in Ray, whose version asks for the handle of the controller's actor: only validation calls that, which is not used."""
+        """As in Ray, whose own version needs the handle of the controller's actor: only validation calls that, and it is not used."""
         ray.get(
             [
                 worker.actor.init_train_context.remote(
@@ -118,7 +118,7 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._decorate_worker_log_file_paths(workers)
 
     def shutdown(self) -> None:
-        """End the processes, rather than wait for what they were in the middle of: nothing of theirs is needed any more."""
+        """Kill the processes rather than wait for their work: nothing of it is needed any more."""
         if self.has_started():
             for worker in self.get_workers():
                 ray.kill(worker.actor)
@@ -126,7 +126,7 @@ class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
 
 def _chosen(scaling_config: ChosenNodes) -> list[dict[str, str]] | None:
-    """A selector for each worker: with the nodes that are tried first if they have room soon, else of any; None without room."""
+    """A selector for each worker: with the preferred nodes if they have room soon, else of any nodes; None without room."""
     choose = scaling_config.choose
     if choose is None or unavailable("nodes"):
         return None
@@ -137,13 +137,13 @@ def _chosen(scaling_config: ChosenNodes) -> list[dict[str, str]] | None:
 
 
 class DriverController(TrainController):  # type: ignore[misc]
-    """Ray Train's controller of such a group."""
+    """Ray Train's controller for a `DriverWorkerGroup`."""
 
     worker_group_cls = DriverWorkerGroup
 
 
 class UnreservedScaling(FixedScalingPolicy):  # type: ignore[misc]
-    """So many workers, for which there is room: no actor is asked to reserve it first."""
+    """A fixed number of workers for which there is known to be room: no actor is asked to reserve it first."""
 
     def after_controller_start(self, train_run_context: Any) -> None: ...
 
@@ -151,9 +151,9 @@ class UnreservedScaling(FixedScalingPolicy):  # type: ignore[misc]
 
 
 class SupervisorDecides(FailurePolicy):  # type: ignore[misc]
-    """Whatever ends an attempt is told, and the supervisor decides: Ray would start the workers of a preempted node again by itself, from where the attempt began.
+    """Leaves every end of an attempt to the supervisor: Ray itself would restart the workers of a preempted node from where the attempt began.
 
-    Only resources that others hold are waited for, until the supervisor sets `ending`.
+    Only a start that waits for resources that others hold is retried, until the supervisor sets `ending`.
     """
 
     def __init__(self, failure_config: Any, ending: threading.Event) -> None:
@@ -175,8 +175,8 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
         self._shown = shown
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Without two actors, each a process: one removes the placement group of a controller that died, which Ray does
-        for a driver; the other hands out Ray's datasets, of which there are none. Where Ray would show the attempt, the run is shown.
+        """Ray's callbacks without two actors, each a process: one removes the placement group of a controller that died, which Ray does
+        for a driver; the other distributes Ray datasets, of which there are none. Where Ray would show the attempt, the run is shown.
         """
         unneeded = (PlacementGroupCleanerCallback, DatasetsCallback)
         found = [one for one in super()._create_default_callbacks() if not isinstance(one, unneeded)]
@@ -194,7 +194,7 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
         return self._controller.get_result()
 
     def bundles(self) -> tuple[Any, dict[int, int]]:
-        """The placement group of the workers, and the index of each one's bundle by its rank; none where Ray does not say."""
+        """The workers' placement group, and the index of each one's bundle by rank; None and {} if Ray does not say."""
         controller = getattr(self, "_controller", None)
         group = controller.get_worker_group() if controller is not None else None
         placed = [one.placement for one in self.run_config.callbacks or () if isinstance(one, StageTimes)]
@@ -206,7 +206,7 @@ class DriverTrainer(TorchTrainer):  # type: ignore[misc]
         }
 
     def end_workers(self) -> None:
-        """Kill the workers that there are; the controller takes it for their loss. A group that still starts loses its place."""
+        """Kill the current workers; the controller treats it as their loss. A group that is still starting loses its place."""
         self._ending.set()
         controller = getattr(self, "_controller", None)
         group = controller.get_worker_group() if controller is not None else None

@@ -1,4 +1,4 @@
-"""What a driver knows of the job that it was started as. See `unavailable`."""
+"""What a driver knows of the job that started it. See `unavailable`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks what a lost worker means for the others, and keeps it from Ray where they go on without it."""
+"""Asks whether the others outlive a lost worker, and hides the loss from Ray if they do."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 
 class Losses(WorkerGroupCallback):  # type: ignore[misc]  # untyped base
-    """`outlived` is given the texts of Ray's errors by rank, and says whether the other workers go on without these.
+    """`outlived` gets the texts of Ray's errors by rank, and says whether the other workers go on without these.
 
-    `others` says whether workers that are not of Ray Train's group train as well: the group then lasts as long as they do.
+    `others` says whether workers outside Ray Train's group train too: the group then lasts as long as they do.
     """
 
     def __init__(self, outlived: Callable[[Mapping[int, str]], bool], others: Callable[[], bool]) -> None:
         self._outlived, self._others = outlived, others
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Ray gives each worker a copy, which is asked nothing."""
+        """Ray gives each worker a copy, which is never asked."""
         return Losses, (_not_outlived, _no_others)
 
     def leave_out(self, status: Any) -> None:
-        """Have the workers whose processes are gone count as ended, if they are all that is wrong and the others go on."""
+        """Mark the workers whose processes are gone as ended, if nothing else is wrong and the others go on."""
         lost: dict[int, str] = {}
         for rank, error in status.errors.items():
             cause = getattr(error, "health_check_failure", None)

@@ -1,4 +1,4 @@
-"""What Ray knows of its nodes beyond `ray.nodes()`, and a node's call for processes that are started ahead. See `unavailable`."""
+"""What Ray knows of its nodes beyond `ray.nodes()`, and the call that starts processes ahead on a node. See `unavailable`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ CALL_S = 5.0
 
 
 def draining_nodes() -> dict[str, int]:
-    """The nodes that have been told to go, with the latest time in Unix milliseconds, 0 where nobody said."""
+    """The nodes that are to go, with their deadlines in Unix milliseconds, 0 if unknown."""
     return dict(ray._private.state.state.get_draining_nodes() or {})
 
 
 def largest_cluster() -> dict[str, float] | None:
-    """The resources of the cluster when its autoscaler has added all the nodes that it may; None where there is no autoscaler."""
+    """The resources of the cluster once its autoscaler has added all the nodes it may; None without an autoscaler."""
     found: dict[str, float] | None = ray._private.state.state.get_max_resources_from_cluster_config()
     return found
 
 
 def drain(node: str, why: str, deadline_ms: int) -> None:
-    """Tell a node to go, at the latest at `deadline_ms` (Unix milliseconds; 0 where nobody said). ClusterError where the cluster refuses.
+    """Drain a node by `deadline_ms` (Unix milliseconds; 0 if unknown). ClusterError where the cluster refuses.
 
-    What `ray drain-node` does, for a node that is preempted.
+    It does what `ray drain-node` does for a preempted node.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
@@ -48,14 +48,14 @@ def free_resources() -> dict[str, Mapping[str, float]]:
 
 
 def setup_hook(function: str) -> dict[str, str]:
-    """The environment that has a worker's process call `module.function` as it starts."""
+    """The environment that makes a worker's process call `module.function` at its start."""
     from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
     return {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: function}
 
 
 def prestart(address: str, count: int, runtime_env: str) -> None:
-    """Have the raylet at `address` start `count` idle processes with exactly this environment: Ray's own call, which has no function in Python."""
+    """Make the raylet at `address` start `count` idle processes with exactly this environment, by a call of Ray's that has no Python function."""
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
     from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def upload_limit() -> int:
-    """The most bytes that Ray's dashboard takes in one request."""
+    """The most bytes that Ray's dashboard accepts in one request."""
     from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
     from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE
 

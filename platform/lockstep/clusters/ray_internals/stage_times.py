@@ -1,4 +1,4 @@
-"""Notes when an attempt passes from one of Ray's stages to the next. Workers get a copy: this module imports little."""
+"""Notes when an attempt passes from one of Ray's stages to the next. Workers get a copy, so this module imports little."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 
 
 class StageTimes(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]  # untyped bases
-    """Calls `note` with a stage's name as an attempt comes to the end of each of Ray's stages."""
+    """Calls `note` with the name of each of Ray's stages as an attempt reaches its end."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.note = note
         self.placement: Any = None
-        """Ray's handle of the place that the newest group of workers was given."""
+        """Ray's handle of the placement group of the newest workers."""
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self.note("group")

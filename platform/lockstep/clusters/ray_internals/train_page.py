@@ -1,7 +1,7 @@
 """A run among the Train runs of Ray's dashboard, where RAY_TRAIN_ENABLE_STATE_TRACKING is 1.
 
-Ray's own callback takes the controller for an actor, and shows each `fit` as a run. Here the controller is in the driver, and each
-attempt of a run is a `fit`: what is shown is one run with its attempts, and the mailbox stands for its controller.
+Ray's own callback expects the controller to be an actor, and shows each `fit` as a run. Here the controller is in the driver, and each
+attempt of a run is a `fit`. So one run is shown with its attempts, and the mailbox stands in for its controller.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Shown:
     """The same for all attempts of a command."""
     name: str
     run_id: Callable[[], str | None]
-    """None as long as the run does not exist."""
+    """None until the run exists."""
     alive: Any
     """An actor that lives as long as the run."""
 
 
 class TrainPage(StateManagerCallback):  # type: ignore[misc]  # an untyped base
-    """Tells Ray's dashboard how an attempt goes."""
+    """Reports an attempt to Ray's dashboard."""
 
     def __init__(self, shown: Shown) -> None:
         super().__init__(datasets={})
@@ -37,7 +37,7 @@ class TrainPage(StateManagerCallback):  # type: ignore[misc]  # an untyped base
         self._named = False
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Show the run. What the workers are given stays out: a spec and an environment may hold passwords."""
+        """Show the run, without the workers' configuration: a spec and an environment may hold passwords."""
         self._state_manager = TrainStateManager()
         self._run_id = self._shown.key
         self._state_manager.create_train_run(
@@ -61,7 +61,7 @@ class TrainPage(StateManagerCallback):  # type: ignore[misc]  # an untyped base
         self._name()
 
     def _name(self) -> None:
-        """Show the id of the run as soon as there is one."""
+        """Show the run's id as soon as there is one."""
         run_id = None if self._named else self._shown.run_id()
         if run_id is None:
             return
