@@ -1,13 +1,13 @@
 """Who holds a run: one command at a time works on it, and a second one asks before it touches anything.
 
 A command that takes a run creates `<run_id>/holds/0003.json`, one number above the newest, exclusively: of several
-that find the run free, one goes on. While it lives it writes a counter into its own file, each second or two. Whoever
-comes second judges by that: on the same machine by the process itself, elsewhere by whether the counter moves while it
-looks, on its own clock; no two clocks are compared. A holder that ends says so in its file, which stays as the last
-one, so that its number is not given again.
+commands that find the run free, one goes on. While it lives it updates a counter in its own file each second or two. A
+later command judges by that: on the same machine by the process itself, elsewhere by whether the counter moves while it
+watches, timed by its own clock; no two clocks are compared. A holder that ends says so in its file, which stays as the
+newest one, so that its number is not given again.
 
 A takeover creates the next number while the holder lives. The holder sees it at its next beat, ends its run after the
-step at hand with a checkpoint, and lets go; one that does not answer is stopped by the fence (see `run_folder`).
+current step with a checkpoint, and releases the run. A holder that does not answer is stopped by the fence (see `run_folder`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from lockstep.errors import SpecError, StorageError
 from lockstep.process import place, started
 
 BEAT_S = 1.0
-"""How often a holder's counter moves. In an object store a beat is a put and a list."""
+"""Seconds between two updates of a holder's counter. In an object store each one is a put and a list."""
 WATCH_S = 3.5
-"""How long a counter that does not move is watched before its holder is taken for dead."""
+"""How long a counter must stand still before its holder is considered dead."""
 GRACE_S = 60.0
-"""How long a holder that lives is given to end after its step, when another command takes its run over."""
+"""How long a live holder may take to end after its step, when another command takes its run over."""
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that holds a run, as its file tells it."""
+    """A process that holds a run, as its file describes it."""
 
     number: int
     token: str
@@ -55,18 +55,18 @@ class Holder:
 
     @classmethod
     def here(cls, number: int) -> Holder:
-        """The process that asks."""
+        """The holder with this number that stands for this process."""
         pid = os.getpid()
         return cls(number, uuid.uuid4().hex, socket.gethostname(), place(), pid, started(pid))
 
     @property
     def shown(self) -> str:
-        """The process as a person is told it."""
+        """The process, for a person."""
         return f"process {self.pid} on host {self.host}"
 
     @property
     def gone(self) -> bool:
-        """Whether it is known to be over, without watching it: it said so, or its process has ended on this machine."""
+        """Whether it is known to have ended, without watching it: it said so, or its process on this machine is gone."""
         if self.released:
             return True
         if not self.place or self.place != place():
@@ -82,19 +82,19 @@ class Holder:
 
 
 class Hold:
-    """What the process that holds a run tells about itself, in a thread of its own; `what` names the run to a person."""
+    """Keeps the file of the process that holds a run up to date, in a thread of its own; `what` names the run to a person."""
 
     def __init__(self, storage: Storage, folder: str, what: str, holder: Holder) -> None:
         self.storage, self.folder, self.what, self.holder = storage, folder, what, holder
         self.taker: Holder | None = None
-        """Who has taken the run over."""
+        """The process that has taken the run over."""
         self._when_taken: Callable[[], None] = lambda: None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="lockstep-hold", daemon=True)
         self._thread.start()
 
     def reached(self, step: int, attempt: int) -> None:
-        """Tell how far the run is."""
+        """Report how far the run is."""
         self.holder = replace(self.holder, step=step, attempt=attempt)
 
     def when_taken(self, action: Callable[[], None]) -> None:
@@ -110,21 +110,21 @@ class Hold:
             raise StaleAttemptError(self.taken_over())
 
     def taken_over(self) -> str:
-        """Who has taken the run over."""
+        """The message that says who has taken the run over."""
         taker = self.taker.shown if self.taker is not None else "another command"
         return f"{self.what} was taken over by {taker} (--takeover) after step {self.holder.step}; this command has ended, that one goes on"
 
     def release(self) -> None:
-        """Let go: whoever comes next need not wait."""
+        """Release the run, so that the next command need not wait."""
         self._over.set()
         self._thread.join()
         _tokens.discard(self.holder.token)
-        with suppress(StorageError):  # it then looks at the process, or watches the counter for some seconds
+        with suppress(StorageError):  # the next command then checks the process, or watches the counter
             self._write(replace(self.holder, beats=self.holder.beats + 1, released=True))
 
     def _beat_on(self) -> None:
         while not self._over.wait(BEAT_S):
-            with suppress(StorageError):  # the next beat makes up for it; were all lost, the fence would tell
+            with suppress(StorageError):  # the next beat makes up for it; the fence protects the run anyway
                 self.holder = replace(self.holder, beats=self.holder.beats + 1)
                 self._write(self.holder)
                 self._look()
@@ -141,9 +141,9 @@ class Hold:
 
 
 _held: dict[tuple[str, str], Hold] = {}
-"""What this process holds, by storage and folder."""
+"""The holds of this process, by storage and folder."""
 _tokens: set[str] = set()
-"""Of the holds of this process, from before their files are there."""
+"""The tokens of this process's holds, added before their files exist."""
 
 
 @contextmanager
@@ -157,8 +157,8 @@ def holding(
 ) -> Iterator[Hold]:
     """Hold `folder`, a run's or a sweep's in `storage`, while the block runs.
 
-    SpecError where another process holds it, within WATCH_S; with `takeover` that one is asked to end, and
-    not waited for any longer than GRACE_S. StaleAttemptError where the run that ran in the block was fenced off, with who did it.
+    SpecError where another process holds it, found out within WATCH_S. With `takeover` that process is asked to end, and
+    waited for no longer than GRACE_S. StaleAttemptError, with who did it, where the run in the block was fenced off.
     """
     hold = _take(storage, folder, what, takeover=takeover, say=say)
     key = storage.shown, folder
@@ -177,7 +177,7 @@ def holding(
 
 
 def refuse_held(storage: Storage, folder: str, what: str) -> None:
-    """SpecError where a process holds `folder`, this one included, within WATCH_S. Nothing is written."""
+    """SpecError where a process holds `folder`, this one included; found out within WATCH_S. Nothing is written."""
     _refuse(storage, folder, what, _newest(storage, folder))
 
 
@@ -194,7 +194,7 @@ def ensure_held(storage: Storage, folder: str) -> None:
 
 
 def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Callable[[str], None]) -> Hold:
-    newest = _newest(storage, folder)  # once: a later one may have begun while this one was watched
+    newest = _newest(storage, folder)  # read once: a later holder may begin while this one is watched
     if not takeover:
         _refuse(storage, folder, what, newest)
     own = Holder.here(1 if newest is None else newest[0] + 1)
@@ -213,7 +213,7 @@ def _take(storage: Storage, folder: str, what: str, *, takeover: bool, say: Call
 
 
 def _create(storage: Storage, folder: str, own: Holder, what: str) -> None:
-    """Take the next number. SpecError where another process has it, or a later one, since we looked."""
+    """Take the next number. SpecError where another process has taken it, or a later one, meanwhile."""
     path = _path(folder, own.number)
     try:
         storage.create(path, as_text(asdict(own)))
@@ -223,13 +223,13 @@ def _create(storage: Storage, folder: str, own: Holder, what: str) -> None:
             what, None if winner is None else _holder(winner[1]), "which has just begun"
         ) from error
     newest = _newest(storage, folder)
-    if newest is not None and newest[0] > own.number:  # ours had been there before, and was forgotten
+    if newest is not None and newest[0] > own.number:  # ours was used before, and its file deleted
         storage.delete(path)
         raise _refused(what, _holder(newest[1]), "which has just begun")
 
 
 def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Holder | None, str] | None:
-    """The holder that lives, and when it was heard; None for one that does not."""
+    """The holder if it lives, and when it was last heard; else None."""
     number, text = newest
     holder = _holder(text)
     if holder is not None and holder.gone:
@@ -243,7 +243,7 @@ def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Ho
             return None if holder is not None and holder.gone else (holder, f"heard {_LOOK_S} s ago")
         if holder is not None and holder.gone:
             return None
-    if holder is not None and holder.near:  # stopped, or its disk is: no reason to take its run from it
+    if holder is not None and holder.near:  # it or its disk is stopped: no reason to take its run
         return holder, f"which lives, but was not heard for {WATCH_S:g} s"
     return None
 
@@ -251,7 +251,7 @@ def _heard(storage: Storage, folder: str, newest: tuple[int, bytes]) -> tuple[Ho
 def _await_end(
     storage: Storage, folder: str, number: int, text: bytes, what: str, say: Callable[[str], None]
 ) -> None:
-    """Wait until the holder that was asked to end has, does not move any more, or has had its time."""
+    """Wait until the holder that was asked to end has ended, stops updating its counter, or has used up its time."""
     began = moved = time.monotonic()
     told = False
     while time.monotonic() - began < GRACE_S:
@@ -276,7 +276,7 @@ def _refused(what: str, holder: Holder | None, heard: str) -> SpecError:
 
 
 def _forget(storage: Storage, folder: str, number: int) -> None:
-    """Delete the files of those that held it before. One that still lives may write its own again: an older number counts for nothing."""
+    """Delete the files of earlier holders. One that still lives may write its own again, but an older number counts for nothing."""
     for older in _numbers(storage, folder):
         if older < number:
             with suppress(LostFileError):
@@ -296,7 +296,7 @@ def _numbers(storage: Storage, folder: str) -> list[int]:
 def _read(storage: Storage, folder: str, number: int) -> bytes:
     try:
         return storage.read(_path(folder, number))
-    except LostFileError:  # who came after it has deleted it
+    except LostFileError:  # a later holder has deleted it
         return b""
 
 
@@ -305,7 +305,7 @@ def _path(folder: str, number: int) -> str:
 
 
 def _holder(text: bytes) -> Holder | None:
-    """What a file tells; None for one that cannot be understood, after a loss of power say."""
+    """The holder in a file; None for one that cannot be parsed, such as after a loss of power."""
     try:
         found: Mapping[str, Any] = parsed(text)
         return Holder(**found)

@@ -3,7 +3,7 @@
     <storage>/<run_id>/owner.json                                the run it belongs to
     <storage>/<run_id>/attempt.json                              the attempt that may publish and delete
     <storage>/<run_id>/attempts/0003.1f6c…                       the same in an object store: the highest number counts
-    <storage>/<run_id>/holds/0003.json                           the command that the run is in the hands of
+    <storage>/<run_id>/holds/0003.json                           the command that holds the run
     <storage>/<run_id>/pins/step-000000200.asked                 a checkpoint that stays
     <storage>/<run_id>/attempt-0003/                             where that attempt writes aside (on a disk)
     <storage>/<run_id>/shared/…                                  files that several checkpoints name: the steps behind them
@@ -11,8 +11,8 @@
     <storage>/<run_id>/step-000000200/manifest.a0003.json        the same in an object store
     <storage>/<run_id>/step-000000200/model.a0003.r0000.safetensors
 
-Every file of a step but the manifest bears the attempt and the rank that wrote it, so that no two writers share a name. In an
-object store the manifest bears its attempt as well: a put that is late can't land on top of a newer attempt's manifest.
+Every file of a step but the manifest has the attempt and the rank that wrote it in its name, so that no two writers share a name. In an
+object store the manifest has its attempt too: a late put cannot overwrite a newer attempt's manifest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARED = "shared"
 RECEIPT = "receipt"
 
 KINDS = {"tensors": "safetensors", "tree": "json", "bytes": "bin", RECEIPT: "part"}
-"""Kinds of files and the endings of their names. A receipt tells that a rank has written its part."""
+"""Kinds of files and the endings of their names. A receipt says that a rank has written its part."""
 
 _STEP = re.compile(r"step-(\d{9,})")
 _STAGING = re.compile(r"attempt-(\d{4,})")
@@ -45,7 +45,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class FileName(NamedTuple):
-    """What the name of a file tells."""
+    """The parts of a file's name."""
 
     section: str
     attempt: int
@@ -84,7 +84,7 @@ def attempt_of(folder: str) -> int | None:
 
 
 def manifest_of(attempt: int) -> str:
-    """The name of an attempt's manifest where no rename keeps older attempts from publishing."""
+    """The name of an attempt's manifest in a store without rename, where older attempts could still publish."""
     return f"manifest.a{attempt:04d}.json"
 
 
@@ -120,10 +120,10 @@ def is_section(name: str) -> bool:
 
 
 def is_shared(name: str) -> bool:
-    """Whether a file that checkpoints share may have this name: it bears the hash of its content, so no two contents share it."""
+    """Whether this can name a file that checkpoints share: it contains the hash of its content, so no two contents share a name."""
     return _SHARED.fullmatch(name) is not None
 
 
 def is_run_id(name: str) -> bool:
-    """Whether a run's folder may have this name: one plain word, nothing that leads elsewhere."""
+    """Whether a run's folder may have this name: one plain word, which cannot lead elsewhere."""
     return _RUN_ID.fullmatch(name) is not None

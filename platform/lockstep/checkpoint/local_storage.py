@@ -1,8 +1,8 @@
 """A storage on a disk, with plain system calls, so that it is certain what is on the disk when.
 
 A file is written aside, flushed to the disk, renamed into place, and the folder is flushed. A staging folder
-is a fence: it ends by being renamed, in one moment, and whoever still writes through it finds no way to
-rename anything into place any more. Neither clocks nor locks take part.
+is a fence: it ends by being renamed, in one moment, and a writer that still uses it can no longer
+rename anything into place. No clocks or locks are involved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.errors import StorageError
 from lockstep.files import flush, make_folder
 
 ENDED = "ended-"
-"""Front of the name of a staging folder that has ended and is not deleted yet."""
+"""Prefix of the name of a staging folder that has ended and is not deleted yet."""
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP}
 _LOST = {errno.ENOENT, errno.ENOTDIR, errno.EIO}
@@ -121,7 +121,7 @@ class LocalStorage:
 
     def begin_staging(self, folder: str, owner: str) -> None:
         target = self.root / folder
-        # Until it has its name it may be cleared like one that has ended: by an attempt, so that another has begun.
+        # Until it is renamed it may be cleared like an ended one, but only by an attempt, so only if another has begun.
         made = target.with_name(f"{ENDED}{target.name}-{owner}")
         with _told("create", target):
             make_folder(target.parent)
@@ -154,7 +154,7 @@ class LocalStorage:
 
 
 def _clear(folder: Path) -> None:
-    """Delete a folder of files and of folders of files."""
+    """Delete a folder, the files in it and the folders in it."""
     for item in folder.iterdir():
         if item.is_dir():
             _clear(item)
@@ -179,7 +179,7 @@ def _write_all(descriptor: int, portion: memoryview) -> None:
 
 
 def _link(aside: Path, target: Path) -> None:
-    """Give `aside` the name `target`, which must be free; the file is whole from its first moment."""
+    """Give `aside` the name `target`, which must be free; the file is complete from its first moment."""
     try:
         os.link(aside, target)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what it consists of, of which run and step it is, and what it was made by.
+"""The manifest of a checkpoint: its files, its run and step, and what made it.
 
-A manifest is canonical: there is one way to write it, it bears the hash of itself, and anything else is
-refused; so no flipped bit goes unnoticed. Format versions: an older one is read for good (`_READERS`), a
-newer one is refused as such before anything else in it is looked at.
+A manifest is canonical: there is one way to write it, it contains its own hash, and anything else is
+refused. So no flipped bit goes unnoticed. Old format versions stay readable for good (`_READERS`); a
+newer one is refused as such before anything else in it is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 FORMAT = "lockstep-checkpoint"
 VERSION = 2
-"""Of a checkpoint that shares no file the version is 1: what it needs is what that version has."""
+"""A checkpoint that shares no file is written as version 1, because version 1 readers can read it."""
 
 _FACTS = ("identity_fields", "environment", "counters", "metrics")
 
@@ -40,7 +40,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """A file that checkpoints of the run share: it lies beside them, never changes, and is named after what it holds."""
+    """A file that several checkpoints of the run share: it lies beside them, never changes, and has its content's hash in its name."""
 
     name: str
     size: int
@@ -49,7 +49,7 @@ class SharedFile:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a checkpoint tells of its run besides the sections: plain values, kept exactly."""
+    """What a checkpoint records of its run besides the sections: plain values, kept exactly."""
 
     identity: str = ""
     """The digest of the run identity."""
@@ -74,12 +74,12 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files of its own, the manifest apart."""
+        """Bytes of the checkpoint's own files, without the manifest."""
         return sum(entry.size for entry in self.files)
 
     def encode(self) -> bytes:
         """The manifest as it is written. JobError where the facts are not plain."""
-        from lockstep.checkpoint.tree import plain  # imports torch, which whoever only reads does without
+        from lockstep.checkpoint.tree import plain  # imports torch, which readers do without
 
         facts = {name: plain(dict(getattr(self.facts, name)), name) for name in _FACTS}
         if not all(map(_is_number, self.facts.metrics.values())):
@@ -104,7 +104,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
-        """Read what `encode` wrote. BadCheckpointError, NewerFormatError among them, with what is wrong."""
+        """Read what `encode` wrote. BadCheckpointError (or its NewerFormatError) says what is wrong."""
         try:
             document = parsed(text)
         except ValueError as error:
@@ -151,7 +151,7 @@ def _version_1(document: dict[str, Any], text: bytes) -> Manifest:
 
 
 def _shared(text: str) -> SharedFile:
-    """From one line a file: of thousands, an object each would be most of what a save costs."""
+    """A shared file from its line. One text per file: with thousands of files, JSON objects would be most of the cost of a save."""
     name, size, sha256 = text.split(" ")
     return SharedFile(name, int(size), sha256)
 
@@ -170,7 +170,7 @@ _READERS = {1: _version_1, 2: _version_2}
 
 
 def check_entry(entry: FileEntry) -> None:
-    """BadCheckpointError where a file does not bear a name of this store: it could lie anywhere."""
+    """BadCheckpointError for a file whose name this store did not make: it could lie anywhere."""
     name = layout.file_name(_of(str, entry.name))
     if name is None or (name.section, name.kind) != (entry.section, entry.kind):
         raise BadCheckpointError(f"it names {entry.name!r}, which is no file of a checkpoint")

@@ -1,6 +1,6 @@
 """Names of runs, kept beside their checkpoints: `<storage>/named-<name>/run_id`.
 
-What retries a command, Kubernetes or a queue, cannot know the run id that the first try was given; it knows a name.
+A retrying system, such as Kubernetes or a queue, cannot know the run id that the first try was given. It knows a name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def run_of_name(storage: Storage, name: str) -> str | None:
 
 
 def give_name(storage: Storage, name: str, run_id: str) -> None:
-    """Keep the name of a run. SpecError where another run was given it meanwhile."""
+    """Give a run its name. SpecError where another run was given it meanwhile."""
     try:
         storage.create(_file(name), run_id.encode())
     except TakenError as error:
@@ -30,7 +30,7 @@ def give_name(storage: Storage, name: str, run_id: str) -> None:
 
 
 def folder_of(name: str) -> str:
-    """The folder that is held while a run of this name begins."""
+    """The folder that a command holds while it begins a run of this name."""
     return f"named-{name}"
 
 

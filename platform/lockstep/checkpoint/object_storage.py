@@ -1,11 +1,11 @@
 """A storage in an object store, through `pyarrow.fs`.
 
-A put is whole or it is not there, so nothing is written aside. There is no rename either, and so no fence at the moment
-of publishing: an attempt is asked whether it is the current one right before, and a request that is late all the same
-finds no name that a newer attempt uses (see `layout`).
+A put is complete or absent, so nothing is written aside. There is no rename either, and so no fence at the moment
+of publishing. Instead an attempt checks that it is the current one right before, and a request that is late all the same
+has a name that no newer attempt uses (see `layout`).
 
-What must be new is written on a condition (`If-None-Match`), which pyarrow does not offer: S3 is asked through boto3.
-Where a store knows no conditions, those who want one name tell so, and who sees another one gives way.
+What must be new is written with a condition (`If-None-Match`), which pyarrow does not offer: S3 is used through boto3.
+In a store without conditions, each writer that wants a name announces it, and gives way if it sees another announcement.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lockstep.checkpoint.storage import Item, Reading, Written, hashed
 from lockstep.errors import SpecError, StorageError
 
 if TYPE_CHECKING:
-    import pyarrow.fs as pafs  # 0.1 s to import: only who keeps checkpoints in an object store pays
+    import pyarrow.fs as pafs  # 0.1 s to import, which only users of an object store should pay
 
 _RIVAL = timedelta(seconds=60)
-"""How long a process that wants a name is waited for, by the store's own clock: it may have been killed meanwhile."""
+"""How long to respect a process that wants a name, by the store's own clock: it may have been killed meanwhile."""
 _CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict", "OperationAborted"}
 _UNCONDITIONAL = {"NotImplemented", "InvalidRequest", "InvalidArgument"}
 
@@ -63,7 +63,7 @@ class ObjectStorage:
                 with self._files.open_output_stream(self._at(path)) as stream:
                     return hashed(pieces, stream.write)
             except BaseException:
-                with suppress(Exception):  # closing has put what there was; no manifest names it
+                with suppress(Exception):  # closing has put a partial object, which no manifest names
                     self._files.delete_file(self._at(path))
                 raise
 
@@ -140,14 +140,14 @@ class ObjectStorage:
             raise self._failed("create", path, error) from error
 
     def _refuse_unless_own(self, path: str, content: bytes) -> None:
-        """A put that was sent again because its answer was lost finds its own object. Contents that matter bear a token."""
+        """TakenError, unless the object is our own: a put that was repeated because its answer was lost finds it. Contents that matter contain a token."""
         with suppress(LostFileError):
             if content and self.read(path) == content:
                 return
         raise TakenError(f"checkpoint.storage: {self._shown(path)!r} is there already")
 
     def _create_alone(self, path: str, content: bytes) -> None:
-        """Tell that one wants the name, look, and take it where nobody else is seen: of two, the later one sees the earlier."""
+        """Announce that we want the name, look, and take it if nobody else is seen: of two, the later one sees the earlier."""
         folder, _, name = path.rpartition("/")
         own = f"{name}.{uuid.uuid4().hex}.wanted"
         self.put(f"{folder}/{own}", b"")
@@ -166,7 +166,7 @@ class ObjectStorage:
 
     @cached_property
     def _client(self) -> Any:
-        """The same store for boto3, which finds credentials where pyarrow does: in the URI, or else in the environment."""
+        """A boto3 client of the same store. It finds credentials where pyarrow does: in the URI, or else in the environment."""
         import boto3
         from botocore.config import Config
 
@@ -219,7 +219,7 @@ class ObjectStorage:
 
 
 def _in_one_request(uri: str) -> str:
-    """The URI with the option that a file of a few megabytes is put in one request instead of three."""
+    """The URI with the option that puts a file of a few megabytes in one request instead of three."""
     if not uri.startswith("s3://") or "allow_delayed_open" in uri:
         return uri
     return f"{uri}{'&' if urlsplit(uri).query else '?'}allow_delayed_open=true"

@@ -1,7 +1,7 @@
-"""Pins: checkpoints that stay whatever retention says, each for a reason of its own.
+"""Pins: checkpoints that stay whatever retention says, each for its own reason.
 
-A pin is an empty file, `<run_id>/pins/step-000000200.<reason>`. Whoever prunes reads them just before: a checkpoint
-that is pinned before it is due to go is kept, and goes with the next save after its last pin was taken away.
+A pin is an empty file, `<run_id>/pins/step-000000200.<reason>`. Pruning reads the pins just before it deletes: a checkpoint
+that is pinned in time is kept, and goes with the next save after its last pin was removed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def pinned(run: RunFolder) -> frozenset[int]:
 
 
 def pin(run: RunFolder, step: int, reason: str = ASKED) -> None:
-    """Keep the checkpoint of a step. It may be pinned already."""
+    """Pin the checkpoint of a step; it may be pinned already."""
     with suppress(TakenError):
         run.storage.create(_path(run, step, reason), b"")
 
 
 def unpin(run: RunFolder, step: int, reason: str = ASKED) -> None:
-    """Take a pin away; there may be none."""
+    """Remove a pin; there may be none."""
     with suppress(LostFileError):
         run.storage.delete(_path(run, step, reason))
 
 
 def pin_exactly(run: RunFolder, steps: Collection[int], reason: str) -> None:
-    """Let these be all the steps that are pinned for `reason`."""
+    """Make these the only steps that are pinned for `reason`."""
     before = {step for step, why in _pins(run) if why == reason}
     for step in set(steps) - before:
         pin(run, step, reason)

@@ -1,4 +1,4 @@
-"""JSON that is written one way only, and read strictly: a key given twice, NaN or endless nesting is refused."""
+"""JSON that is written in only one way, and read strictly: a duplicate key, NaN or endless nesting is refused."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 
 def as_text(document: Any, *, indent: int | None = None, sort_keys: bool = False) -> bytes:
-    """`document` in ASCII with a final newline. Floats come back as they went: Python writes the shortest exact form."""
+    """`document` in ASCII with a final newline. Floats survive exactly: Python writes the shortest exact form."""
     text = json.dumps(document, indent=indent, sort_keys=sort_keys, allow_nan=False)
     return f"{text}\n".encode("ascii")
 
 
 def parsed(text: bytes | bytearray) -> Any:
-    """What `as_text` wrote. ValueError for anything that is no strict JSON."""
+    """Read what `as_text` wrote. ValueError for anything that is not strict JSON."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except RecursionError:

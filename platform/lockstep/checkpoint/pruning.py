@@ -1,7 +1,7 @@
-"""Deleting what retention decides: the manifest first, then the files, and only as the current attempt.
+"""Deletes what retention decides: the manifest first, then the files, and only as the current attempt.
 
-Before anything is deleted, a checkpoint that stays is known to be whole. What a save costs does not grow with the
-checkpoints that are kept: an attempt reads what there is once, and then knows what it has saved and deleted itself.
+Before anything is deleted, one checkpoint that stays is known to be whole. The cost of a save does not grow with the number of
+checkpoints that are kept: an attempt lists them once, and then knows what it has saved and deleted itself.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lockstep.checkpoint.run_folder import Attempt
 
 
 class Catalogue:
-    """The checkpoints of a run as its current attempt knows them: nobody else adds any or deletes them meanwhile.
+    """The checkpoints of a run as its current attempt knows them: nobody else adds or deletes any meanwhile.
 
-    Reading costs one request for a thousand files and one for each manifest. After it, a save adds what it has
-    published. A file that is lost later is noticed by whoever reads the checkpoint, and by the next attempt.
+    Listing costs one request for a thousand files and one for each manifest. After that, each save adds what it has
+    published. A file that is lost later is noticed by a reader of the checkpoint, and by the next attempt.
     """
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self._known: dict[int, Known] | None = None
         self.essential: list[int] = []
-        """After a `prune`: the newest good step, the best and those pinned, newest first."""
+        """After `prune`: the newest good step, the best one and the pinned ones, newest first."""
 
     def prune(self, keep: Keep, *, whole: int | None = None) -> list[int]:
-        """Delete the checkpoints that `keep` does not ask for; the steps that were deleted. As the function `prune`."""
+        """Delete the checkpoints that `keep` does not ask for, as the function `prune` does. Returns the deleted steps."""
         known = self._read() if self._known is None else self._known
         if whole is None:
             known = _verified(self.attempt, known)
@@ -54,7 +54,7 @@ class Catalogue:
         return steps
 
     def _looked_at(self, step: int) -> Known | None:
-        """The checkpoint that this attempt has just published, without reading its files back; None where one is not there."""
+        """The checkpoint that this attempt has just published, without reading its files back; None where a file is missing."""
         try:
             manifest = verify(
                 Checkpoint.of(self.attempt.run, step, self.attempt.manifest), hashes=False, shared=False
@@ -64,7 +64,7 @@ class Catalogue:
         return Known(step, True, manifest.facts.metrics)
 
     def _read(self) -> dict[int, Known]:
-        """Every checkpoint of this format, as far as names and sizes tell whether it is good."""
+        """Every checkpoint of this format; whether it is good is judged by names and sizes only."""
         known = {}
         for step, sizes in listed(self.attempt.run):
             found = [_known(self.attempt, step, name, sizes) for name in layout.manifests(sizes)]
@@ -75,22 +75,22 @@ class Catalogue:
 
 
 def prune(attempt: Attempt, keep: Keep, *, whole: int | None = None) -> list[int]:
-    """Delete the checkpoints that `keep` does not ask for; the steps that were deleted.
+    """Delete the checkpoints that `keep` does not ask for. Returns the deleted steps.
 
-    What is pinned stays as well. `whole` is a step that this process has just written: it is not read back. Without it, checkpoints are
+    Pinned ones stay as well. `whole` is a step that this process has just written, which is not read back. Without it, checkpoints are
     verified from the newest on until one is whole. One of a newer format is neither counted nor deleted.
     """
     return Catalogue(attempt).prune(keep, whole=whole)
 
 
 def apply(attempt: Attempt, steps: Iterable[int]) -> bool:
-    """Delete these checkpoints; whether one was that of an ended attempt. StaleAttemptError where the attempt is over."""
+    """Delete these checkpoints. Returns whether one belonged to an ended attempt. StaleAttemptError where this attempt is over."""
     ended = False
     for step in steps:
         folder = layout.step_folder(step)
         named: list[str] = []
         for checkpoint in reversed(checkpoints_of(attempt.run, step)):
-            with suppress(BadCheckpointError):  # its files are leftovers from here on
+            with suppress(BadCheckpointError):  # then its files are leftovers
                 manifest = checkpoint.manifest()
                 named += [entry.name for entry in manifest.files]
                 ended |= manifest.attempt < attempt.number
@@ -102,9 +102,9 @@ def apply(attempt: Attempt, steps: Iterable[int]) -> bool:
 
 
 def clear_leftovers(attempt: Attempt, only: Collection[int] | None = None) -> list[str]:
-    """Delete what crashed and failed saves have left, and abandoned attempts; the files that were deleted, as `step-…/name`.
+    """Delete what crashed or failed saves and abandoned attempts have left. Returns the deleted files, as `step-…/name`.
 
-    Call it when an attempt has begun, and after a save that failed, with `only` the steps that it may have left something of.
+    Call it when an attempt has begun; and after a failed save, with `only` the steps in which it may have left something.
     """
     attempt.ensure_current()
     attempt.run.clear_ended()
@@ -121,9 +121,9 @@ def clear_leftovers(attempt: Attempt, only: Collection[int] | None = None) -> li
 
 
 def _clear_shared(attempt: Attempt) -> list[str]:
-    """Delete the shared files that no checkpoint names: those of an attempt whose checkpoints are all gone, or of a save that failed.
+    """Delete the shared files that no checkpoint names: those of an attempt whose checkpoints are all gone, or of a failed save.
 
-    None is deleted before this attempt has published, nor where a manifest cannot be read, or one may still be on its way: the files of
+    Nothing is deleted before this attempt has published, or while a manifest cannot be read or may still be on its way: the files of
     its step are there already.
     """
     run = attempt.run
@@ -145,7 +145,7 @@ def _clear_shared(attempt: Attempt) -> list[str]:
 
 
 def _may_come(step: int, names: Iterable[str], published: int, attempt: Attempt) -> bool:
-    """Whether a manifest of an ended attempt may still arrive in a step's folder, and count."""
+    """Whether a manifest of an ended attempt may still arrive in a step's folder and count."""
     ended = (parts for name in names if (parts := layout.file_name(name)) and parts.attempt < attempt.number)
     return step > published and any(ended) and not layout.manifests(names)
 
@@ -161,7 +161,7 @@ def _folders(attempt: Attempt, only: Collection[int] | None) -> list[tuple[int, 
 
 
 def _verified(attempt: Attempt, known: Mapping[int, Known]) -> dict[int, Known]:
-    """The same, with checkpoints read from the newest on until one is whole."""
+    """`known`, after checkpoints were read from the newest on until one is whole."""
     found = dict(known)
     for step in sorted(found, reverse=True):
         for checkpoint in checkpoints_of(attempt.run, step) if found[step].good else ():
@@ -176,7 +176,7 @@ def _verified(attempt: Attempt, known: Mapping[int, Known]) -> dict[int, Known]:
 
 
 def _known(attempt: Attempt, step: int, name: str, sizes: Mapping[str, int]) -> Known | None:
-    """A checkpoint as its manifest and the sizes of its files tell it; None for one of a newer format."""
+    """A checkpoint judged by its manifest and the sizes of its files; None for one of a newer format."""
     checkpoint = Checkpoint.of(attempt.run, step, name)
     try:
         manifest = checkpoint.manifest()
@@ -195,7 +195,7 @@ def _step_folder(attempt: Attempt, step: int, sizes: Mapping[str, int]) -> StepF
     if layout.manifests(names) and len(makers) == 1 and all(parts.kind != layout.RECEIPT for parts in made):
         return StepFolder(
             step, names, names, makers.pop()
-        )  # as a save leaves it: no need to read the manifest
+        )  # the normal state after a save: no need to read the manifest
     found = [_readable(Checkpoint.of(attempt.run, step, name)) for name in layout.manifests(names)]
     readable = [manifest for manifest in found if manifest is not None]
     if not readable or len(readable) < len(found):

@@ -1,6 +1,6 @@
-"""Reading checkpoints: found newest first, verified while they are read, passed over where they are not whole.
+"""Reads checkpoints: newest first, verified while they are read, skipped where they are not whole.
 
-Nothing is handed out before the hash of all of its file has been compared; nothing that is read can run code.
+No content is returned before the hash of its whole file has been compared; nothing that is read can run code.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with a manifest; whether it is any good shows when it is read."""
+    """A folder with a manifest. Whether it is good shows only when it is read."""
 
     storage: Storage
     folder: str
     run_id: str | None = None
     step: int | None = None
     name: str = layout.MANIFEST
-    """The manifest's."""
+    """The name of the manifest."""
 
     @classmethod
     def of(cls, run: RunFolder, step: int, name: str = layout.MANIFEST) -> Checkpoint:
-        """The checkpoint of a run after `step`, whether or not it is there."""
+        """The checkpoint of a run after `step`, whether or not it exists."""
         return cls(run.storage, run.path(layout.step_folder(step)), run.run_id, step, name)
 
     @property
     def shown(self) -> str:
-        """The folder as a person is shown it."""
+        """The folder, for a person."""
         return f"{self.storage.shown.rstrip('/')}/{self.folder}".rstrip("/")
 
     def exists(self) -> bool:
@@ -54,7 +54,7 @@ class Checkpoint:
         return self.storage.exists(self.path(self.name))
 
     def manifest(self) -> Manifest:
-        """The table of contents. BadCheckpointError where it cannot be used or is of another run or step."""
+        """The manifest. BadCheckpointError where it cannot be used, or is of another run or step."""
         try:
             manifest = Manifest.decode(self.storage.read(self.path(self.name)))
         except LostFileError as error:
@@ -67,12 +67,12 @@ class Checkpoint:
         return manifest
 
     def path(self, name: str) -> str:
-        """The path of a file, as the storage takes it."""
+        """The path of a file within the storage."""
         return f"{self.folder}/{name}" if self.folder else name
 
     @property
     def shared_folder(self) -> str:
-        """Where the files are that it shares: beside the run's checkpoints, or in the folder of one by itself."""
+        """The folder of the files that it shares: beside the run's checkpoints, or in its own folder if it stands alone."""
         return self.folder if self.run_id is None else f"{self.run_id}/{layout.SHARED}"
 
     def bad(self, name: str, why: object) -> BadCheckpointError:
@@ -88,25 +88,25 @@ class Loaded(NamedTuple):
 
 
 def checkpoint_at(uri: str) -> Checkpoint:
-    """The checkpoint in a folder by itself, downloaded from a record, say: of whatever run and step."""
+    """The checkpoint in a folder that stands alone, such as one downloaded from a record; of any run and step."""
     storage = open_storage(uri)
     names = layout.manifests(item.name for item in storage.list(""))
     return Checkpoint(storage, "", name=next(iter(names), layout.MANIFEST))
 
 
 def checkpoints(run: RunFolder) -> list[Checkpoint]:
-    """Every checkpoint of the run, unverified: newest first, and of one step that of the newest attempt first."""
+    """Every checkpoint of the run, unverified: newest step first, and within a step the newest attempt first."""
     return [Checkpoint.of(run, step, name) for step, names in listed(run) for name in layout.manifests(names)]
 
 
 def checkpoints_of(run: RunFolder, step: int) -> list[Checkpoint]:
-    """Those of one step: in an object store an older attempt's may be beside the one that replaced it."""
+    """The checkpoints of one step: in an object store an older attempt's may be beside the one that replaced it."""
     names = [item.name for item in run.storage.list(run.path(layout.step_folder(step)))]
     return [Checkpoint.of(run, step, name) for name in layout.manifests(names)]
 
 
 def listed(run: RunFolder) -> list[tuple[int, dict[str, int]]]:
-    """Each step that has a folder, newest first, with the names and sizes of its files: one look at all of them."""
+    """Each step that has a folder, newest first, with the names and sizes of its files. It lists all of them in one go."""
     found = [
         (step, {item.name: item.size for item in items})
         for folder, items in run.storage.tree(run.run_id).items()
@@ -130,8 +130,8 @@ def load_step(run: RunFolder, step: int) -> Loaded:
 def verify(checkpoint: Checkpoint, *, hashes: bool = True, shared: bool = True) -> Manifest:
     """The manifest of a checkpoint whose files are all there, with the right sizes and hashes.
 
-    BadCheckpointError names the first file that is wrong, and how. Without `hashes` only the sizes are compared, and
-    without `shared` nothing of the files that it shares.
+    BadCheckpointError names the first file that is wrong, and how. Without `hashes` only sizes are compared; without
+    `shared` the files that it shares are not checked.
     """
     manifest = checkpoint.manifest()
     check_sizes(checkpoint, manifest.files, _sizes(checkpoint))
@@ -145,11 +145,11 @@ def verify(checkpoint: Checkpoint, *, hashes: bool = True, shared: bool = True) 
 
 
 def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
-    """Read a checkpoint, or `only` some of its sections, in one pass in which each file is verified.
+    """Read a checkpoint, or `only` some of its sections, in one pass that also verifies each file.
 
     BadCheckpointError names the first file that is wrong, and how.
     """
-    from lockstep.checkpoint.tensor_file import read_tensors  # imports torch, which a recorder does without
+    from lockstep.checkpoint.tensor_file import read_tensors  # imports torch, which the recorder does without
 
     manifest = checkpoint.manifest()
     wanted = [entry for entry in manifest.files if only is None or entry.section in only]
@@ -174,9 +174,9 @@ def load(checkpoint: Checkpoint, only: Collection[str] | None = None) -> Loaded:
 
 
 def shared_files(loaded: Loaded, warn: Callable[[str], None]) -> Iterator[bytes]:
-    """What a checkpoint shares with others, verified as it is read. One that is not whole is told to `warn` and left out.
+    """The files that a checkpoint shares, verified as they are read. A damaged one is reported to `warn` and skipped.
 
-    No state depends on these: they cost no checkpoint, of which all later ones would be as bad.
+    No state depends on them. So a damaged one does not spoil the checkpoint: all later checkpoints would be spoilt as well.
     """
     for entry in loaded.manifest.shared:
         try:
@@ -188,19 +188,19 @@ def shared_files(loaded: Loaded, warn: Callable[[str], None]) -> Iterator[bytes]
 def newest_good(run: RunFolder, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that is whole, verified to the last byte; None where there is none.
 
-    Each one that is passed over is told to `warn` with the bad file and what is wrong with it. Another
+    Each skipped one is reported to `warn`, with the bad file and what is wrong with it. Any other
     StorageError is raised: a store that cannot be reached is no reason to start from an older state.
     """
     return _newest(run, warn, lambda checkpoint: (verify(checkpoint), checkpoint)[1])
 
 
 def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
-    """The content of the newest checkpoint that is whole, read once; else as `newest_good`."""
+    """The content of the newest checkpoint that is whole, read only once; otherwise as `newest_good`."""
     return _newest(run, warn, load)
 
 
 def _newest(run: RunFolder, warn: Callable[[str], None], read: Callable[[Checkpoint], T]) -> T | None:
-    for step in run.steps():  # one after the other: of thousands, the first is nearly always good
+    for step in run.steps():  # one at a time: of thousands, the first is nearly always good
         for checkpoint in checkpoints_of(run, step):
             try:
                 return read(checkpoint)
@@ -220,7 +220,7 @@ def _sizes_of_shared(checkpoint: Checkpoint) -> dict[str, int]:
 def check_sizes(
     checkpoint: Checkpoint, entries: Iterable[FileEntry | SharedFile], sizes: Mapping[str, int]
 ) -> None:
-    """BadCheckpointError for the first file that is missing among those in `sizes`, or has another size."""
+    """BadCheckpointError for the first file that is missing from `sizes`, or has another size there."""
     for entry in entries:
         if entry.name not in sizes:
             raise checkpoint.bad(entry.name, "it is missing")
@@ -231,14 +231,14 @@ def check_sizes(
 
 
 def _read(checkpoint: Checkpoint, entry: FileEntry | SharedFile, content: Callable[[_Verified], T]) -> T:
-    """What `content` makes of a file, when all of it has been read and has the right hash."""
+    """The result of `content` for a file, once all of it has been read and has the right hash."""
     try:
         with checkpoint.storage.open(_path(checkpoint, entry)) as reading:
             file = _Verified(reading, entry)
             try:
                 found = content(file)
             except BadCheckpointError:
-                file.rest()  # a wrong hash tells more than what it led to
+                file.rest()  # a wrong hash is the cause, so report that instead
                 raise
             file.rest()
             return found
@@ -285,7 +285,7 @@ class _Verified:
         return content
 
     def rest(self) -> None:
-        """Read what is left and compare the hash. BadCheckpointError where it is another."""
+        """Read what is left and compare the hash. BadCheckpointError where it differs."""
         piece = memoryview(bytearray(min(self._left, PIECE)))
         while self._left > 0:
             self.fill(piece[: self._left])

@@ -1,7 +1,7 @@
-"""Which checkpoints to keep, and what a crash has left behind: decisions only, nothing is touched here.
+"""Which checkpoints to keep, and which files a crash has left behind: only decisions, nothing is deleted here.
 
-Invariants: the newest good checkpoint is never deleted, nor a pinned one; a damaged one never counts for a good
-one; where nothing is good, nothing is deleted. A file is a leftover only if no manifest names it and nobody
+Invariants: the newest good checkpoint is never deleted, nor a pinned one; a damaged one never counts as
+good; where nothing is good, nothing is deleted. A file is a leftover only if no manifest names it and nobody
 can still be about to name it.
 """
 
@@ -20,12 +20,12 @@ class Keep:
     """The checkpoints to keep: those that any of these asks for."""
 
     last: int = 2
-    """The newest so many, at least one."""
+    """How many of the newest, at least one."""
     metric: str | None = None
-    """The best by this metric; of equals the earliest, and NaN is never best."""
+    """The best by this metric; on a tie the earliest, and NaN is never best."""
     mode: Literal["min", "max"] = "min"
     every: int | None = None
-    """Each step that so many divide, for good."""
+    """Every step that is a multiple of this, for good."""
     pinned: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A checkpoint as it is judged. One is `good` unless something is known to be wrong with it."""
+    """What is known of a checkpoint. It is `good` unless something is known to be wrong with it."""
 
     step: int
     good: bool = True
@@ -61,7 +61,7 @@ def surplus(known: Iterable[Known], keep: Keep) -> list[int]:
 
 
 def essential(known: Iterable[Known], keep: Keep) -> list[int]:
-    """The steps without which a run would lose something: the newest good one, the best and those pinned; newest first."""
+    """The steps without which a run would lose something: the newest good one, the best one and the pinned ones; newest first."""
     good = sorted((one for one in known if one.good), key=lambda checkpoint: checkpoint.step)
     newest = {checkpoint.step for checkpoint in good[-1:]}
     pinned = {checkpoint.step for checkpoint in good if checkpoint.step in keep.pinned}
@@ -81,7 +81,7 @@ def _best(good: list[Known], keep: Keep) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepFolder:
-    """What lies in a step's folder. `listed` are the names in its manifests and theirs, None where one cannot be read."""
+    """The files in a step's folder. `listed` has the manifests and the files that they name; None where a manifest cannot be read."""
 
     step: int
     names: frozenset[str]
@@ -91,12 +91,12 @@ class StepFolder:
 
 
 def leftovers(folders: Iterable[StepFolder], current: int, *, fenced: bool = True) -> dict[int, list[str]]:
-    """The files to clear, by step, while attempt `current` is the current one.
+    """The files to delete, by step, while attempt `current` is the current one.
 
-    Files of ended attempts, and those of the current one before the newest step that it has published: ranks
-    write their parts in the order of steps. A folder whose manifest cannot be read is left as it is, and a
-    name that is not of this store's making is never touched. Where ended attempts are not `fenced` off, the manifest
-    that names their files may still be on its way: they stay until the current one has published that step or a later one.
+    These are files of ended attempts, and those of the current one before the newest step that it has published: ranks
+    write their parts in the order of steps. A folder whose manifest cannot be read is left alone, and so is a
+    file whose name this store did not make. Where ended attempts are not `fenced` off, the manifest
+    that names their files may still be on its way: they stay until the current attempt has published that step or a later one.
     """
     known = list(folders)
     published = max((folder.step for folder in known if folder.attempt == current), default=-1)

@@ -1,14 +1,14 @@
-"""The folder of a run: it belongs to one run, and one attempt at a time may publish and delete in it.
+"""The folder of a run: it belongs to one run, and only one attempt at a time may publish and delete in it.
 
 Invariants:
 - `owner.json` is created exclusively: of two runs that want one folder, one is refused.
-- Attempts only count up. Before `attempt.json` names the new attempt, the staging folders of all older ones
-  have ended; as publishing and withdrawing are renames through an attempt's own staging folder, no older
-  attempt can do either from then on, however late it wakes.
-- An object store knows no rename. There an attempt begins with an empty object whose name is its number and a token,
-  `attempts/0003.1f6c…`; the highest number is the current attempt. Of two that want one number, each looks after it
-  has put its own, so the later one sees the earlier and gives way. An attempt looks right before it publishes, and what
-  is late all the same bears its own name: it takes the place of nothing, and deletes nothing of a newer attempt.
+- Attempt numbers only rise. Before `attempt.json` names the new attempt, the staging folders of all older ones
+have ended. Publishing and withdrawing are renames through an attempt's own staging folder, so from then on no older
+attempt can do either, however late it wakes.
+- An object store has no rename. There an attempt begins with an empty object whose name is its number and a token,
+`attempts/0003.1f6c…`; the highest number is the current attempt. Of two that want one number, each looks after it
+has put its own, so the later one sees the earlier and gives way. An attempt checks right before it publishes. If it
+is late all the same, its files have names of their own: they replace and delete nothing of a newer attempt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.errors import StorageError
 
 
 class Fence(NamedTuple):
-    """What `attempt.json` says: the attempt that may publish and delete. Number 0 is before the first."""
+    """What `attempt.json` says: the attempt that may publish and delete. Number 0 means none has begun."""
 
     number: int
     token: str
@@ -36,40 +36,40 @@ class Fence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Steps of a recorded run that are taken again, to be compared: nothing of that run is written to, and nothing is saved."""
+    """Steps of a recorded run that are taken again for comparison. Nothing of that run is written to, and nothing is saved."""
 
     run_id: str
     storage: str
-    """Where the checkpoint of `step` is found; read only."""
+    """Where the checkpoint of `step` is; it is only read."""
     step: int
     """The step whose checkpoint it starts from; 0 for the run's beginning."""
     until: int
     """The last step that is taken."""
     source: Mapping[str, bytes] | None = None
-    """The job's files by their paths below a source root, to be imported in place of those that are there."""
+    """The job's files by their paths below a source root, to be imported instead of the installed ones."""
     probe: Any = None
-    """A `training.probe.Probe` that is shown its micro-batches, in this process."""
+    """A `training.probe.Probe` that sees its micro-batches, in this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptOrigin:
-    """Which attempt of which run this is. It saves under this number; a newer one takes that right from it."""
+    """Which attempt of which run this is. It saves under this number, until a newer attempt takes over."""
 
     run_id: str | None = None
-    """The run that goes on, whose attempt was claimed already; None for a new run, of which the record knows the id."""
+    """The run to resume, whose attempt is claimed already; None for a new run, whose id the record knows."""
     attempt: int = 1
     step: int | None = None
-    """Go on from the checkpoint of this step; None for the newest one that is good."""
+    """Resume from the checkpoint of this step; None for the newest good one."""
     in_memory: bool = False
-    """It goes on from what the workers of the attempt before hold, of the same run; rank 0 claims it with the first save."""
+    """Whether it goes on from what the workers of the previous attempt hold, of the same run; rank 0 claims it at its first save."""
     replay: Replay | None = None
-    """For an attempt that only takes steps of another run again."""
+    """Set for an attempt that only takes steps of another run again."""
     doubts: tuple[Any, ...] = ()
-    """`Corrupted` events of earlier attempts that name nobody: settled once this one has taken their steps."""
+    """Undecided `Corrupted` events of earlier attempts, to be settled when this one has taken their steps."""
 
     @property
     def saves(self) -> bool:
-        """Whether the attempt leaves checkpoints and weights."""
+        """Whether the attempt writes checkpoints and weights."""
         return self.replay is None
 
 
@@ -82,9 +82,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, storage: Storage, run_id: str, token: str | None = None) -> RunFolder:
-        """The folder of a new run. StorageError where it belongs to a run already.
+        """The folder of a new run. StorageError where it already belongs to a run.
 
-        It may be created again with the same `token`, where the answer of the first time was lost.
+        A call may be repeated with the same `token` if the first answer was lost.
         """
         folder = cls(storage, _checked(run_id))
         content = as_text({"run": run_id, "token": token or uuid.uuid4().hex})
@@ -118,11 +118,11 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """The folder as a person is shown it."""
+        """The folder, for a person."""
         return f"{self.storage.shown.rstrip('/')}/{self.run_id}"
 
     def path(self, *names: str) -> str:
-        """A path in this folder, as the storage takes it."""
+        """A path in this folder, within the storage."""
         return "/".join((self.run_id, *names))
 
     def steps(self) -> list[int]:
@@ -133,7 +133,7 @@ class RunFolder:
     def fence(self) -> Fence:
         """The attempt that may publish and delete."""
         claims = [] if self.storage.fences else self._claims()
-        if claims:  # none: no attempt yet, or a Lockstep that knew only `attempt.json` began it
+        if claims:  # if none: no attempt yet, or an older Lockstep that knew only `attempt.json`
             return Fence(*max(claims))
         try:
             found = self._read(layout.ATTEMPT)
@@ -149,8 +149,8 @@ class RunFolder:
     def claim(self, number: int | None = None, token: str | None = None) -> Attempt:
         """Begin an attempt, by default the next one; every older attempt is over from here on.
 
-        StaleAttemptError where an attempt of this number or a newer one has begun. A claim that another StorageError ended
-        half-way is made again with the same `number` and `token`, which is the claimant's own.
+        StaleAttemptError where an attempt of this number or a newer one has begun. If another StorageError ended a claim
+        half-way, it is repeated with the same `number` and `token`, which is the claimant's own.
         """
         staged = self._staged()
         newest = max(self._begun(staged))
@@ -166,7 +166,7 @@ class RunFolder:
             raise attempt.late("another process has just begun it") from error
         try:
             if self.storage.fences:
-                # Again: of two that began at once, one at least sees the other's folder.
+                # Look again: of two that began at once, at least one sees the other's folder.
                 staged = self._staged()
                 newest = max(self._begun(staged))
                 if newest > attempt.number:
@@ -177,26 +177,26 @@ class RunFolder:
             attempt.ensure_current()
         except StorageError:
             if self.storage.fences and not self._has_begun(attempt):
-                with suppress(StorageError):  # else nobody could tell whose the number is
+                with suppress(StorageError):  # otherwise nobody could tell whose number it is
                     if self.storage.exists(attempt.staging):
                         self._end(layout.staging_folder(attempt.number))
             raise
         return attempt
 
     def _has_begun(self, attempt: Attempt) -> bool:
-        """Whether this very attempt is the current one."""
-        with suppress(StorageError):  # it cannot be told now
+        """Whether exactly this attempt is the current one."""
+        with suppress(StorageError):  # unknown for now
             return self.fence() == (attempt.number, attempt.token)
         return False
 
     def _begin_by_name(self, attempt: Attempt) -> None:
-        """TakenError where another process begins an attempt of this number, or a newer one, at the same time."""
+        """Begin an attempt by an object's name. TakenError where another process begins one of this number, or a newer one, at the same time."""
         own = (attempt.number, attempt.token)
         self.storage.put(self._claim_path(own), b"")
         others = [claim for claim in self._claims() if claim != own]
         rivals = [claim for claim in others if claim[0] >= attempt.number]
         for claim in [own] if rivals else others:
-            with suppress(LostFileError):  # another process deletes it as well
+            with suppress(LostFileError):  # another process has deleted it too
                 self.storage.delete(self._claim_path(claim))
         if rivals:
             raise TakenError(
@@ -207,13 +207,13 @@ class RunFolder:
         return self.path(layout.CLAIMS, layout.claim_name(*claim))
 
     def attempt(self, number: int) -> Attempt:
-        """Join an attempt that was claimed elsewhere. StaleAttemptError where another is the current one."""
+        """Join an attempt that was claimed elsewhere. StaleAttemptError where another one is current."""
         attempt = Attempt(self, number, self.fence().token)
         attempt.ensure_current()
         return attempt
 
     def clear_ended(self) -> None:
-        """Delete what a crash has left in this folder itself: staging folders that have ended, owners half made."""
+        """Delete what a crash has left in the run's folder itself: ended staging folders, and half-made owner files."""
         for item in self.storage.list(self.run_id):
             if item.is_folder and item.name.startswith(ENDED):
                 self._end(item.name)
@@ -222,7 +222,7 @@ class RunFolder:
                     self.storage.delete(self.path(item.name))
 
     def _end(self, folder: str) -> None:
-        with suppress(LostFileError):  # another process ends it as well
+        with suppress(LostFileError):  # another process has ended it too
             self.storage.end_staging(self.path(folder))
 
     def _staged(self) -> list[int]:
@@ -234,10 +234,10 @@ class RunFolder:
         return [claim for claim in names if claim is not None]
 
     def _begun(self, staged: list[int]) -> Iterator[int]:
-        """Attempts that have left a trace, the newest among them: were `attempt.json` lost, no number is given twice even so."""
+        """Numbers of attempts that have left a trace, including the newest. So no number is given twice, even if `attempt.json` is lost."""
         yield 0
         yield from staged
-        with suppress(StorageError):  # a fence that cannot be understood is replaced by the next claim
+        with suppress(StorageError):  # the next claim replaces a fence that cannot be parsed
             number = self.fence().number
             yield number
             if number > 0:
@@ -267,7 +267,7 @@ class Attempt:
 
     @property
     def staging(self) -> str:
-        """The folder that this attempt, and no other of its number, writes aside in."""
+        """The folder in which only this attempt, and no other of its number, writes aside."""
         return self.run.path(layout.staging_folder(self.number), self.token)
 
     @property
@@ -289,12 +289,12 @@ class Attempt:
             raise self._over(error) from error
 
     def publish(self, path: tuple[str, ...], content: bytes) -> None:
-        """Write the file that makes others count, as the current attempt or not at all."""
+        """Write the file that makes others count, only as the current attempt."""
         self.ensure_current()
         self.write(path, [content])
 
     def withdraw(self, path: tuple[str, ...]) -> None:
-        """Delete the file that makes others count, as the current attempt or not at all; it may be gone."""
+        """Delete the file that makes others count, only as the current attempt; it may be gone."""
         self.ensure_current()
         whole = self.run.path(*path)
         try:
@@ -304,19 +304,19 @@ class Attempt:
                 raise self._over(error) from error
 
     def discard(self, path: tuple[str, ...]) -> None:
-        """Delete a file that nothing counts on any more; it may be gone."""
+        """Delete a file that nothing refers to any more; it may be gone."""
         with suppress(LostFileError):
             self.run.storage.delete(self.run.path(*path))
 
     def _over(self, error: LostFileError) -> StorageError:
-        """Why a file went missing while it was written: this attempt's end, or else the error itself."""
+        """Why a file went missing while it was written: this attempt has ended, or else the error itself."""
         self.ensure_current()
         if self.run.storage.exists(self.staging):
             return error
         return self._stale("its folder has been ended")
 
     def late(self, why: str) -> StaleAttemptError:
-        """What a claim of this attempt ends with where it came too late."""
+        """The error for a claim of this attempt that came too late."""
         return StaleAttemptError(
             f"checkpoint.storage: attempt {self.number} of run {self.run.run_id} cannot begin, {why}"
         )

@@ -19,7 +19,7 @@ from lockstep.files import flush, make_folder
 
 
 def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> AttemptOrigin:
-    """Begin the next attempt of a run, with a number of `at_least` so much: whatever still runs of it can publish nothing from here on.
+    """Begin the next attempt of a run, with a number of at least `at_least`. Earlier attempts that still run can publish nothing from here on.
 
     StaleAttemptError where another command has taken the run over from this process.
     """
@@ -29,7 +29,7 @@ def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> Att
         check_step(run_id, step, saved_steps(folder))
     try:
         attempt = folder.claim(at_least)
-    except StaleAttemptError:  # so many have begun already
+    except StaleAttemptError:  # that many attempts have begun already
         attempt = folder.claim()
     return AttemptOrigin(run_id, attempt.number, step)
 
@@ -47,7 +47,7 @@ def saved_steps(folder: RunFolder) -> list[int]:
 
 
 def steps_of(storage: str, run_id: str) -> list[int]:
-    """The same for a run by its id; none where its folder is not there."""
+    """`saved_steps` of a run by its id; empty where its folder does not exist."""
     try:
         return saved_steps(RunFolder.open(open_storage(storage), run_id))
     except LostFileError:
@@ -55,9 +55,9 @@ def steps_of(storage: str, run_id: str) -> list[int]:
 
 
 def whole_steps(storage: str, run_id: str) -> Iterator[int]:
-    """Those of them whose files are all there, with their sizes; their hashes are compared when one is read.
+    """The saved steps whose files all exist with the right sizes, newest first; hashes are compared only when a checkpoint is read.
 
-    Each is looked at when it is asked for: of thousands, whoever wants the newest looks at one.
+    Each one is checked when it is asked for: a caller that wants the newest of thousands checks one.
     """
     try:
         folder = RunFolder.open(open_storage(storage), run_id)
@@ -81,7 +81,7 @@ def read_shared(storage: str, run_id: str, name: str) -> bytes:
 
 
 def opened(storage: str, run_id: str) -> RunFolder:
-    """The run's folder, made where there is none: it ended before its first checkpoint, or on another machine."""
+    """The run's folder. It is created if the run ended before its first checkpoint, or on another machine."""
     place = open_storage(storage)
     try:
         return RunFolder.open(place, run_id)
@@ -90,15 +90,15 @@ def opened(storage: str, run_id: str) -> RunFolder:
 
 
 def pin_aliased(storage: str, run_id: str, steps: frozenset[int]) -> None:
-    """Keep the checkpoints that the model registry has an alias for, and let go of those whose alias was taken away."""
+    """Pin the checkpoints that have an alias in the model registry, and unpin those whose alias was removed."""
     with suppress(LostFileError):  # no checkpoint yet, and so no alias
         pin_exactly(RunFolder.open(open_storage(storage), run_id), steps, ALIAS)
 
 
 def adopt(storage: str, run_id: str, step: int, files: Path) -> None:
-    """Make a verified folder of files the run's checkpoint of `step`, in one rename; it lies on the storage's own disk.
+    """Make a verified folder of files the run's checkpoint of `step`, by one rename; it is on the storage's own disk.
 
-    Before it, the files that it shares take their place beside the run's checkpoints.
+    First the files that it shares are moved beside the run's checkpoints.
     """
     run = opened(storage, run_id)
     place, shared = Path(storage, run.path(step_folder(step))), Path(storage, run.path(SHARED))
@@ -107,7 +107,7 @@ def adopt(storage: str, run_id: str, step: int, files: Path) -> None:
         flush(file)
         file.replace(shared / file.name)
         flush(shared)
-    if place.exists():  # what is there is no checkpoint
+    if place.exists():  # what is there is not a checkpoint
         shutil.rmtree(place)
     for file in files.iterdir():
         flush(file)

@@ -1,11 +1,12 @@
-"""Saving beside training: the step pays for a copy to host memory, a thread writes it.
+"""Saves beside training: the step pays for a copy to host memory, and a thread writes it.
 
 Invariants:
-- At most one save is in flight. A save that is asked for while another is being written waits for it, for
-  the buffers are still in use; how long is told (`Pause.waited_s`).
-- A save that fails is tried again, then given up and reported; what was published before stands, the next
-  save starts anew, and the run goes on.
-- A step is saved once by an attempt: the state after a step is one state.
+
+- At most one save is in flight. A save that is requested while another is being written waits for it, because
+the buffers are still in use; `Pause.waited_s` says how long.
+- A save that fails is tried again, then given up and reported. What was published before stands, the next
+save starts anew, and the run goes on.
+- An attempt saves a step only once: there is one state after a step.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ T = TypeVar("T")
 Share = Callable[[str, bytes], SharedFile]
 """Writes a file that checkpoints share, by its name."""
 Sharing = Callable[[Share], Sequence[SharedFile]]
-"""What a checkpoint shares with others of the run: those files that are new are written by what it is called with."""
+"""Returns the files that a checkpoint shares with others of the run, after writing the new ones with the `Share` that it gets."""
 
 _ALIVE_S = 1.0
 
 
 class Pause(NamedTuple):
-    """What a save cost the training loop, in seconds: waiting for the save before, and the copy."""
+    """What a save cost the training loop, in seconds: waiting for the previous save, and the copy."""
 
     waited_s: float
     copied_s: float
 
 
 class Saved(NamedTuple):
-    """A save that is done. `checkpoint` is rank 0's, who publishes; `nbytes` are this rank's."""
+    """A save that is done. `checkpoint` is set on rank 0, which publishes; `nbytes` are this rank's."""
 
     step: int
     nbytes: int
@@ -64,9 +65,9 @@ class Saved(NamedTuple):
     checkpoint: Checkpoint | None
     deleted: tuple[int, ...] = ()
     warning: str | None = None
-    """What went wrong after the checkpoint was published, where anything did."""
+    """What went wrong after the checkpoint was published, if anything did."""
     essential: tuple[tuple[int, str], ...] = ()
-    """The newest checkpoint, the best and those that are pinned, newest first: step, and folder as a person is shown it."""
+    """The newest checkpoint, the best one and the pinned ones, newest first: step, and folder for a person."""
 
 
 class Failed(NamedTuple):
@@ -81,8 +82,8 @@ class Failed(NamedTuple):
 class AsyncSaver:
     """Saves the state of one rank of an attempt. Calls come from one thread; reports come from another.
 
-    All `ranks` ask for the same saves in the same order, and rank 0 publishes them. Writing a part and
-    publishing it are tried `tries` times each, again after `pause_s` seconds, then after twice as long each time.
+    All `ranks` request the same saves in the same order, and rank 0 publishes them. Writing a part and
+    publishing it are each tried `tries` times, with a pause of `pause_s` seconds that doubles each time.
     """
 
     def __init__(
@@ -106,18 +107,18 @@ class AsyncSaver:
         self.last: Saved | None = None
         """The newest save that is done."""
         self.failure: Failed | None = None
-        """The failure of the newest save, or None where it went well."""
+        """The failure of the newest save, or None if it succeeded."""
         self._on_saved, self._on_failure, self._alive = on_saved, on_failure, alive
         self._catalogue = Catalogue(attempt)
         self._uncleared: set[int] | None = None
-        """Steps that a failed save may have left something of; None before the attempts before have been cleared up after."""
+        """Steps in which a failed save may have left something; None until the leftovers of earlier attempts are cleared."""
         self._copied: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._abandoned = threading.Event()
 
     def reserve(self, sections: Mapping[str, Tree | Block]) -> None:
-        """Make the buffers before the first save, which then takes no longer than any other."""
+        """Make the buffers before the first save, which then takes no longer than later ones."""
         self.wait()
         self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
 
@@ -130,9 +131,8 @@ class AsyncSaver:
     ) -> Pause:
         """Copy the state and begin to write it. Returns as soon as the sections may change again.
 
-        `sharing` is called in the thread that writes, by the rank that publishes, and again where a try failed.
-
-        Raises JobError for what no checkpoint can hold, RuntimeError when closed, and nothing else: a failure
+        The writer thread calls `sharing` on the rank that publishes, and again after a failed try.
+        Raises JobError for what no checkpoint can hold, and RuntimeError after `close`. Any other failure
         is reported instead.
         """
         began = time.perf_counter()
@@ -169,7 +169,7 @@ class AsyncSaver:
         return True
 
     def close(self, *, abandon: bool = False) -> None:
-        """Finish the save in flight; none begins any more. `abandon` gives up tries and waiting for other ranks."""
+        """Finish the save in flight; no other can begin. `abandon` gives up tries and waiting for other ranks."""
         self._closed = True
         if abandon:
             self._abandoned.set()
@@ -207,7 +207,7 @@ class _Save:
         began = time.perf_counter()
         try:
             checkpoint = self._write()
-        except Exception as error:  # noqa: BLE001  a thread's last line: whatever it is, it is reported and ends no run
+        except Exception as error:  # noqa: BLE001  the last line of a thread: any failure is reported, and ends no run
             told = error if isinstance(error, LockstepError) else StorageError(f"checkpoint: {error!r}")
             self._give_up(told)
             return
@@ -222,7 +222,7 @@ class _Save:
         )  # fmt: skip
 
     def _write(self) -> Checkpoint | None:
-        """Write this rank's part; publish, as rank 0, when the other parts are there."""
+        """Write this rank's part; on rank 0, publish when the other parts are there."""
         saver, step, copied = self.saver, self.step, self.copied
         if isinstance(copied, StorageError):
             raise copied
@@ -231,7 +231,7 @@ class _Save:
         try:
             part: Part = self._tried(lambda: write_part(saver.attempt, step, copied))
         except TakenError:
-            # A commit that was told as failed had been done.
+            # A commit that was reported as failed had succeeded.
             return Checkpoint.of(saver.attempt.run, step) if saver.rank == 0 else None
         if saver.rank > 0:
             self._tried(lambda: post_receipt(saver.attempt, step, part))
@@ -259,7 +259,7 @@ class _Save:
             pause_s *= 2
 
     def _prune(self) -> tuple[tuple[int, ...], str | None]:
-        """Delete what is not to be kept. The checkpoint stands: a failure here is no more than a warning."""
+        """Delete what need not be kept. The checkpoint stands: a failure here is only a warning."""
         saver = self.saver
         try:
             if saver._uncleared is None or saver._uncleared:
@@ -272,7 +272,7 @@ class _Save:
             return (), str(error)
 
     def _essential(self) -> tuple[tuple[int, str], ...]:
-        """As the last pruning found them; this checkpoint is one of them, whatever became of the pruning."""
+        """The essential checkpoints of the last pruning, and this one whether or not the pruning succeeded."""
         steps = {self.step, *self.saver._catalogue.essential}
         run = self.saver.attempt.run
         return tuple((step, Checkpoint.of(run, step).shown) for step in sorted(steps, reverse=True))
@@ -280,6 +280,6 @@ class _Save:
     def _give_up(self, error: LockstepError) -> None:
         saver = self.saver
         if saver.rank > 0 and not isinstance(error, StaleAttemptError):
-            with suppress(StorageError):  # rank 0 then finds out by waiting
+            with suppress(StorageError):  # if it fails, rank 0 finds out by its timeout
                 post_failure(saver.attempt, self.step, saver.rank, str(error))
         saver._failed(Failed(self.step, self.pause, self.used, error))

@@ -1,6 +1,6 @@
-"""A tree out of its skeleton and its tensors: what `tree.pack` took apart.
+"""Rebuilds a tree from its skeleton and its tensors, which `tree.pack` took apart.
 
-Read without torch where there are no tensors: a recorder reads manifests.
+It needs no torch where there are no tensors: the recorder reads manifests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORDS = frozenset({"$tensor", "$tuple", "$map", "$float", "$int"})
 
 
 def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
-    """The tree that `pack` took apart. BadCheckpointError where the two do not belong together."""
+    """The tree that `pack` took apart. BadCheckpointError where skeleton and tensors do not match."""
     unused = set(tensors)
 
     def tensor(name: str) -> Tensor:

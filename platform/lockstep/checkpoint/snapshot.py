@@ -1,9 +1,9 @@
 """A copy of named sections in host memory: all that a training step pays for a checkpoint.
 
-The copy is one pass over the tensors' memory into buffers that are used again by the next save. Ranks that
-hold the same state share the bytes out: each copies and writes its own stretch of them. From CUDA the copies
-are queued on the current stream into page-locked memory, so the host does not wait, and whatever changes the
-state next is queued behind them: there is nothing that a caller could forget to wait for. (A stream of their
+The copy is one pass over the tensors' memory, into buffers that the next save uses again. Ranks that
+hold the same state share the bytes: each copies and writes its own range of them. From CUDA the copies
+are queued on the current stream into page-locked memory, so the host does not wait. Whatever changes the
+state next is queued behind them, so there is nothing that a caller could forget to wait for. (A stream of their
 own would let them overlap with the next forward pass, which changes BatchNorm's buffers.)
 """
 
@@ -25,17 +25,17 @@ from lockstep.checkpoint.tree import Elsewhere, Packed, Tree, pack
 from lockstep.errors import JobError, StorageError
 
 Block = bytes | Callable[[], bytes]
-"""Bytes, or what makes them: called later, by the thread that writes, of what no step changes any more."""
+"""Bytes, or a function that makes them. The writer thread calls it later, so it must use only what no step changes any more."""
 
 SMALLEST_SHARE = 4 << 20
-"""Bytes below which a further rank that writes costs more than it saves."""
+"""Below so many bytes a rank, another rank that writes costs more than it saves."""
 
 _ALIGNED = 64
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """The sections as they were at one moment; of the tensors, those that this rank writes."""
+    """The sections at one moment; of the tensors, only those that this rank writes."""
 
     trees: dict[str, Any]
     """Each section's skeleton."""
@@ -43,7 +43,7 @@ class Snapshot:
     tensors: dict[str, dict[str, Tensor]]
     rank: int
     writers: int
-    """Ranks 0 … writers-1 have a part to write, the others none."""
+    """Ranks 0 … writers-1 write a part, the others none."""
     buffers: Buffers
     copied: torch.cuda.Event | None = None
 
@@ -53,22 +53,22 @@ class Snapshot:
         return sum(tensor.nbytes for own in self.tensors.values() for tensor in own.values())
 
     def wait(self) -> None:
-        """Return when the copies have been made."""
+        """Wait until the copies are made."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def structure(self) -> str:
-        """A digest that is the same on all ranks which hold the same state. It takes milliseconds: leave it to the writer."""
+        """A digest that is equal on all ranks with the same state. It takes milliseconds: leave it to the writer thread."""
         return sha256(json.dumps(self.trees, allow_nan=False).encode()).hexdigest()
 
 
 def snapshot(
     sections: Mapping[str, Tree | Block], into: Snapshot | None = None, *, rank: int = 0, ranks: int = 1
 ) -> Snapshot:
-    """Copy `sections` to host memory, into the memory of `into`, which is used up by it.
+    """Copy `sections` to host memory, reusing the memory of `into`, which is no longer valid afterwards.
 
-    Trees are the same on all `ranks`; blocks of bytes are rank 0's alone, and another rank's are left out.
-    JobError for what is no tree, StorageError where there is no memory for the copy.
+    Trees are the same on all `ranks`; blocks of bytes are taken from rank 0 only.
+    JobError for what is not a tree, StorageError where there is no memory for the copy.
     """
     packed, blocks = _packed(sections)
     sources = [tensor for found in packed.values() for tensor in found.tensors.values()]
@@ -91,7 +91,7 @@ def snapshot(
 
 
 def writers(sections: Mapping[str, Tree | Block], ranks: int) -> dict[int, int]:
-    """The rank that writes each tensor which stands `Elsewhere`, by the id of that. The same on every rank."""
+    """The rank that writes each tensor that stands as `Elsewhere`, by the id of that object. The same on every rank."""
     sources = [tensor for found in _packed(sections)[0].values() for tensor in found.tensors.values()]
     return {
         id(sources[i]): rank
@@ -102,7 +102,7 @@ def writers(sections: Mapping[str, Tree | Block], ranks: int) -> dict[int, int]:
 
 
 def _packed(sections: Mapping[str, Tree | Block]) -> tuple[dict[str, Packed], dict[str, Block]]:
-    """The sections that are trees, taken apart, and those that are blocks."""
+    """The sections that are trees, packed, and those that are blocks."""
     packed, blocks = {}, {}
     for section, content in sections.items():
         if not layout.is_section(section):
@@ -119,10 +119,10 @@ def _shares(sources: Sequence[Tensor | Elsewhere], ranks: int) -> list[range]:
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[range]:
-    """Which of the items of these sizes each rank takes: stretches of nearly the same number of bytes.
+    """Which items each rank takes, given their sizes: consecutive items of nearly the same number of bytes.
 
-    An item falls to the rank in whose stretch its middle lies. Pure: every rank finds the same. There are no
-    more stretches than are worth a rank each, and at least one.
+    An item goes to the rank in whose range of bytes its middle lies. Pure: every rank finds the same. There are
+    at least one range, and no more than are worth a rank each.
     """
     total = sum(sizes)
     writers = max(1, min(ranks, total // SMALLEST_SHARE))
@@ -138,10 +138,10 @@ def share_out(sizes: Sequence[int], ranks: int) -> list[range]:
 
 
 class Buffers:
-    """Host memory for the copies of one snapshot, kept from one to the next.
+    """Host memory for the copies of one snapshot, kept for the next.
 
-    One block holds them all: a first copy into fresh memory takes seven times as long (0.42 s against 0.06 s
-    for 500 MB), for the system clears each page when it is first touched.
+    One block holds them all. A first copy into fresh memory takes seven times as long (0.42 s against 0.06 s
+    for 500 MB), because the system clears each page when it is first touched.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Buffers:
         self._for_cuda = False
 
     def copy(self, sources: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """A copy of each tensor, and for tensors on CUDA the event after which they are made."""
+        """A copy of each tensor and, for tensors on CUDA, the event after which the copies are made."""
         on_cuda = any(tensor.is_cuda for tensor in sources)
         wanted = [(tensor.dtype, tensor.shape) for tensor in sources]
         if wanted != self._layout or (on_cuda and not self._for_cuda):
@@ -172,7 +172,7 @@ class Buffers:
             self._layout, self._views = [], []
             self._block = torch.empty(
                 0, dtype=torch.uint8
-            )  # the old one is given back before the new is asked for
+            )  # free the old block before allocating the new one
             self._block = _host_block(starts[-1])
             self._for_cuda = for_cuda
             if for_cuda:
@@ -194,8 +194,8 @@ def _host_block(size: int) -> Tensor:
 
 
 def _lock(block: Tensor) -> None:
-    """Lock the pages of a block for CUDA. torch's own pinned memory comes in powers of two, up to twice as much."""
+    """Lock the pages of a block for CUDA. torch's own pinned memory comes in powers of two, which can be twice as much."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if len(block) and int(runtime.cudaHostRegister(block.data_ptr(), len(block), 1)) == 0:
         weakref.finalize(block, runtime.cudaHostUnregister, block.data_ptr())
-    # Where there is too much to lock, the copies are made all the same, and the host waits for them.
+    # If there is too much to lock, the copies are still made, but the host waits for them.

@@ -1,6 +1,6 @@
 """Where checkpoints are kept: a folder on a disk or a prefix in an object store, behind one small interface.
 
-Paths are relative to the storage and use `/`. A file that is written is there whole or not at all. Every
+Paths are relative to the storage and use `/`. A written file is complete or absent. Every
 failure is a StorageError of one line; credentials in a URI are never shown.
 """
 
@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 PIECE = 1 << 20
-"""Bytes that are hashed and written, or read and hashed, at a time: they stay in the processor's cache between the two."""
+"""Bytes that are hashed and written, or read and hashed, at a time: few enough to stay in the processor's cache in between."""
 
 
 class Written(NamedTuple):
-    """A file as it was written."""
+    """The size and hash of a written file."""
 
     size: int
     sha256: str
@@ -34,40 +34,40 @@ class Reading(Protocol):
     """A file that is being read from its beginning."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the front of `buffer`; the number of bytes, 0 at the end."""
+        """Read into the front of `buffer`. Returns the number of bytes, 0 at the end."""
 
 
 class Storage(Protocol):
-    """A folder or a prefix. `staging` names the folder that files are written aside in, where that is a thing."""
+    """A folder or a prefix. `staging` names the folder in which files are written aside, if the storage has one."""
 
     shown: str
-    """The storage as a person is shown it."""
+    """The storage, for a person."""
     fences: bool
-    """Whether a staging folder that has ended stops whoever still writes through it; where not, names keep attempts apart."""
+    """Whether ending a staging folder stops those that still write through it; if not, file names keep attempts apart."""
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
-        """Write `path` whole or not at all, in place of what is there. LostFileError where `staging` has ended."""
+        """Write `path` whole or not at all, replacing what is there. LostFileError where `staging` has ended."""
 
     def create(self, path: str, content: bytes) -> None:
-        """Write a small file that must be new. TakenError where it is there already; of many at once, one succeeds at most."""
+        """Write a small file that must be new. TakenError where it exists; of many calls at once, at most one succeeds."""
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a small file whole, in place of what is there, without waiting for the disk: a loss of power may undo it."""
+        """Write a small file whole, replacing what is there, without waiting for the disk: a loss of power may undo it."""
 
     def read(self, path: str) -> bytes:
-        """All of a small file."""
+        """The content of a small file."""
 
     def open(self, path: str) -> AbstractContextManager[Reading]:
-        """A file to read from its beginning."""
+        """Open a file to read it from its beginning."""
 
     def list(self, folder: str) -> list[Item]:
-        """What is in a folder, by name; nothing where there is no such folder."""
+        """The entries of a folder, by name; none if there is no such folder."""
 
     def tree(self, folder: str) -> Mapping[str, Sequence[Item]]:
-        """The files of each folder in `folder`, by the folder's name, in as few requests as there can be."""
+        """The files of each folder in `folder`, by the folder's name, in as few requests as possible."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Whether such a file or folder exists."""
 
     def delete(self, path: str, *, staging: str | None = None) -> None:
         """Delete a file, through `staging` where given. LostFileError where the file is gone or `staging` has ended."""
@@ -76,17 +76,17 @@ class Storage(Protocol):
         """Delete a folder if it is empty."""
 
     def begin_staging(self, folder: str, owner: str) -> None:
-        """Make a staging folder, in which `folder/owner` is the one to write through. TakenError where it is there already.
+        """Make a staging folder, whose subfolder `folder/owner` is the one to write through. TakenError where it exists.
 
-        One that is made again by another owner, after its end, is not written through by who held it before.
+        If another owner makes it again after its end, the previous owner cannot write through it.
         """
 
     def end_staging(self, folder: str) -> None:
-        """End a staging folder for all who write through it, in one moment, and delete what is in it."""
+        """End a staging folder for all that write through it, in one moment, and delete its content."""
 
 
 def hashed(pieces: Iterable[bytes | memoryview], write: Callable[[memoryview], object]) -> Written:
-    """Pass `pieces` to `write` in small portions, and tell their size and hash."""
+    """Pass `pieces` to `write` in small portions. Returns their size and hash."""
     digest, size = hashlib.sha256(), 0
     for portion in _portions(pieces):
         digest.update(portion)

@@ -1,4 +1,4 @@
-"""Which storage a path or a URI names."""
+"""Opens the storage that a path or a URI names."""
 
 from __future__ import annotations
 

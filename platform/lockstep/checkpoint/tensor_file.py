@@ -1,7 +1,7 @@
 """Tensors in one file, in the format of safetensors: bytes and a table of contents, nothing that can run.
 
-Written and read as a stream, so that each byte is hashed on its one way past: the library writes without
-telling the hash and reads into a second copy. Every tensor that is read has memory of its own, aligned as
+Files are written and read as a stream, so that each byte is hashed as it passes: the library writes without
+giving the hash, and reads into a second copy. Every tensor that is read has memory of its own, aligned as
 torch aligns it: an offset within a file must never change the bits of what is computed from it.
 """
 
@@ -24,8 +24,8 @@ _LONGEST_HEADER = 100_000_000  # the library's own limit
 
 
 def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file. The tensors are contiguous, in host memory, and wait until they are read."""
-    # Wide types first: every tensor then begins at a multiple of its items' size, as the format wants it.
+    """The bytes of the file. The tensors must be contiguous and in host memory, and must not change until the bytes are read."""
+    # Wide types first: then every tensor begins at a multiple of its element size, as the format requires.
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     contents, end = {}, 0
     for name in order:
@@ -44,9 +44,9 @@ def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
 
 
 def read_tensors(fill: Callable[[memoryview], None], size: int) -> dict[str, Tensor]:
-    """The tensors of a file of `size` bytes; `fill` fills a buffer with the bytes that follow.
+    """The tensors of a file of `size` bytes; `fill` fills a buffer with the next bytes.
 
-    Asks for no more memory than the file has bytes. BadCheckpointError where the file is none of this format.
+    It allocates no more memory than the file has bytes. BadCheckpointError where the file is not of this format.
     """
     try:
         contents, remaining = _contents(fill, size)
@@ -56,7 +56,7 @@ def read_tensors(fill: Callable[[memoryview], None], size: int) -> dict[str, Ten
 
 
 def _contents(fill: Callable[[memoryview], None], size: int) -> tuple[dict[str, Any], int]:
-    """The table of contents, and how many bytes follow it."""
+    """The table of contents, and the number of bytes that follow it."""
     if size < 8:
         raise ValueError(f"{size} bytes hold no table of contents")
     front = bytearray(8)
@@ -93,7 +93,7 @@ def _tensors(
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor. (One item may have any stride and still counts as contiguous.)"""
+    """The memory of a contiguous tensor. (With one element, any stride counts as contiguous.)"""
     row = tensor.as_strided((tensor.numel(),), (1,))
-    array: Any = row.view(torch.uint8).numpy()  # a buffer, which numpy's types do not tell
+    array: Any = row.view(torch.uint8).numpy()  # an array is a buffer, which numpy's type hints do not say
     return memoryview(array)

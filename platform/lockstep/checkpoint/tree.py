@@ -2,11 +2,11 @@
 
 A tree is a tensor, None, a truth value, a number, text, or a list, tuple or mapping of trees; keys are plain
 values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `skeleton.unpack`
-gives the same tree: types and order of keys, every bit of a float or a tensor, whole numbers of any size, a
-tuple as a tuple. Tensors that are the same memory are stored once and are one tensor again. A tensor that is
+gives back the same tree: types and order of keys, every bit of a float or a tensor, whole numbers of any size, a
+tuple as a tuple. Tensors that share the same memory are stored once and are one tensor again. A tensor that is
 dense in another order of dimensions (channels last) keeps that order. Nothing that is read can run code.
 
-In the skeleton a JSON object is a mapping whose keys are text, unless its one key begins with `$`:
+In the skeleton a JSON object is a mapping with text keys, unless its only key begins with `$`:
 
     {"$tensor": "state/0/exp_avg"}                 the tensor of that name
     {"$tensor": "conv.weight", "order": [0, 2, 3, 1]}      … stored with its dimensions in this order
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lockstep.errors import JobError
 
 Tree = Any
-"""See the head of this module: type checkers know no such recursion through invariant containers."""
+"""See the module's docstring: type checkers do not support such a recursion through invariant containers."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -52,7 +52,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types of numbers by their names in safetensors."""
+"""Element types by their names in safetensors."""
 
 _STORED = frozenset(DTYPES.values())
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -62,7 +62,7 @@ _NO_NAMES = ("", "__metadata__")  # safetensors keeps the second for itself
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elsewhere:
-    """Stands in a tree for a tensor that another rank writes. `shape` is as it is stored, `order` as in the skeleton."""
+    """Stands in a tree for a tensor that another rank writes. `shape` is the stored one, `order` as in the skeleton."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -70,7 +70,7 @@ class Elsewhere:
 
     @classmethod
     def like(cls, tensor: Tensor, dtype: torch.dtype) -> Elsewhere:
-        """For what `torch.empty_like` would make of a tensor."""
+        """The placeholder for what `torch.empty_like` would make of a tensor."""
         stored, order = _in_order_of_memory(torch.empty_like(tensor, dtype=dtype, device="meta"))
         return cls(dtype, stored.shape, order)
 
@@ -80,20 +80,20 @@ class Elsewhere:
 
 
 class Packed(NamedTuple):
-    """A tree taken apart. The tensors are contiguous, and still the memory of the tree."""
+    """A tree taken apart. The tensors are contiguous, and normally still the memory of the tree."""
 
     skeleton: Any
     tensors: dict[str, Tensor | Elsewhere]
 
 
 def pack(tree: Tree, where: str = "tree") -> Packed:
-    """Take a tree apart. JobError, with its place after `where`, for what is no tree."""
+    """Take a tree apart. JobError, with the place after `where`, for what is not a tree."""
     packing = _Packing(where)
     return Packed(packing.encode(tree, "", 0), packing.tensors)
 
 
 def plain(tree: Tree, where: str) -> Any:
-    """A tree without tensors as JSON. JobError for what is none."""
+    """A tree without tensors as JSON. JobError for anything else."""
     packed = pack(tree, where)
     if packed.tensors:
         raise JobError(f"checkpoint: {where} holds a tensor ({min(packed.tensors)!r}), wanted plain values")
@@ -101,13 +101,13 @@ def plain(tree: Tree, where: str) -> Any:
 
 
 class _Packing:
-    """One tree on its way into a skeleton. It takes some 3 µs a tensor, of which a step pays every one."""
+    """Packs one tree. It takes some 3 µs a tensor, which every saving step pays."""
 
     def __init__(self, where: str) -> None:
         self.tensors: dict[str, Tensor | Elsewhere] = {}
         self._where = where
         self._at: dict[int, list[str]] = {}
-        """Names of the tensors that begin at an address."""
+        """Names of the tensors by the address at which they begin."""
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         """`path` is the keys that lead to `value`, each with a `/` before it."""
@@ -165,7 +165,7 @@ class _Packing:
         return _tensor_word(self._named(path, value), value.order)
 
     def _named(self, path: str, tensor: Tensor | Elsewhere) -> str:
-        """Keep a tensor under the name of its place."""
+        """Store a tensor under the name of its place."""
         name = path[1:]
         if name in self.tensors or name in _NO_NAMES:
             name = self._free_name(name)
@@ -173,7 +173,7 @@ class _Packing:
         return name
 
     def _same_memory(self, tensor: Tensor) -> str | None:
-        """The name of the tensor that is the same memory, if there is one. An empty one has no memory to share."""
+        """The name of a stored tensor with the same memory, if any. An empty tensor has no memory to share."""
         for name in self._at.get(tensor.data_ptr(), ()):
             other = self.tensors[name]
             assert isinstance(other, Tensor)
@@ -202,7 +202,7 @@ def _tensor_word(name: str, order: list[int] | None) -> dict[str, Any]:
 
 
 def _in_order_of_memory(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
-    """A contiguous tensor without a copy, and the order of dimensions that makes it so; a copy where none does."""
+    """The tensor as a contiguous one without a copy, and the order of dimensions for that; a copy if there is no such order."""
     if tensor.is_contiguous():
         return tensor, None
     strides = tensor.stride()

@@ -1,8 +1,8 @@
-"""Writing a checkpoint: every rank writes its part, then one rank publishes the manifest.
+"""Writes a checkpoint: every rank writes its part, then one rank publishes the manifest.
 
 Invariants: a file is on the disk, whole and hashed, before a receipt or a manifest names it; the manifest is
-written last, and nothing that a published one names is written again; no name is shared by two attempts or
-ranks. A crash at any moment leaves what was published before, and files that nothing names.
+written last, and nothing that a published one names is written again; no two attempts or
+ranks share a name. A crash at any moment leaves what was published before, and files that nothing names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FENCE_EVERY_S = 5.0
 
 
 class Part(NamedTuple):
-    """What one rank has written. `structure` is equal on ranks whose state is."""
+    """What one rank has written. `structure` is equal on ranks with equal state."""
 
     rank: int
     structure: str
@@ -44,7 +44,7 @@ def write_checkpoint(
     facts: Facts | None = None,
     shared: Mapping[str, bytes] | None = None,
 ) -> Checkpoint:
-    """Write and publish a whole checkpoint from one process, with the files that it shares by their names."""
+    """Write and publish a whole checkpoint from one process; `shared` has the files that it shares, by name."""
     copied = snapshot(sections)
     part = write_part(attempt, step, copied)
     entries = [share(attempt, name, content) for name, content in (shared or {}).items()]
@@ -52,9 +52,9 @@ def write_checkpoint(
 
 
 def write_part(attempt: Attempt, step: int, copied: Snapshot) -> Part:
-    """Write this rank's part of a step, each file flushed to the disk. It counts for nothing until `commit`.
+    """Write this rank's part of a step and flush each file to the disk. The part counts for nothing until `commit`.
 
-    StaleAttemptError where the attempt is over, TakenError where it has published this step already.
+    StaleAttemptError where the attempt is over, TakenError where it has already published this step.
     """
     attempt.ensure_current()
     _refuse_published(attempt, step)
@@ -68,12 +68,12 @@ def write_part(attempt: Attempt, step: int, copied: Snapshot) -> Part:
 
 
 def post_receipt(attempt: Attempt, step: int, part: Part) -> None:
-    """Tell the committing rank, through the store, that a part is written."""
+    """Report to the committing rank, through the store, that a part is written."""
     _post(attempt, step, part.rank, {**part._asdict(), "files": [asdict(entry) for entry in part.files]})
 
 
 def post_failure(attempt: Attempt, step: int, rank: int, reason: str) -> None:
-    """Tell the committing rank that a part will not come, so that it need not wait for it."""
+    """Report to the committing rank that a part will not come, so that it need not wait."""
     _post(attempt, step, rank, {"failed": reason})
 
 
@@ -87,9 +87,9 @@ def gather_parts(
     sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Part]:
-    """The parts of all writers, when the other ranks have posted their receipts.
+    """The parts of all writers, once the other ranks have posted their receipts.
 
-    StorageError where a rank tells that it failed, holds another state, or is silent for `timeout_s` seconds.
+    StorageError where a rank reports a failure, holds another state, or is silent for `timeout_s` seconds.
     """
     missing = set(range(writers)) - {own.rank}
     parts, pause_s, began = {own.rank: own}, 0.01, clock()
@@ -119,7 +119,7 @@ def gather_parts(
 
 
 def share(attempt: Attempt, name: str, content: bytes) -> SharedFile:
-    """Write a file that checkpoints of the run share. Its name bears its hash: one that is there already is the same."""
+    """Write a file that checkpoints of the run share. Its name contains its hash, so an existing file of that name is the same."""
     written = attempt.write((layout.SHARED, name), [content])
     return SharedFile(name, written.size, written.sha256)
 
@@ -127,9 +127,9 @@ def share(attempt: Attempt, name: str, content: bytes) -> SharedFile:
 def commit(
     attempt: Attempt, step: int, parts: Iterable[Part], facts: Facts, shared: Iterable[SharedFile] = ()
 ) -> Checkpoint:
-    """Publish a step of which all parts are written, and all that it shares: from here on the checkpoint exists.
+    """Publish a step whose parts and shared files are all written: from here on the checkpoint exists.
 
-    StaleAttemptError where the attempt is over. What this makes useless in the step's folder is deleted.
+    StaleAttemptError where the attempt is over. Files in the step's folder that this makes useless are deleted.
     """
     files = tuple(entry for part in parts for entry in part.files)
     folder = layout.step_folder(step)
@@ -142,7 +142,7 @@ def commit(
             )
     manifest = Manifest(attempt.run.run_id, step, attempt.number, time.time(), files, facts, tuple(shared))
     attempt.publish((folder, attempt.manifest), manifest.encode())
-    with suppress(StorageError):  # the step is published; what is left is cleared with the leftovers
+    with suppress(StorageError):  # the step is published; anything left is cleared with the leftovers
         for name in layout.manifests(sizes):  # before the files that they name
             if name != attempt.manifest:
                 attempt.withdraw((folder, name))
@@ -152,7 +152,7 @@ def commit(
 
 
 def _files(copied: Snapshot) -> Iterator[tuple[str, str, Iterable[bytes | memoryview]]]:
-    """Section, kind and bytes of each file of this rank's part. Skeletons and blocks are rank 0's."""
+    """Section, kind and bytes of each file of this rank's part. Rank 0 has the skeletons and blocks."""
     for section, tensors in copied.tensors.items():
         yield section, "tensors", tensor_pieces(tensors)
     if copied.rank == 0:
@@ -163,7 +163,7 @@ def _files(copied: Snapshot) -> Iterator[tuple[str, str, Iterable[bytes | memory
 
 
 def _replaced(number: int, names: Iterable[str], files: Iterable[FileEntry]) -> list[str]:
-    """Receipts, which have done their work, and the files of an older attempt's checkpoint of this step."""
+    """Receipts, which are no longer needed, and the files of an older attempt's checkpoint of this step."""
     known = [(name, layout.file_name(name)) for name in set(names) - {entry.name for entry in files}]
     return [
         name for name, parts in known if parts and (parts.kind == layout.RECEIPT or parts.attempt < number)
@@ -175,7 +175,7 @@ def _refuse_published(attempt: Attempt, step: int) -> None:
     try:
         published = checkpoint.manifest()
     except StorageError:
-        return  # none, or one of no use: its place is free
+        return  # none, or a useless one: its place is free
     if published.attempt == attempt.number:
         raise TakenError(f"checkpoint: attempt {attempt.number} has published step {step} already")
 
@@ -189,12 +189,12 @@ def _receipt_path(attempt: Attempt, step: int, rank: int) -> tuple[str, str]:
 
 
 def _receipt(attempt: Attempt, step: int, rank: int) -> Part | None:
-    """A rank's part, or None as long as it has not told of one. StorageError where it tells that it failed."""
+    """A rank's part, or None until it has posted one. StorageError where it reports a failure."""
     path = _receipt_path(attempt, step, rank)
     try:
         text = attempt.run.storage.read(attempt.run.path(*path))
     except StorageError:
-        return None  # not there yet, or not to be read just now: it is asked for again
+        return None  # not there yet, or unreadable just now: the caller asks again
     try:
         content = parsed(text)
         if "failed" not in content:
