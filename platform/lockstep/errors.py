@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 
 class FailedAt(NamedTuple):
-    """The micro-batch in the midst of which a device or a memory failed, and what failed; `step` is counted from 1."""
+    """The micro-batch during which a device or a memory failed, and what failed; `step` is counted from 1."""
 
     what: str
     step: int
@@ -71,11 +71,11 @@ class NumericsError(LockstepError):
     """A loss or gradient is not finite. Example: the loss of step 412, micro-batch 3 is nan."""
 
     step: int | None = None
-    """The step, from 0, that all ranks left with this error, before its update; None where it is not one of training."""
+    """The step, from 0, that all ranks left with this error before its update; None outside training."""
     micro_batch: int | None = None
-    """That of the first loss that was not finite, where it is known."""
+    """The micro-batch of the first loss that was not finite, if known."""
     phase: str = ""
-    """The phase of the step, where it has some; those before it have updated."""
+    """The phase of the step, if it has some; the phases before it have updated."""
 
 
 class ExportError(LockstepError):
@@ -103,7 +103,7 @@ class RecordError(LockstepError):
 
 
 class NoSuchRunError(RecordError):
-    """The store answers, and has no run of this id. Example: a misspelt id, or that of a run in another store."""
+    """The store answers, but has no run of this id. Example: a misspelt id, or that of a run in another store."""
 
 
 class ClusterError(LockstepError):
@@ -115,7 +115,7 @@ class DeviceError(ClusterError):
 
 
 class SilentError(ClusterError):
-    """Something was waited for that did not answer in time. Example: a mailbox whose process is stopped."""
+    """Something did not answer in time. Example: a mailbox whose process is stopped."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -128,6 +128,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says, for the one line in which it is told."""
+    """The kind of an error and the first line of its message, for a report of one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

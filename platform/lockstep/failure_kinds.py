@@ -1,4 +1,4 @@
-"""Kinds of failure, told apart by tables: what broke, and so whether another attempt can mend it. Pure.
+"""Kinds of failure, told apart by tables: what broke, and so whether another attempt can fix it. Pure.
 
 | kind | what broke | what follows |
 |---|---|---|
@@ -32,14 +32,14 @@ Kind = Literal["peer", "device", "memory", "storage", "job"]
 
 
 class Failure(NamedTuple):
-    """A kind, and what broke in words; both empty words and the kind `job` for what no table has."""
+    """A kind, and what broke in words. For what no table has, the kind is `job` and the words are empty."""
 
     kind: Kind
     what: str = ""
 
 
 class Text(NamedTuple):
-    """A failure that a library tells by a text: a regular expression, searched for without regard to case."""
+    """A failure that a library reports by a text: a regular expression, searched for without regard to case."""
 
     kind: Kind
     pattern: str
@@ -126,7 +126,7 @@ TEXTS = (
         "the node's shared memory is full",
     ),
 )
-"""The first that is found counts."""
+"""The first match counts."""
 
 ERRNOS: dict[int, Failure] = {
     **dict.fromkeys((errno.EIO, errno.EREMOTEIO), Failure("storage", "a disk or network file system failed")),
@@ -149,7 +149,7 @@ ERRNOS: dict[int, Failure] = {
     ),
     errno.ENOMEM: Failure("memory", "the node has no memory left"),
 }
-"""By the number of an OSError. All others, such as ENOENT and EACCES, are the job's."""
+"""Failures by the number of an OSError. All others, such as ENOENT and EACCES, are the job's."""
 
 NAMES: dict[str, Failure] = {
     **dict.fromkeys(
@@ -172,13 +172,13 @@ NAMES: dict[str, Failure] = {
     "torch.distributed.DistError": Failure("peer", "the other workers cannot be reached"),
     "torch._C._DistError": Failure("peer", "the other workers cannot be reached"),
 }
-"""By the full name of the exception's class or of one that it comes from."""
+"""Failures by the full name of the exception's class or of one of its base classes."""
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
 
 def kind_of(error: BaseException) -> Failure:
-    """What kind of failure an exception is, or one that it was raised `from`."""
+    """The kind of failure of an exception, or of one that it was raised `from`."""
     for link in _chain(error):
         found = _own_kind(link)
         if found is not None:
@@ -187,7 +187,7 @@ def kind_of(error: BaseException) -> Failure:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and its causes. Not its contexts: what was handled is not why a later one was raised."""
+    """The exception and its causes. Contexts are left out: an error that was handled is not why a later one was raised."""
     link: BaseException | None = error
     seen = set[int]()
     while link is not None and id(link) not in seen:
@@ -204,7 +204,7 @@ def _own_kind(error: BaseException) -> Failure | None:
                 return Failure(known.kind, known.what)
     if isinstance(error, OSError):
         number = error.errno
-        if number is None:  # a loader process's error comes as a new one that quotes it
+        if number is None:  # an error of a loader process arrives as a new one that quotes it
             quoted = _NUMBER.findall(str(error))
             number = int(quoted[-1]) if quoted else None
         if number is not None:
@@ -217,7 +217,7 @@ def _own_kind(error: BaseException) -> Failure | None:
 
 
 def infrastructure_error(error: BaseException, where: str) -> LockstepError | None:
-    """The one line for a failure that is not the job's; None for one that is. `where` is the place in the run."""
+    """A one-line error for a failure that is not the job's; None for one that is. `where` is the place in the run."""
     kind, what = kind_of(error)
     if kind == "job":
         return None
@@ -228,7 +228,7 @@ def infrastructure_error(error: BaseException, where: str) -> LockstepError | No
 
 
 def may_pass(error: LockstepError) -> LockstepError:
-    """A StorageError or DataError whose cause may pass as a TransientStorageError; every other error as it is."""
+    """A StorageError or DataError whose cause may pass, as a TransientStorageError; every other error unchanged."""
     if isinstance(error, StorageError | DataError) and kind_of(error).kind == "storage":
         return TransientStorageError(str(error)).with_traceback(error.__traceback__)
     return error

@@ -1,7 +1,7 @@
 """Files that survive a loss of power: each is written aside, flushed, renamed into place, and its folder flushed.
 
-Whoever looks sees a file whole or not at all, and what has its name keeps it. Locks are here as well, for file
-systems that know only some kinds.
+A reader sees a file whole or not at all, and what has its name keeps it. Locks are here too, for file
+systems that support only some kinds.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lockstep.errors import StorageError
 
 _NEVER_FLUSHED = {errno.EINVAL, errno.ENOTSUP}  # file systems that know no fsync of a folder
 NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP})
-"""What a file system says that can't give a file this second name, or never can."""
+"""Errors of a file system that cannot give a file this second name, or never can."""
 
 _private_lock = threading.Lock()
 _private_count, _mask_before = 0, 0
-"""How many threads are in `private`, and the mask from before the first of them."""
+"""How many threads are in `private`, and the umask from before the first of them."""
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """The name of a file to write, which takes the place of `path` when the block ends well; nothing is left when it does not."""
+    """Yields the name of a file to write, which replaces `path` when the block succeeds; when it fails, nothing is left."""
     make_folder(path.parent)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -45,7 +45,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 class _Raw(io.RawIOBase):
-    """A file through the plain system calls, until it is `over`: then its descriptor may be another file's."""
+    """A file through the plain system calls, until it is `over`: after that its descriptor may be another file's."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -55,14 +55,14 @@ class _Raw(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        if self.over:  # a buffer that is collected after a failure writes what is left in it
+        if self.over:  # a buffer that is collected after a failure writes its remaining bytes
             return memoryview(data).nbytes
         return os.write(self._descriptor, data)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """The same, open for writing."""
+    """As `replaced`, but yields the open file."""
     with replaced(path) as aside:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         raw = _Raw(descriptor)
@@ -76,13 +76,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`text` as the whole of `path`, in UTF-8."""
+    """Write `text` as the whole content of `path`, in UTF-8."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
 
 
 def append(path: Path, text: str) -> int:
-    """Add `text` to a file, in UTF-8; the size of the file then."""
+    """Add `text` to a file, in UTF-8. Returns the size of the file afterwards."""
     make_folder(path.parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
@@ -95,13 +95,13 @@ def append(path: Path, text: str) -> int:
 
 
 def append_bounded(path: Path, text: str, most: int = 1 << 20) -> None:
-    """Add `text` to a file of which at least the newest `most` bytes stay, and at most twice as many."""
+    """Add `text` to a file that keeps at least its newest `most` bytes, and at most twice as many."""
     size = append(path, text)
     if size <= 2 * most:
         return
     with path.open("rb") as file:
         file.seek(size - most)
-        file.readline()  # a part of a line
+        file.readline()  # drop a partial line
         left = file.read()
     with replacing(path) as file:
         file.write(f"… what was here before was dropped: {len(left)} bytes are left of the file\n".encode())
@@ -109,7 +109,7 @@ def append_bounded(path: Path, text: str, most: int = 1 << 20) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each flushed into the one that holds it."""
+    """Make a folder and its parents, each flushed into the folder that holds it."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -118,7 +118,7 @@ def make_folder(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, survive a loss of power."""
+    """Make the content of a file, or the names in a folder, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -130,12 +130,12 @@ def flush(path: Path) -> None:
 
 
 def own_path(base: Path) -> Path:
-    """Where this user's temporary files are below `base`, a folder that all users share."""
+    """The folder of this user's temporary files below `base`, a folder that all users share."""
     return base / f"lockstep-{os.getuid()}"
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder that is this user's alone. StorageError where someone else made it, or it is a symbolic link."""
+    """Make a folder that belongs only to this user. StorageError if someone else made it, or it is a symbolic link."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
@@ -145,7 +145,7 @@ def own_folder(folder: Path) -> Path:
 
 @contextmanager
 def private(wanted: bool) -> Iterator[None]:
-    """Where it is wanted, make what this process creates meanwhile readable by its user alone: folders 0700, files 0600."""
+    """If wanted, make what this process creates in the block readable by its user only: folders 0700, files 0600."""
     global _private_count, _mask_before
     if not wanted:
         yield
@@ -170,9 +170,9 @@ class NoLocksError(OSError):
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
     """Lock an open file until it is closed, however its process ends. BlockingIOError where another process has it.
 
-    Where the file system knows no `flock` (Lustre mounted without it, some NFS), its locks of byte ranges are taken:
-    those of the open file, which like `flock` do not go when another descriptor of the file is closed. NoLocksError
-    where there are none either.
+    If the file system has no `flock` (Lustre mounted without it, some NFS), locks of byte ranges are used instead:
+    those of the open file, which like `flock` are not released when another descriptor of the file is closed. NoLocksError
+    where it has none either.
     """
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     try:
@@ -185,13 +185,13 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
 
 def _lock_range(descriptor: int, *, shared: bool, wait: bool) -> None:
     command = getattr(fcntl, "F_OFD_SETLKW" if wait else "F_OFD_SETLK", None)
-    if command is None:  # another system than Linux
+    if command is None:  # not Linux
         raise NoLocksError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     whole_file = struct.pack("hhqqi4x", fcntl.F_RDLCK if shared else fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         fcntl.fcntl(descriptor, command, whole_file)
     except OSError as error:
-        if error.errno == errno.EACCES:  # the other way of saying EAGAIN
+        if error.errno == errno.EACCES:  # means the same as EAGAIN here
             raise BlockingIOError(errno.EAGAIN, error.strerror) from error
         if error.errno in _NO_LOCKS | {errno.EINVAL}:
             raise NoLocksError(error.errno, error.strerror) from error

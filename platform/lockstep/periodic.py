@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 END_S = 60.0
-"""How long the last call may take once the block is left: one that asks a broken device may never return."""
+"""How long the last call may take after the block is left: one that asks a broken device may never return."""
 
 
 @contextmanager
 def periodically(begin: Callable[[], Callable[[], object]], every_s: float, name: str) -> Iterator[None]:
-    """Call what `begin` returns each `every_s` seconds while the block runs. Both run in a thread of that name; it has ended when the block has, unless a call takes longer than END_S."""
+    """Call what `begin` returns every `every_s` seconds while the block runs. Both run in a thread of that name.
+
+    The thread has ended when the block has been left, unless its last call takes longer than END_S.
+    """
     over = threading.Event()
 
     def work() -> None:

@@ -1,6 +1,6 @@
 """The arithmetic of a run: which samples make which step, and which worker runs which micro-batch.
 
-Everything here is a pure function of whole numbers; nothing knows of torch. Two facts carry the design:
+Everything here is a pure function of whole numbers, without torch. Two facts carry the design:
 
 * Micro-batch m of step t takes positions `t*global + m, t*global + m + M, …` of the epoch's permutation:
   what `torch.utils.data.DistributedSampler(num_replicas=M, rank=m)` gives replica m as its t-th batch.
@@ -40,7 +40,7 @@ class Position:
 
 
 def is_due(position: Position, *, steps: int | None, epochs: int | None) -> bool:
-    """Whether something that comes each so many steps, or each so many epochs, comes after the step at `position`."""
+    """Whether something that is due every `steps` steps, or every `epochs` epochs, is due after the step at `position`."""
     if steps is not None:
         return position.number % steps == 0
     return epochs is not None and position.ends_epoch and (position.epoch + 1) % epochs == 0
@@ -86,7 +86,7 @@ class Plan:
         return whole + (1 if tail and not self.drop_last else 0)
 
     def position(self, step: int) -> Position:
-        """Where step number `step` of the run stands."""
+        """The position of step number `step` of the run."""
         epoch, index = divmod(step, self.steps_per_epoch)
         samples = min(self.global_batch, self.samples - index * self.global_batch)
         return Position(
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def smallest_micro_batch(self) -> int:
-        """Samples in the smallest non-empty micro-batch that the run meets."""
+        """Samples in the smallest non-empty micro-batch of the run."""
         last = self.position(self.steps_per_epoch - 1)
         reached = self.total_steps >= self.steps_per_epoch
         return self.micro_batch_size(last, last.micro_batches - 1) if reached else self.micro_batch
@@ -124,7 +124,7 @@ class Plan:
 
 
 def clip(assigned: range, count: int) -> range:
-    """The part of a worker's range that a step of `count` non-empty micro-batches has."""
+    """The part of a worker's range that exists in a step of `count` non-empty micro-batches."""
     return range(min(assigned.start, count), min(assigned.stop, count))
 
 
@@ -174,10 +174,10 @@ def nodes(assigned: range, leaves: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the exchange of a large bucket, in which `ways` ranks share out the slice that each of them holds.
+    """A part of the exchange of a large bucket, in which `ways` ranks split the slice that each of them holds.
 
-    The ranks of a stage are `stride` apart; `stride` neighbouring ranks hold slices of the same sums, and are a block.
-    `nodes` are the nodes of the tree that each block holds, by block.
+    The ranks of a stage are `stride` apart; `stride` neighbouring ranks hold slices of the same sums, and form a block.
+    `nodes` has the tree nodes that each block holds, by block.
     """
 
     ways: int
@@ -188,11 +188,11 @@ class Stage:
         return rank // self.stride
 
     def place(self, rank: int) -> int:
-        """The place of a rank among its peers, and the slice that it is left with."""
+        """The place of a rank among its peers, which is also the index of the slice that it keeps."""
         return self.block(rank) % self.ways
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks of the same slice, this one among them, from left to right in the tree."""
+        """The ranks that hold the same slice, including this one, from left to right in the tree."""
         first = rank - self.place(rank) * self.stride
         return [first + i * self.stride for i in range(self.ways)]
 
@@ -202,9 +202,9 @@ class Stage:
         return max(map(len, self.nodes))
 
     def sends_whole(self, size: int, latency: int) -> bool:
-        """Whether all peers are sent the slice of `size` bytes as a whole and each adds it up: in the last stage only.
+        """Whether to send the whole slice of `size` bytes to all peers, each of which adds it up: only in the last stage.
 
-        That saves the round back. It costs no byte more between two ranks with one sum each, and is worth `latency` bytes.
+        That saves the round back. Between two ranks with one sum each it costs no extra bytes; otherwise it is worth `latency` bytes.
         """
         if len(self.nodes) != self.ways:
             return False
@@ -212,21 +212,21 @@ class Stage:
 
 
 SLICE = 16
-"""Numbers to which slices are cut, so that they begin where vectors do: 64 bytes of fp32."""
+"""Slices begin at multiples of so many elements, where vectors begin: 64 bytes of fp32."""
 
 
 def slices(length: int, ways: int) -> list[slice]:
-    """A bucket or a slice of one cut into so many; the last ones may be shorter, or empty."""
+    """A bucket or a slice of `length` elements cut into `ways` slices; the last ones may be shorter, or empty."""
     width = -(-length // (ways * SLICE)) * SLICE
     return [slice(min(i * width, length), min((i + 1) * width, length)) for i in range(ways)]
 
 
 @lru_cache(maxsize=1024)
 def stages(ranges: tuple[range, ...], leaves: int) -> tuple[Stage, ...]:
-    """The stages in which workers of these ranges reduce a large bucket of a step with so many micro-batches.
+    """The stages in which workers with these ranges reduce a large bucket in a step of `leaves` micro-batches.
 
-    The prime factors of W, smallest first: two neighbours, then two pairs of them …; from some factor on perhaps all the
-    others in one stage, where partial sums of more ranges would be more to send. The fewest bytes count, then messages.
+    They follow the prime factors of W, smallest first: two neighbours, then two pairs of them, and so on. From some factor on, all the
+    others may form one stage, if sending partial sums of more ranges would cost more. Fewest bytes count first, then messages.
     """
     factors = _prime_factors(len(ranges))
     every = []
@@ -264,25 +264,25 @@ def _prime_factors(number: int) -> tuple[int, ...]:
 # --- which worker runs which micro-batch ------------------------------------------------------------------
 
 _SEARCHED = 500_000
-"""Choices that `worker_ranges` looks through, about a second; beyond it the ranges are just even."""
+"""The most choices that `worker_ranges` searches, about a second; beyond that the ranges are just even."""
 
 _LONGER = 8
-"""A range may be one part in so many longer than M/W where that saves partial sums. Three workers then have the halves, quarters
-and eighths of a tree, k = 2 instead of 4 for M = 64, for an eighth more computation at the most."""
+"""A range may be longer than M/W by one part in so many, where that saves partial sums. For M = 64, three workers then have halves,
+quarters and eighths of the tree: k = 2 instead of 4, for at most an eighth more computation."""
 
 
 @lru_cache(maxsize=256)
 def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
-    """Contiguous ranges, one a worker, each of at least one micro-batch, that send the fewest partial sums.
+    """Contiguous ranges, one per worker, each of at least one micro-batch, that send the fewest partial sums.
 
     The largest number that any worker sends decides the exchange's time, so it is minimised first, then the longest
-    range, then the sum of what they send. The longest has ceil(M/W) micro-batches, or at most an eighth more than M/W where
-    that saves partial sums. ValueError where there are more workers than micro-batches.
+    range, then the sum of what they send. The longest range has ceil(M/W) micro-batches, or at most an eighth more than M/W where
+    that saves partial sums. ValueError for more workers than micro-batches.
     """
     if not 1 <= workers <= micro_batches:
         raise ValueError(f"{workers} workers for {micro_batches} micro-batches: each needs at least one")
     found, unit = [], 1
-    # Ranges of whole subtrees of 2, 4, 8 … micro-batches send fewer, and there are fewer of them to look through.
+    # Ranges of whole subtrees of 2, 4, 8 … micro-batches send fewer sums, and there are fewer of them to search.
     while (units := -(-micro_batches // unit)) >= workers:
         longest = -(-units // workers) * unit
         if unit > 1 and longest * workers * _LONGER > micro_batches * (_LONGER + 1):
@@ -297,7 +297,7 @@ def worker_ranges(micro_batches: int, workers: int) -> tuple[range, ...]:
 
 
 def _fewest_sums(micro_batches: int, workers: int) -> tuple[range, ...]:
-    """Ranges of 1 … ceil(M/W) micro-batches that send the fewest partial sums: first the most that any sends, then all."""
+    """Ranges of 1 … ceil(M/W) micro-batches that send the fewest partial sums: first by the most that any worker sends, then by the total."""
     most = -(-micro_batches // workers)
     slack = most * workers - micro_batches
     if workers * (slack + 1) * min(most, slack + 1) > _SEARCHED:

@@ -1,4 +1,4 @@
-"""Which process this is: whether one of several of torchrun, and which one, so that others on its machine can tell whether it lives (on Linux)."""
+"""Identifies this process: whether it is one of several of torchrun, and (on Linux) which process it is, so that others can tell whether it lives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def under_torchrun() -> bool:
 
 
 def place() -> str:
-    """The boot of the machine and the namespace of process ids: within it a pid and a start time name one process. Empty elsewhere."""
+    """The machine's boot and the namespace of process ids: within it a pid and a start time identify a process. Empty if not on Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
@@ -27,7 +27,7 @@ def place() -> str:
 
 
 def network() -> str:
-    """The boot of the machine and the namespace of its network: processes that have it in common reach each other without leaving the machine."""
+    """The machine's boot and its network namespace: processes with the same one reach each other without leaving the machine."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
@@ -36,7 +36,7 @@ def network() -> str:
 
 
 def started(pid: int) -> str:
-    """When a process started, in ticks since boot; nothing where there is none."""
+    """When a process started, in ticks since boot; empty if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,8 +1,8 @@
 """Counter-based randomness: every draw is keyed by what it is for, never by what was drawn before.
 
 Before each micro-batch is computed or fetched, the default generators of torch, numpy and python are seeded
-from a key such as (seed, "step", t, m). Whoever runs that micro-batch, on whichever machine and after
-whatever interruption, draws the same numbers, and there is no generator state to save.
+from a key such as (seed, "step", t, m). Any process that runs that micro-batch, on any machine and after
+any interruption, draws the same numbers, and there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Key = tuple[int | str, ...]
 
 _current: ContextVar[Key | None] = ContextVar("lockstep_key", default=None)
 _streams = itertools.count()
-"""How many generators `rng` has given."""
+"""Counts the generators that `rng` has given."""
 
 
 def digest64(key: Key) -> int:
-    """A key as 64 well mixed bits (BLAKE2b over its parts)."""
+    """A key hashed to 64 bits (BLAKE2b over its parts)."""
     text = "\x1f".join(map(str, key)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -32,7 +32,7 @@ def digest64(key: Key) -> int:
 def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
     """Seed the default generators of torch, numpy and python, and that of a CUDA device, from one key.
 
-    Their own `manual_seed` is called: `torch.manual_seed` seeds every device and costs twenty times as much.
+    It calls the generators' own `manual_seed`: `torch.manual_seed` seeds every device and costs twenty times as much.
     """
     bits = digest64(key)
     torch.default_generator.manual_seed(bits)
@@ -44,9 +44,9 @@ def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
 
 
 def seeds(seed: int, *, phases: bool = False, frozen: bool = False) -> dict[str, str]:
-    """What each source of randomness of a run is seeded with, for the record.
+    """The seed of each source of randomness of a run, for the record.
 
-    `phases` is whether its steps have some, and `frozen` whether a rule of the job's says what rests in a step.
+    `phases` is whether its steps have phases, and `frozen` whether the job has a rule for parameters that rest.
     """
     phase = ", phase" if phases else ""
     return {
@@ -78,13 +78,13 @@ def rng(stream: str = "") -> np.random.Generator:
 
 
 class Draws:
-    """What is drawn from here on: two pieces of work that draw alike from one seed leave the same `state`."""
+    """Watches what is drawn from here on: two computations that draw the same from one seed leave the same `state`."""
 
     def __init__(self) -> None:
         self._before = next(_streams)
 
     def state(self) -> tuple[object, ...]:
-        """Where the default generators stand, and how many were asked of `rng` since."""
+        """The states of the default generators, and how many generators `rng` has given since."""
         return (
             next(_streams) - self._before,
             random.getstate(),
@@ -94,7 +94,7 @@ class Draws:
 
 
 def _numpy_state() -> dict[str, Any]:
-    """Where NumPy's default generator stands, in values that `==` compares."""
+    """The state of NumPy's default generator, in values that `==` can compare."""
     state: dict[str, Any] = dict(np.random.mtrand._rand.get_state(legacy=False))
     inner = {
         name: value.tobytes() if isinstance(value, np.ndarray) else value
