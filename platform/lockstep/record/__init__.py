@@ -1,1 +1,1 @@
-"""The record of a run: the ledger in its own folder, and MLflow, written by one recorder off the training path."""
+"""The record of a run: the ledger in its own folder, and MLflow, both written by one recorder off the training path."""

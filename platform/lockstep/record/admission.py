@@ -1,4 +1,4 @@
-"""Which of the events that a run tells go into its journal: each fact once, and a step that is done again is compared."""
+"""Decides which of a run's events go into its journal: each fact once, and a repeated step is compared."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from lockstep.spec.fields import Spec
 class Admission:
     """Lets events into the journal of one run.
 
-    A row that the journal has already is compared with it instead: with `determinism: strict` and `reduction: exact` a step
-    that is done again has the same bits. Secrets are taken out of texts. The first that has others is told to `on_violation`, in one line. A row
-    that was recorded from corrupted bits gives way to that of the step when it is done again. Of restored segments the digest is compared;
-    one that the journal has not is read by `fetch`, or is `lost`.
+    A row that the journal already has is compared with it instead: with `determinism: strict` and `reduction: exact` a repeated
+    step has the same bits. The first one that differs is reported to `on_violation`, in one line. A row that was recorded from
+    corrupted bits gives way to the one of the repeated step. Secrets are removed from texts. Of restored segments the digest is compared;
+    a segment that the journal lacks is read by `fetch`, or is `lost`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Admission:
         self._gap = False
 
     def admit(self, events: Sequence[Event]) -> Iterator[Recorded]:
-        """What of these events the journal is to have, with the rows of what was restored in its place."""
+        """The events that the journal should get from these, with the rows of `Restored` events in their place."""
         steps: dict[int, StepRow] = {}
         evaluations: dict[int, EvaluationRow] = {}
         observed: set[int] = set()
@@ -138,7 +138,7 @@ class Admission:
         return {**facts, "git": git_state(self._source)}
 
     def _is_doubted(self, row: StepRow | EvaluationRow) -> bool:
-        """Whether a row in the journal may come from corrupted bits. One that is sealed cannot be replaced."""
+        """Whether a row in the journal may come from corrupted bits. A sealed row cannot be replaced."""
         if isinstance(row, StepRow) and self._journal.is_sealed(row.step):
             return False
         return any(
@@ -149,7 +149,7 @@ class Admission:
 
     @property
     def retold(self) -> bool:
-        """Whether every step of the run was told since this was made: all that the journal may lack was told again."""
+        """Whether every step of the run was told since this object was made, so that everything the journal may lack was told again."""
         return self._first == 1 and not self._gap
 
     def _pass(self, step: int) -> None:
@@ -171,7 +171,7 @@ class Admission:
                 yield event
 
     def _steps_of(self, segment: Segment) -> Sequence[StepRow]:
-        """The steps of a restored segment that are to be looked at: none where the journal has the same."""
+        """The steps of a restored segment to be looked at: none if the journal has the same segment."""
         self._lost.pop(segment.first, None)
         if self._journal.has_segment(segment):
             self._pass(segment.first)
@@ -179,13 +179,13 @@ class Admission:
             return ()
         try:
             return steps_in(check(segment, self._fetch(segment)))
-        except Exception as error:  # noqa: BLE001 - what cannot be read must not cost the rows after it; the run is not whole
+        except Exception as error:  # noqa: BLE001 - an unreadable segment must not cost the rows after it; the run is then not whole
             self._lost[segment.first] = f"steps {segment.first} to {segment.last}: {error}"
             return ()
 
     @property
     def lost(self) -> str:
-        """Which restored steps are not recorded and cannot be read, and why; nothing where none."""
+        """Which restored steps are neither recorded nor readable, and why; empty if none."""
         return next(iter(self._lost.values()), "")
 
     def _judge(self, difference: str, step: int) -> None:

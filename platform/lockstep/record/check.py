@@ -1,4 +1,4 @@
-"""Compare what is kept of a run in four places: its journal, its ledger, its newest checkpoint's history, and its store."""
+"""Compares four records of a run: its journal, its ledger, the history in its newest checkpoint, and its store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lockstep.record.points import Point, points_of
 from lockstep.record.replay import last_words
 
 COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
-"""Files of the run's folder that its store has as well."""
+"""Files of the run's folder that its store has too."""
 _LARGEST = 1.7976931348623157e308
 
 
 class Difference(NamedTuple):
-    """One thing that is not as it should be, in the `journal`, the `ledger`, the `checkpoint` or the `store`."""
+    """One difference, found in the `journal`, the `ledger`, the `checkpoint` or the `store`."""
 
     where: str
     what: str
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 class InStore(NamedTuple):
-    """What a store has of a run: the digests are sha256 of files, by name."""
+    """What a store has of a run; `digests` are sha256 of files, by name."""
 
     status: str
     points: Mapping[str, Sequence[Point]]
@@ -38,7 +38,7 @@ class InStore(NamedTuple):
 
 
 def check_journal(journal: Journal, history: ledger.Rows | None, *, repair: bool) -> Iterator[Difference]:
-    """The journal beside the history of a checkpoint: with `repair` it is given the rows that it lacks."""
+    """Compare the journal with the history of a checkpoint; `repair` adds the rows that the journal lacks."""
     found = history or ledger.Rows((), ())
     steps = [row for row in found.steps if not journal.has_step(row.step)]
     evaluations = [row for row in found.evaluations if journal.evaluation(row.step) is None]
@@ -64,7 +64,7 @@ def check_journal(journal: Journal, history: ledger.Rows | None, *, repair: bool
 
 
 def _is_back(damage: Damage, journal: Journal, history: ledger.Rows) -> bool:
-    """Whether the rows that a damaged line held are in the journal now. What else a line can hold has no second place."""
+    """Whether the rows of a damaged line are in the journal again. Anything else on a line is stored nowhere else."""
     kind, _, number = damage.held.partition(" ")
     if kind == "step" and number:
         return journal.has_step(int(number))
@@ -92,7 +92,7 @@ def _differing(journal: Journal, history: ledger.Rows) -> Iterator[Difference]:
 
 
 def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[Difference]:
-    """The Parquet files of a run that has ended beside its journal: with `repair` they are written again."""
+    """Compare the Parquet files of a run that has ended with its journal; `repair` writes them again."""
     if not _ended(journal):
         return
     steps, path = list(journal.steps()), folder / "ledger.parquet"
@@ -116,7 +116,7 @@ def _other(
     path: Path,
     wanted: Sequence[StepRow | EvaluationRow],
 ) -> str:
-    """How the rows of a file differ, every column bit for bit; nothing where they do not."""
+    """How the rows of a file differ from the wanted ones, every column bit for bit; empty if they do not."""
     try:
         found = read(path)
     except StorageError as error:
@@ -130,7 +130,7 @@ def _other(
 
 
 def check_store(folder: Path, journal: Journal, store: InStore, *, scaled: bool) -> Iterator[Difference]:
-    """What a store has beside the journal and the run's folder."""
+    """Compare a store with the journal and the run's folder."""
     wanted: dict[str, dict[int, Point]] = {}
     for point in expected_points(journal, scaled=scaled):
         wanted.setdefault(point.key, {})[point.step] = point
@@ -151,7 +151,7 @@ def check_store(folder: Path, journal: Journal, store: InStore, *, scaled: bool)
 
 
 def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
-    """The points that the journal's events become."""
+    """The points that the journal's events become in a store."""
     started_at = next(event.at for event in journal.events if isinstance(event, Opened))
     before: StepRow | None = None
     for row in journal.steps():
@@ -166,9 +166,9 @@ def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
 def _undoubted(
     key: str, wanted: Mapping[int, Point], found: Sequence[Point], doubted: Collection[int]
 ) -> tuple[Mapping[int, Point], Sequence[Point]]:
-    """What is to be compared where a store has points of corrupted bits: it lets go of none, and the right ones are behind them.
+    """What to compare where a store has points of corrupted bits: it deletes none, and the right ones follow them.
 
-    Of these steps it may have the times of either.
+    In these steps it may have the timing of either.
     """
     if not doubted:
         return wanted, found
@@ -202,7 +202,7 @@ def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> It
 
 
 def _value(point: Point) -> str:
-    """A value as MLflow keeps it."""
+    """A value as MLflow stores it."""
     if math.isnan(point.value):
         return "nan"
     return repr(max(-_LARGEST, min(_LARGEST, point.value)) + 0.0)
@@ -213,7 +213,7 @@ def _status(journal: Journal) -> str:
     match end:
         case Finished() | Failed():
             return end.status
-    return "RUNNING"  # a newer attempt has it
+    return "RUNNING"  # a newer attempt has the run
 
 
 def digest(path: Path) -> str:

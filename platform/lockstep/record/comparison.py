@@ -1,4 +1,4 @@
-"""Two executions of one step, or of one evaluation, compared bit for bit."""
+"""Compares two executions of one step, or of one evaluation, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.record.ledger import DETERMINISTIC
 
 
 class Differing(NamedTuple):
-    """One quantity that two executions of a step have with other bits; None where one of them lacks it."""
+    """One quantity whose bits differ between two executions of a step; None where one of them lacks it."""
 
     quantity: str
     before: Any
@@ -25,7 +25,7 @@ class Differing(NamedTuple):
 
 
 def differing(before: StepRow, after: StepRow) -> Iterator[Differing]:
-    """The deterministic columns that differ, in the order in which a step makes them: gradients first, state last.
+    """The deterministic columns that differ, in the order in which a step computes them: gradients first, state last.
 
     Digests that only one of the two has are not compared.
     """
@@ -48,12 +48,12 @@ def differing_evaluation(before: EvaluationRow, after: EvaluationRow) -> Iterato
 
 
 def step_difference(before: StepRow, after: StepRow) -> str:
-    """What of two executions of a step differs, as `loss 0.5 → 0.25`; nothing where all bits are equal."""
+    """How two executions of a step differ, as `loss 0.5 → 0.25`; empty where all bits are equal."""
     return ", ".join(map(str, differing(before, after)))
 
 
 def evaluation_difference(before: EvaluationRow, after: EvaluationRow) -> str:
-    """The metrics that differ; nothing where all bits are equal."""
+    """The metrics that differ, as text; empty where all bits are equal."""
     return ", ".join(map(str, differing_evaluation(before, after)))
 
 
@@ -63,14 +63,14 @@ def same_row(one: StepRow | EvaluationRow, other: StepRow | EvaluationRow) -> bo
 
 
 class Digest(int):
-    """A digest, which is shown as 16 hexadecimal digits."""
+    """A digest, shown as 16 hexadecimal digits."""
 
     def __repr__(self) -> str:
         return f"{int(self):016x}"
 
 
 def shown(value: Any) -> str:
-    """A value of a row as text that has all of its bits."""
+    """A value of a row as text that keeps all of its bits."""
     return repr(value)
 
 

@@ -1,11 +1,12 @@
-"""Whole copies of a run's essential checkpoints in its store, made by a thread of their own beside training and record.
+"""Whole copies of a run's essential checkpoints in its store, made by a thread beside training and recording.
 
 Invariants:
-- What the store is to have is what was told last: the newest checkpoint, the best, the pinned ones. One is sent at a time.
-- One that is being sent is sent to its end, whatever is deleted meanwhile: its files are held by links of their own. So a
-  store that is slower than the checkpoints gets every so many of them, and the disk holds one checkpoint more at most.
-- A copy is taken away when it is no longer essential, and only after the newest checkpoint is whole in the store.
-- A copy that this run's journal does not know, of a storage that was lost, say, is left alone.
+
+- The last call decides what the store should have: the newest checkpoint, the best one, the pinned ones. One is sent at a time.
+- A checkpoint that is being sent is sent to its end, whatever is deleted meanwhile: links of its own hold its files. So a
+slow store gets only some of the checkpoints, and the disk holds at most one checkpoint more.
+- A copy is deleted when it is no longer essential, and only after the newest checkpoint is whole in the store.
+- A copy that this run's journal does not know, such as one from a storage that was lost, is left alone.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from lockstep.record.run_store import RunStore, UnavailableError
 
 PAUSE_S = 2.0
 HELD = ".copying"
-"""The folder beside the checkpoints in which those are held that are being sent."""
+"""The folder beside the checkpoints that holds the files being sent."""
 
 SHARED = "shared"
-"""The folder beside the checkpoints of what several of them name; in a whole copy of one it lies with the other files."""
+"""The folder beside the checkpoints with the files that several of them name; in a whole copy they lie with the other files."""
 
 _NICE = 10
 
 
 class Copies:
-    """`told` hears, in the thread, which step is whole in the store, or why one is not; None for that it is.
+    """`told` is called in the thread with the step that is now whole in the store (and None), or with why one is not.
 
     `mb_per_s` bounds the mean rate at which files are sent, in megabytes per second.
     """
@@ -55,17 +56,17 @@ class Copies:
         self._bytes_per_s = None if mb_per_s is None else mb_per_s * 1e6
         self._changed = threading.Condition()
         self._wanted: dict[int, str] = {}
-        """By step, newest first, where its folder is."""
+        """The folder of each wanted checkpoint by step, newest first."""
         self._known: set[int] = set()
         self._whole: dict[int, bool] | None = None
-        """The checkpoints that the store has, and whether each is whole."""
+        """The checkpoints of which the store has something, and whether each is whole."""
         self._new = self._closing = False
         self._failed: set[int] = set()
         self._deadline = float("inf")
         self._thread: threading.Thread | None = None
 
     def keep(self, essential: Iterable[tuple[int, str]], known: Iterable[int]) -> None:
-        """Have these checkpoints (step and folder) in the store, and no longer what else is `known` of the run. Returns at once."""
+        """Make the store keep these checkpoints (step and folder), and drop the other `known` ones of the run. Returns at once."""
         with self._changed:
             self._wanted = dict(sorted(essential, reverse=True))
             self._known.update(known, self._wanted)
@@ -77,7 +78,7 @@ class Copies:
             self._changed.notify_all()
 
     def close(self, deadline: float) -> bool:
-        """Finish what is to be done, up to `deadline` (monotonic seconds). Whether the store has what it is to have."""
+        """Finish the work, up to `deadline` (monotonic seconds). Returns whether the store has what it should have."""
         if self._thread is None:
             return True
         with self._changed:
@@ -93,7 +94,7 @@ class Copies:
     # --- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # there a priority is a thread's own
+        if sys.platform == "linux":  # on Linux each thread has its own priority
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
@@ -117,7 +118,7 @@ class Copies:
                 if whole[step]:
                     self._told(step, None)
             if self._new:
-                return  # newer ones go first
+                return  # newer checkpoints go first
         newest = next(iter(wanted), None)
         if newest is None or not whole.get(newest):
             return
@@ -134,7 +135,7 @@ class Copies:
             self._store.log_checkpoint(step, self._tags(str(folder)), held, self._sent)
 
     def _sent(self, nbytes: int) -> None:
-        """Rest after a file, so that the mean rate is kept; not when the run has ended."""
+        """Pause after a file to keep the mean rate, unless the run has ended."""
         if self._bytes_per_s is None:
             return
         until = self._began + nbytes / self._bytes_per_s
@@ -143,7 +144,7 @@ class Copies:
         self._began = time.monotonic()
 
     def _try(self, step: int, call: Callable[[], None]) -> bool:
-        """Make a call, again while the store is away and nothing newer waits. Whether it was made."""
+        """Make a call, repeated while the store does not answer and nothing newer waits. Returns whether it succeeded."""
         while True:
             try:
                 call()
@@ -154,10 +155,10 @@ class Copies:
                     break
                 with self._changed:
                     self._changed.wait(PAUSE_S)
-            except Exception as error:  # noqa: BLE001 - one copy that cannot be made must not cost those after it
+            except Exception as error:  # noqa: BLE001 - one failed copy must not prevent those after it
                 failure = str(error) if isinstance(error, LockstepError) else first_line(error)
                 break
-        if not self._new:  # else it was deleted under the call, or is tried again
+        if not self._new:  # else the checkpoint was deleted during the call, or is tried again
             self._failed.add(step)
             self._told(step, failure)
         return False
@@ -165,14 +166,14 @@ class Copies:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[Path]:
-    """The files of a checkpoint, which stay while they are sent. OSError where they are gone already.
+    """Hold the files of a checkpoint while they are sent. OSError where they are already gone.
 
-    The manifest is linked first, and those that it names after it, so that they are of one checkpoint. Where the file
-    system has no links the folder itself is given: a checkpoint that is deleted before it is sent is then given up. One that
+    The manifest is linked first and then the files that it names, so that all are of one checkpoint. On a file
+    system without links the folder itself is used: if the checkpoint is deleted before it is sent, the copy is given up. A checkpoint that
     shares files with others is copied.
     """
     held = folder.parent / HELD / folder.name
-    shutil.rmtree(held, ignore_errors=True)  # of a recorder that was killed
+    shutil.rmtree(held, ignore_errors=True)  # left by a recorder that was killed
     try:
         try:
             held.mkdir(parents=True)
@@ -191,12 +192,12 @@ def _held(folder: Path) -> Iterator[Path]:
         yield held
     finally:
         shutil.rmtree(held, ignore_errors=True)
-        with suppress(OSError):  # another step's are in it
+        with suppress(OSError):  # it still holds another step's files
             held.parent.rmdir()
 
 
 def _copy_shared(folder: Path, held: Path) -> None:
-    """Copy a checkpoint that shares files into `held`, which is left empty where it shares none."""
+    """Copy a checkpoint that shares files into `held`, which stays empty if it shares none."""
     named = json.loads((folder / "manifest.json").read_bytes())
     if not shared_names(named):
         return
@@ -207,5 +208,5 @@ def _copy_shared(folder: Path, held: Path) -> None:
 
 
 def shared_names(manifest: Mapping[str, Any]) -> list[str]:
-    """The names of the files that a checkpoint shares with others: an entry is name, size and hash."""
+    """The names of the files that a checkpoint shares with others; an entry has name, size and hash."""
     return [entry.split(" ")[0] for entry in manifest.get("shared", ())]

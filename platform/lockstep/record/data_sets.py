@@ -1,4 +1,4 @@
-"""The data sets of a run as its store shows them: which data were trained on, and which evaluated."""
+"""The data sets of a run as its store shows them: those trained on, and those evaluated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIGEST_LENGTH = 32
 
 
 class DataSet(NamedTuple):
-    """Data of a job. `digest` begins `sha256`, which covers the whole `fingerprint`."""
+    """One data set of a job. `digest` is the beginning of `sha256`, which covers the whole `fingerprint`."""
 
     name: str
     context: Literal["train", "eval"]
@@ -30,7 +30,7 @@ class DataSet(NamedTuple):
 
 
 def data_sets(spec: Spec, fields: Mapping[str, Any]) -> list[DataSet]:
-    """The data sets that the fields of a run's identity tell of; evaluation data only where there are any."""
+    """The data sets described by the fields of a run's identity; evaluation data only if there are any."""
     found = (_data_set(spec.job.use, context, fields) for context in ("train", "eval"))
     return [data for data in found if data.samples]
 

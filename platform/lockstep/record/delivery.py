@@ -1,8 +1,8 @@
-"""The points of a journal on their way to a store: each once, in order, in batches, from a cursor.
+"""Delivers the points of a journal to a store: each once, in order, in batches, from a cursor.
 
-The cursor moves when the store has confirmed a batch. What the store had when the run was opened is passed over: by the highest
-step that it has of each key, and where points may be missing below that, by all of its steps. A point that the store refuses
-costs no other.
+The cursor moves when the store has confirmed a batch. Points that the store had when the run was opened are skipped: by the highest
+step that it has of each key, and where points may be missing below that, by all of its steps. If the store refuses a point,
+no other is lost.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lockstep.record.points import Point, points_of
 from lockstep.record.run_store import POINTS_PER_CALL, RejectedError, RunStore, UnavailableError
 
 MOST_ASIDE = 1000
-"""How many points that were refused are kept to be sent once more at the run's end."""
+"""The most refused points that are kept, to be sent once more at the run's end."""
 _MOST_SINGLE = 16
-"""After so many refused points of one batch the rest of it is not looked through any more."""
+"""After so many refused points of one batch, its rest is no longer searched for good ones."""
 
 
 class _Cursor(NamedTuple):
@@ -28,13 +28,13 @@ class _Cursor(NamedTuple):
     before: StepRow | None
     """The step before the offset."""
     sealed: int = 0
-    """The last step of the sealed ones that was sent."""
+    """The last sealed step that was sent."""
 
 
 class Delivery:
-    """For a journal that was opened. `high_water` is the highest step that the store has of each key; `scaled` whether a loss scaler runs.
+    """Delivers an open journal. `high_water` is the highest step that the store has of each key; `scaled` is whether a loss scaler runs.
 
-    With `thorough` the store may lack points below `high_water`. Calls go through the lane for points of `outbox`.
+    `thorough` says that the store may lack points below `high_water`. Calls go through the lane for points of `outbox`.
     """
 
     def __init__(
@@ -56,29 +56,29 @@ class Delivery:
         self._scaled = scaled
         self._cursor = _Cursor(0, None)
         self._sealed = journal.segments if thorough else []
-        """Those whose points the store may lack; what is sealed from now on has been sent."""
+        """The segments whose points the store may lack; what is sealed from now on has been sent."""
         self._passed: dict[str, int] = {}
-        """The highest step of each key up to the cursor: a row that could not be written in its turn comes after later ones."""
+        """The highest step of each key up to the cursor. A row that was written late comes after later ones."""
         self._known: dict[str, Collection[int]] = {}
         self._replaced_after: int | None = None
-        """Rows of steps behind this one that come once more take the place of others, which were made of corrupted bits."""
+        """If set: rows of later steps than this that come again replace others, which were made from corrupted bits."""
         self._left: list[Point] = []
         self._started_at = next(event.at for event in journal.events if isinstance(event, Opened))
 
     @property
     def left(self) -> bool:
-        """Whether points were refused that may be sent once more."""
+        """Whether there are refused points that may be sent once more."""
         return bool(self._left)
 
     @property
     def offset(self) -> int:
-        """Where the cursor is: the store has what is before it."""
+        """The cursor's offset: the store has everything before it."""
         return self._cursor.offset
 
     def flush(self, *, again: bool = False) -> None:
-        """Have the journal's points sent, and with `again` once more what was refused. Called by one thread; never waits.
+        """Request that the journal's points are sent; `again` also repeats the refused ones. Called by one thread; never waits.
 
-        It is done once: the call that waits sends all there are when its turn comes.
+        At most one call waits at a time; it sends everything that is there when its turn comes.
         """
         self._again = self._again or again
         if (self._cursor.offset < self._journal.size or self._again) and not self._sending:
@@ -98,16 +98,16 @@ class Delivery:
                 self._send_left()
         except (UnavailableError, OSError) as error:
             self._again = self._again or again
-            if isinstance(error, OSError):  # of the journal's disk
+            if isinstance(error, OSError):  # from the journal's disk
                 raise UnavailableError(f"record: cannot read the journal: {error}") from error
-            raise  # the call stays, and is made again
+            raise  # the call stays in the lane, and is repeated
         except BaseException:
             self._sending = False
             raise
         self._sending = False
 
     def _send_left(self) -> None:
-        """Send once more what was refused."""
+        """Send the refused points once more."""
         self._outbox.lanes["points"].set_aside.clear()
         left, self._left = self._left, []
         for start in range(0, len(left), POINTS_PER_CALL):
@@ -143,7 +143,7 @@ class Delivery:
         self._left.extend(points[: MOST_ASIDE - len(self._left)])
 
     def _batches(self) -> Iterator[tuple[list[Point], _Cursor]]:
-        """Batches of whole rows, with where the cursor stands after each; a row of very many parts takes several."""
+        """Batches of whole rows, each with the cursor after it; a row with very many parts takes several batches."""
         points: list[Point] = []
         cursor = self._cursor
         for event, after in self._events(cursor):
@@ -166,7 +166,7 @@ class Delivery:
         yield points, cursor
 
     def _events(self, cursor: _Cursor) -> Iterator[tuple[Recorded, _Cursor]]:
-        """What is behind the cursor, each with where it stands after it."""
+        """The events after the cursor, each with the cursor after it."""
         before, sealed = cursor.before, cursor.sealed
         for segment in self._sealed:
             if segment.last > sealed and cursor.offset == 0:
@@ -175,7 +175,7 @@ class Delivery:
                         before, sealed = row, row.step
                         yield row, _Cursor(0, before, sealed)
         for entry in self._journal.read(cursor.offset):
-            if entry.event is not None:  # else damaged: what it held comes again, or the run is not whole
+            if entry.event is not None:  # else damaged: its content comes again, or the run is not whole
                 before = entry.event if isinstance(entry.event, StepRow) else before
                 yield entry.event, _Cursor(entry.end, before, sealed)
 

@@ -1,7 +1,7 @@
-"""Diagnosis where rows are recorded: what they show goes into the journal behind the row that shows it, in the same write.
+"""Runs the diagnosis where rows are recorded: what a row shows goes into the journal right behind it, in the same write.
 
-A run that goes on is judged with the rows that it has, and nothing that was told is told again. Where its folder is gone, the rows of its
-checkpoint say what was told.
+A resumed run is judged with the rows that it has, and nothing is reported twice. If its folder is gone, the rows of its
+checkpoint show what was already reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.spec.fields import Spec
 
 
 class Diagnosing:
-    """The diagnosis of one run, from what its journal has on."""
+    """The diagnosis of one run, continued from its journal."""
 
     def __init__(self, journal: Journal, spec: Spec) -> None:
         self._journal, self._spec = journal, spec
@@ -29,7 +29,7 @@ class Diagnosing:
         """In a new journal: the last step whose rows were restored."""
         trained = spec.initial_weights is not None or spec.fork is not None
         self._diagnosis = Diagnosis(trained=trained)
-        # What cannot be read is told by whoever writes the ledger. Here the judgement begins anew: a record must not fail for it.
+        # Whoever writes the ledger reports what cannot be read. Here the judgement just starts anew: recording must not fail for it.
         with suppress(RecordError, OSError):
             self._take_up(journal)
         self._diagnosis.told = {event.rule for event in journal.events if isinstance(event, Diagnosed)}
@@ -44,11 +44,11 @@ class Diagnosing:
                 pass
 
     def again(self) -> Diagnosing:
-        """The same from what the journal has now: a write has failed."""
+        """A new one from what the journal has now, after a failed write."""
         return Diagnosing(self._journal, self._spec)
 
     def with_diagnoses(self, events: Sequence[Event], admitted: Iterable[Recorded]) -> list[Recorded]:
-        """What of `events` was `admitted`, with what it shows."""
+        """The events that were `admitted` out of `events`, with the diagnoses that they lead to."""
         if self._new:
             self._restored = max([self._restored, *map(_last_step, events)])
         recorded: list[Recorded] = []

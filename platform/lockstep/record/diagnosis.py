@@ -1,7 +1,7 @@
-"""What rows of a run show to be wrong with it, each told once, with its evidence and what to do. A pure fold over rows.
+"""What a run's rows show to be wrong with it, each problem reported once, with its evidence and a remedy. A pure fold over rows.
 
-Steps are judged by windows of `WINDOW` of them, evaluations and observations one by one. A rule speaks only where its evidence has lasted, and
-looks at the newest `REACH` steps alone: whoever takes a run up begins with those rows, and `told` says what was told of it before.
+Steps are judged in windows of `WINDOW`, evaluations and observations one by one. A rule reports only when its evidence has lasted, and
+looks only at the newest `REACH` steps. So a resumed run is judged from those rows, and `told` has the rules that have already reported.
 """
 
 from __future__ import annotations
@@ -20,70 +20,70 @@ WINDOW = 50
 """Steps that are judged together."""
 
 REACH = 20_000
-"""The newest steps, which are all that a rule looks at."""
+"""How many of the newest steps a rule looks at."""
 
 FLAT = 0.02
 """A loss that has changed by less than this share, and by less than its own noise, has not moved."""
 
 FLAT_WINDOWS = 6
-"""For so many windows a loss has to be flat."""
+"""How many windows a loss must be flat."""
 
 RISEN = 1.2
-"""How many times the loss of the first steps is a loss that has risen."""
+"""A loss has risen if it is so many times the loss of the first steps."""
 
 SPIKE, SPIKE_SPREADS, SPIKE_LOST, RECOVERED = 2.0, 12.0, 0.25, 10
-"""A spike is so many times the median of the window before it, so many times its spread above it, and so much of what the loss had fallen; it is gone
-after so many steps."""
+"""A spike is at least so many times the median of the window before it, so many of its spreads above that, and so much of what the loss had
+fallen; it must be gone after so many steps."""
 
 IDLE, IDLE_S = 0.5, 0.002
-"""The share of a step, and the seconds, that a device may wait for data."""
+"""The share of a step's time, and the seconds, for which a device may wait for data."""
 
 SKIPPED = 0.2
 """The share of a window's steps that fp16 may skip, once its scale has been found."""
 
 LOW_RATIO = 1e-5
-"""An update of every layer that is smaller than this, beside the weights, is too small to be seen."""
+"""If every layer's update is smaller than this relative to the weights, it is too small to have an effect."""
 
 HIGH_RATIO, HIGH_TIMES = 0.1, 3
-"""An update of a layer that is larger than this beside its weights, in so many observations on end, makes another model of it each time."""
+"""If a layer's update is larger than this relative to its weights, in so many observations in a row, it makes another model each time."""
 
 SILENT, SILENT_TIMES = 0.5, 3
-"""The share of a layer group's units that may be without a gradient, and in how many observations on end."""
+"""The share of a layer group's units that may have no gradient, and for how many observations in a row."""
 
 DEAD = "dead units"
-"""The rule by which they are named: a loss that does not move then needs no other."""
+"""The rule that reports dead units: a loss that does not move then needs no other explanation."""
 
 UNDERFLOW = 0.5
-"""The share of gradient elements that fp16 may have no full precision for."""
+"""The share of gradient elements that fp16 may be unable to hold at full precision."""
 
 APART, APART_TIMES = 0.5, 2
-"""The share of its norm in fp32 by which a micro-batch's gradient may differ in the run's precision, and in how many comparisons on end."""
+"""How much a micro-batch's gradient may differ from that in fp32, relative to its norm, and for how many comparisons in a row."""
 
 WORSE, WORSE_TIMES = 1.1, 3
-"""Where a model overfits, the evaluation's loss rises in so many evaluations on end to so many times its best."""
+"""A model overfits if the evaluation's loss rises in so many evaluations in a row, to so many times its best."""
 
 LOST = 0.05
-"""A loss that rises by less than this share of what it had fallen has lost nothing: near zero all that is left is noise."""
+"""A rise by less than this share of what the loss had fallen is no loss of progress: near zero only noise is left."""
 
 OTHER = 1.5
-"""How many times the training loss an evaluation's loss is, before any sample was seen twice, where evaluation does something else."""
+"""If an evaluation's loss is so many times the training loss before any sample was seen twice, evaluation computes something else."""
 
 DIFFERS = "evaluation differs"
-"""The rule by which that is named: such an evaluation says nothing of overfitting."""
+"""The rule that reports this: such an evaluation says nothing about overfitting."""
 
 ENDED, ENDED_SHARE = 1e-3, 0.25
-"""A schedule has ended where the rate has been below this share of its highest for this share of the steps."""
+"""A schedule has ended if the rate was below this share of its highest for this share of the steps."""
 
 GROWTH, GROWTH_MB, GROWTH_TIMES = 1.25, 256.0, 10
-"""Memory grows where it has never fallen in so many observations on end and is so many times, and so many MB, more."""
+"""Memory grows if it never fell in so many observations in a row, and is so many times, and so many MB, larger."""
 
 
 GRAPH_KEPT = "graph kept alive"
-"""The rule by which a worker names who adds to what it holds. Memory that grows then needs no other."""
+"""The rule by which a worker names what keeps adding graphs. Growing memory then needs no other explanation."""
 
 
 class Window(NamedTuple):
-    """Some steps on end, added up."""
+    """Consecutive steps, summarised."""
 
     first: int
     last: int
@@ -91,20 +91,20 @@ class Window(NamedTuple):
     noise: float
     """Standard deviation of the losses within the window."""
     rate: float
-    """The highest."""
+    """The highest learning rate."""
     waited: float
-    """Share of the time for which data were waited for."""
+    """Share of the time spent waiting for data."""
     waited_s: float
-    """Seconds a step of that."""
+    """Seconds per step spent waiting for data."""
     skipped: float
-    """Share of the steps."""
+    """Share of the steps that were skipped."""
 
 
 @dataclass(slots=True)
 class Diagnosis:
     """The fold over one run. `take` gives what a row shows for the first time.
 
-    `told` are rules that have spoken before. With `trained` the run starts from weights that may be good already, of which no progress is asked.
+    `told` has the rules that have already reported. `trained` means that the run starts from weights that may be good already, so no progress is expected.
     """
 
     told: set[str] = field(default_factory=set)
@@ -112,21 +112,21 @@ class Diagnosis:
     _open: list[StepRow] = field(default_factory=list)
     _windows: deque[Window] = field(default_factory=lambda: deque(maxlen=REACH // WINDOW))
     _start: float | None = None
-    """Mean loss of the run's first steps, where they were seen."""
+    """Mean loss of the run's first steps, if they were seen."""
     _initial: float = math.inf
-    """The loss of the very first one, before any update."""
+    """The loss of the first step, before any update."""
     _spike: tuple[StepRow, float, float] | None = None
-    """A step far above the window before it, with the median and the bound."""
+    """A step far above the window before it, with the window's median and bound."""
     _median: tuple[float, float] | None = None
-    """Of the newest window: the median of its losses, and the bound above which a loss is a spike."""
+    """For the newest window: the median of its losses, and the bound above which a loss is a spike."""
     _evaluations: list[tuple[EvaluationRow, float]] = field(default_factory=list)
-    """Each with the training loss at that time."""
+    """The evaluations, each with the training loss at that time."""
     _apart: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """The newest comparisons of a gradient with that in fp32, by their names: the step, and by how much they differ."""
+    """The newest comparisons of a gradient with that in fp32, by name: the step, and the difference."""
     _observed: deque[Observation] = field(default_factory=lambda: deque(maxlen=GROWTH_TIMES))
 
     def take(self, event: Recorded) -> Iterator[Diagnosed]:
-        """Take in a row. Other events show nothing here."""
+        """Judge a row. Other events show nothing here."""
         match event:
             case StepRow():
                 found = self._step(event)
@@ -205,12 +205,12 @@ class Diagnosis:
             )
 
     def _moves(self) -> Iterator[Diagnosed]:
-        """A loss that rises, and one that does not move."""
+        """Report a loss that rises, or one that does not move."""
         if self._start is None or self.trained or self._windows[0].first != 1:
             return
         first, newest = self._windows[0], list(self._windows)[-2:]
         where = f"{self._start:.4g} in the first steps and {newest[-1].loss:.4g} in steps {newest[-1].first} to {newest[-1].last}"
-        # Where the first updates have thrown the model far away, the mean of the first steps says nothing.
+        # If the first updates threw the model far away, the mean of the first steps says nothing.
         before = min(self._start, self._initial) if self._is_hot() else self._start
         if len(self._windows) > 2 and all(_above(one, before, RISEN) for one in newest):
             yield Diagnosed(
@@ -225,7 +225,7 @@ class Diagnosis:
                 yield self._flat(newest[-1], where)
 
     def _is_hot(self) -> bool:
-        """Whether the newest updates were as large as the weights, or nearly so."""
+        """Whether the newest updates were almost as large as the weights, or larger."""
         ratios = [max(_ratios(one).values(), default=0.0) for one in list(self._observed)[-HIGH_TIMES:]]
         return len(ratios) == HIGH_TIMES and min(ratios) > HIGH_RATIO
 
@@ -354,7 +354,7 @@ class Diagnosis:
             )
 
     def _costs(self) -> Iterator[Diagnosed]:
-        """A precision in which a gradient is mostly rounding."""
+        """Report a precision in which a gradient is mostly rounding error."""
         newest = self._observed[-1]
         for name, value in newest.values.items():
             if not name.endswith("/gradient_difference"):
@@ -395,7 +395,7 @@ class Diagnosis:
 
 
 def of(rows: Sequence[Recorded], told: Collection[str] = (), *, trained: bool = False) -> list[Diagnosed]:
-    """What rows in their order show."""
+    """What these rows show, in their order."""
     diagnosis = Diagnosis(set(told), trained)
     return [found for row in rows for found in diagnosis.take(row)]
 
@@ -427,14 +427,14 @@ def _error(window: Window) -> float:
 
 
 def _same(some: Sequence[Window], others: Sequence[Window]) -> bool:
-    """Whether the mean losses of some windows and of others differ by next to nothing, and by no more than their noise."""
+    """Whether the mean losses of two groups of windows differ by next to nothing, and by no more than their noise."""
     mean, other = (statistics.fmean(one.loss for one in windows) for windows in (some, others))
     difference = abs(mean - other)
     return difference <= FLAT * abs(mean) and difference <= 3 * math.hypot(_error_of(some), _error_of(others))
 
 
 def _near(windows: Sequence[Window], start: float) -> bool:
-    """Whether the mean loss of some windows is that of the first ten steps, as far as their noise lets one see."""
+    """Whether the mean loss of some windows equals that of the first ten steps, within their noise."""
     mean = statistics.fmean(one.loss for one in windows)
     return abs(mean - start) <= FLAT * abs(start) + 3 * windows[0].noise / math.sqrt(10)
 

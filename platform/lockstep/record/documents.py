@@ -1,4 +1,4 @@
-"""The texts and flat values that describe a run: parameters, documents, the note on its page. No password leaves here."""
+"""The texts and flat values that describe a run: parameters, documents, the note on its page. None contains a password."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from urllib.parse import quote
 import yaml
 
 HIDDEN = "***"
-"""What stands where a secret was."""
+"""What replaces a secret."""
 
 _URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s'\"<>`]+")
-"""Of a scheme 32 characters: without an end, each letter of a long word is a start from which all of it is read."""
+"""A scheme has at most 32 characters: without a limit, each letter of a long word would start a scan of all of it."""
 _SECRET = re.compile(
     r"pass(word|wd|phrase)?|pwd|.*(token|secret|signature|credential|api_?key)|sig|auth|key", re.I
 )
-"""Names of parameters whose values are secrets, as a whole; `-` counts as `_`."""
+"""Names of parameters whose values are secrets, matched as a whole; `-` counts as `_`."""
 _PORT = re.compile(r"\d{1,5}(/|$)")
 
 
 def without_password(text: str) -> str:
     """`text` with the secrets of every URI in it hidden: `postgresql://me:***@host/db`, `http://host/?token=***`.
 
-    Hidden are a password, also one with an unescaped `/`, `?`, `#` or `@`; the user of an http URI without a password, which is
-    a token; and the values of parameters that are named like secrets.
+    Hidden are passwords, even with an unescaped `/`, `?`, `#` or `@`; the user of an http URI without a password, which is
+    a token; and the values of parameters with names of secrets.
     """
     return _URI.sub(lambda found: _without_secrets(found[0]), text)
 
 
 def shown_document(value: Any) -> Any:
-    """Plain data with the secrets of every URI in its texts hidden. A text that is a URI as a whole may hold spaces and quotes."""
+    """Plain data with the secrets of every URI in its texts hidden. A text that is one URI may contain spaces and quotes."""
     if isinstance(value, Mapping):
         return {name: shown_document(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -51,14 +51,14 @@ def shown_document(value: Any) -> Any:
 def _without_secrets(uri: str) -> str:
     scheme, mark, rest = uri.partition("://")
     rest = _without_user(scheme.lower(), rest)
-    # Not by urlsplit, which raises ValueError for what is no URI after all, such as `http://[{host}]` in a program's text.
+    # Not urlsplit: it raises ValueError for text that is not a URI after all, such as `http://[{host}]` in a program's text.
     before, hash_, fragment = rest.partition("#")
     before, question, query = before.partition("?")
     return f"{scheme}{mark}{before}{question}{_without_values(query)}{hash_}{_without_values(fragment)}"
 
 
 def _without_user(scheme: str, rest: str) -> str:
-    """What follows `://`. An `@` after a path belongs to that, unless what stands before it can only be a password."""
+    """The part after `://` without its secret. An `@` after a path belongs to the path, unless only a password can stand before it."""
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     user, at, host = authority.rpartition("@")
     if not at:
@@ -75,7 +75,7 @@ def _without_user(scheme: str, rest: str) -> str:
 
 
 def _is_no_host(rest: str) -> bool:
-    """Whether a password goes on here: `b/c@host/db` of `me:a@b/c@host/db`."""
+    """Whether a password continues here: `b/c@host/db` of `me:a@b/c@host/db`."""
     return "@" in re.split(r"[?#]", rest, maxsplit=1)[0]
 
 
@@ -88,12 +88,12 @@ def _without_values(query: str) -> str:
 
 
 def as_yaml(document: Mapping[str, Any]) -> str:
-    """A document in the order that it was written in."""
+    """A document as YAML, in the order of its keys."""
     return yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
 
 
 def without_nan(value: Any) -> Any:
-    """Plain data with None in the place of each number that is not finite."""
+    """Plain data with None in place of each number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -102,7 +102,7 @@ def without_nan(value: Any) -> Any:
 
 
 def as_json(document: Any) -> str:
-    """Indented JSON, with NaN and Infinity as Python writes them and anything unknown as its text: what is read again keeps each value."""
+    """Indented JSON, with NaN and Infinity as Python writes them and unknown objects as text: reading it back keeps each value."""
     return json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
@@ -123,7 +123,7 @@ def as_value(value: Any) -> str:
 
 
 def single_values(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the facts that are one value, and not empty, a mapping or a list."""
+    """The facts that are one value: not None, no mapping and no list."""
     return {n: v for n, v in facts.items() if v is not None and not isinstance(v, Mapping | list | tuple)}
 
 
@@ -134,7 +134,7 @@ def reading(metric: tuple[str, Any]) -> str:
 
 
 def note(verdict: str, details: Mapping[str, Any], figures: Sequence[str] = (), run_id: str = "") -> str:
-    """Markdown for the run's page: the verdict first, for the page folds after four lines, then a table and figures."""
+    """Markdown for the run's page: first the verdict, because the page folds after four lines, then a table and figures."""
     images = [
         f"![{Path(path).stem}](get-artifact?path={quote(path, safe='')}&run_uuid={run_id})"
         for path in figures

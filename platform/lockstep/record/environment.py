@@ -1,6 +1,6 @@
 """What a process runs on: versions, machine, device, determinism flags, and the state of the source.
 
-These are facts to record. The host's name is one of them and never a part of a run's identity.
+These are facts to record. The host name is one of them, and never part of a run's identity.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_DIFF = 2_000_000
 
 
 def environment(spec: Spec) -> dict[str, Any]:
-    """Flat facts of this process and its machine. Call it in a worker: it looks at the device, which begins CUDA there."""
+    """Flat facts of this process and its machine. Call it in a worker: it looks at the device, which initialises CUDA there."""
     return {**versions(), **machine(), **_device(spec), **_determinism()}
 
 
@@ -75,7 +75,7 @@ def _device(spec: Spec) -> dict[str, Any]:
 
 
 def _determinism() -> dict[str, Any]:
-    """Flags that may change the bits, as they are set now; a variable that is not set is left out."""
+    """The current flags that may change the bits; an unset variable is left out."""
     import torch
 
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -95,7 +95,7 @@ def _determinism() -> dict[str, Any]:
 def git_state(folder: Path | str) -> dict[str, Any]:
     """`commit`, `dirty` and, where dirty, the `diff` and the `untracked` names of the repository around `folder`.
 
-    Empty without git, a repository or a commit, and where one of git's answers takes longer than five seconds. Never raises.
+    Empty without git, a repository or a commit, or if one of git's answers takes longer than five seconds. Never raises.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     changes = _git(folder, "status", "--porcelain", "-z")
@@ -113,7 +113,7 @@ def git_state(folder: Path | str) -> dict[str, Any]:
 def _git(folder: Path | str, *arguments: str) -> str | None:
     variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
-    # Into a file: after a timeout, a pipe would be waited on for as long as any process that git started holds it.
+    # Use a file: after a timeout, a pipe would be waited on for as long as any process that git started holds it.
     with tempfile.TemporaryFile() as told:
         try:
             subprocess.run(

@@ -1,6 +1,6 @@
-"""Events: everything that a run can tell, as one union of frozen values.
+"""Events: everything that a run can report, as one union of frozen values.
 
-Whoever trains, drives or watches a run tells events and never waits. The journal is the log of those that are `Recorded`;
+Code that trains, drives or watches a run tells events and never waits. The journal is the log of the `Recorded` ones;
 the ledger, the run's page, the points that go to MLflow, the progress line and the watchdog are folds over events. A new fact is one
 event here and one case in the fold that shows it.
 """
@@ -25,7 +25,7 @@ _SEGMENT_FILE = re.compile(r"(\d{9,})-(\d{9,})\.([0-9a-f]{32})\.[0-9a-f]{16}\.ro
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A recorder has begun to write. `process` are the tags by which others find it; `at` is Unix time in seconds."""
+    """A recorder has begun to write. `process` has the tags that identify it to others; `at` is Unix time in seconds."""
 
     at: float
     process: Mapping[str, str] = field(default_factory=dict)
@@ -33,32 +33,32 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An attempt is prepared. Told again by each attempt.
+    """An attempt is prepared. Each attempt tells it again.
 
-    Of `facts`, `plan` (a mapping) becomes parameters, `environment` environment.json and some tags, `git` (see
-    `environment.git_state`) tags and git.diff. Of the others a single value becomes the tag `lockstep.<name>` and
-    anything else `<name>.json`.
+    Of `facts`, `plan` (a mapping) becomes parameters, `environment` becomes environment.json and some tags, `git` (see
+    `environment.git_state`) becomes tags and git.diff. Of the others a single value becomes the tag `lockstep.<name>`, and
+    anything else becomes `<name>.json`.
     """
 
     facts: Mapping[str, Any]
 
 
 class Digests(NamedTuple):
-    """What a step left, each as a whole number below 2**64; `training.digests` says how they are made."""
+    """Digests of the results of a step, each a whole number below 2**64; `training.digests` defines them."""
 
     weights: int
     optimizer: int
     gradients: tuple[int, ...] | None
-    """Of each micro-batch that is not empty, by its index; None with `reduction: native`, which keeps none apart."""
+    """The digest of each micro-batch that is not empty, by index; None with `reduction: native`, which keeps none apart."""
     average: int | None = None
-    """Of the moving average of the weights; None without `ema`."""
+    """The digest of the moving average of the weights; None without `ema`."""
 
 
 class StepRow(NamedTuple):
-    """One optimizer step that was done. Given to the recorder, a row and its `parts` do not change any more.
+    """One finished optimizer step. Once it is told, a row and its `parts` must not change.
 
-    `loss` and `parts` are means over the global batch, `weight` what the loss was divided by; `grad_norm` is the norm
-    before clipping and `clipped_norm` after; `step_s` is the whole step, the wait for data included.
+    `loss` and `parts` are means over the global batch, and `weight` is what the loss was divided by. `grad_norm` is the norm
+    before clipping and `clipped_norm` the norm after it. `step_s` is the whole step, the wait for data included.
     """
 
     step: int
@@ -66,7 +66,7 @@ class StepRow(NamedTuple):
     epoch: int
     """Epoch it belongs to, counted from 0."""
     samples: int
-    """Training samples consumed by the run so far, this step's included."""
+    """Training samples consumed by the run so far, including this step's."""
     loss: float
     weight: float
     parts: Mapping[str, float]
@@ -78,10 +78,10 @@ class StepRow(NamedTuple):
     data_wait_s: float
     step_s: float
     wall_clock: float
-    """Unix time in seconds at which the step was done; its metrics carry it, however late they are written."""
+    """Unix time in seconds at which the step was done; its metrics carry this time, however late they are written."""
     attempt: int
     digests: Digests | None = None
-    """In the steps that have them by the plan (`record.digest_every`)."""
+    """Set in the steps that have digests by the plan (`record.digest_every`)."""
 
 
 class EvaluationRow(NamedTuple):
@@ -95,9 +95,9 @@ class EvaluationRow(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What was looked at beside the row of a step, in the steps that `record.observe_every` names.
+    """What was observed beside the row of a step, in the steps that `record.observe_every` selects.
 
-    `values` are named as their metrics: those under `layers/` have the same bits in every execution of the run, the others have not.
+    `values` have the names of their metrics. Those under `layers/` have the same bits in every execution of the run; the others do not.
     """
 
     step: int
@@ -107,28 +107,28 @@ class Observation(NamedTuple):
 
 
 class CheckpointRow(NamedTuple):
-    """One save, as the record is told of it: published at `uri`, or given up for `error`. Times in seconds."""
+    """One save, as the record sees it: published at `uri`, or given up for `error`. Times in seconds."""
 
     step: int
     uri: str | None
     error: str | None
     nbytes: int
     waited_s: float
-    """What training waited for the save before."""
+    """How long training waited for the previous save."""
     copied_s: float
-    """What training waited for the copy."""
+    """How long training waited for the copy."""
     written_s: float
     wall_clock: float
     """Unix time in seconds at which it was over."""
     deleted: tuple[int, ...] = ()
     """Steps whose checkpoints were deleted."""
     essential: tuple[tuple[int, str], ...] = ()
-    """The newest checkpoint, the best and those that are pinned, newest first: step and URI. The store is to have them whole."""
+    """The newest checkpoint, the best one and the pinned ones, newest first: step and URI. The store should have them whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a node was busy with at `at` (Unix seconds), by the names under which MLflow knows it."""
+    """The load of a node at `at` (Unix seconds), under MLflow's names."""
 
     node: str
     at: float
@@ -137,21 +137,21 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class AttemptsSummarised:
-    """What is known of each attempt so far; told again whenever that changes."""
+    """What is known of each attempt so far; told again whenever it changes."""
 
     attempts: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The most memory that each rank has held so far, in bytes, by rank: of its device where that is a GPU, else of its process."""
+    """The most memory that each rank has held so far, in bytes, by rank: of its GPU if it has one, else of its process."""
 
     bytes_by_rank: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text to keep under the name of a file."""
+    """A text to store under the name of a file."""
 
     name: str
     text: str
@@ -159,9 +159,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The run came to its end, or was stopped by a signal that it heeded (`stopped` in its summary).
+    """The run reached its end, or was stopped by a signal that it obeyed (`stopped` in its summary).
 
-    `files` lie in the run's folder. Single values of the summary become tags `lockstep.<name>`, all of it is summary.json.
+    `files` are in the run's folder. Single values of the summary become tags `lockstep.<name>`; all of it is summary.json.
     """
 
     summary: Mapping[str, Any]
@@ -169,12 +169,12 @@ class Finished:
 
     @property
     def error(self) -> str:
-        """Why a run that came to its end by itself has not finished: its last checkpoint could not be saved. Else nothing."""
+        """Why a run that reached its end still does not count as finished: its last checkpoint could not be saved. Else empty."""
         return "" if self.summary.get("stopped") else str(self.summary.get("unsaved") or "")
 
     @property
     def status(self) -> Literal["FINISHED", "FAILED", "KILLED"]:
-        """What the run is from now on."""
+        """The run's status from now on."""
         return "KILLED" if self.summary.get("stopped") else "FAILED" if self.error else "FINISHED"
 
 
@@ -189,18 +189,18 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """A newer attempt has taken the run from this one: how the run goes on and ends is that one's to say."""
+    """A newer attempt has taken the run over from this one, and decides how the run goes on and ends."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosed:
-    """Something that a run shows to be wrong with it: the rule that speaks, once in a run, its evidence and what to do about it."""
+    """Something that is wrong with a run: the rule that found it (each reports once in a run), its evidence, and a remedy."""
 
     rule: str
     step: int
-    """The step after which it was seen."""
+    """The step after which it was found."""
     evidence: str
     remedy: str
 
@@ -210,7 +210,7 @@ class Diagnosed:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Something was refused by the store, for `reason`, and is to be sent to it again."""
+    """The store refused something, for `reason`; it is to be sent again."""
 
     what: str
     reason: str
@@ -218,7 +218,7 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class Mended:
-    """Lines of the journal that were damaged, by the byte at which each begins, and what became of what they held."""
+    """Damaged lines of the journal, by the byte at which each begins, and what became of their content."""
 
     starts: Sequence[int]
     how: str
@@ -226,20 +226,20 @@ class Mended:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The first line of a journal that was cut: the segments, in its folder, that have the steps it has no more."""
+    """The first line of a journal that was cut: the segments, in its folder, with the steps that it no longer has."""
 
     segments: Sequence[Segment]
 
 
 class Witness(NamedTuple):
-    """A worker, as one that saw or computed wrong bits is named, and its digests of what was compared."""
+    """Identifies a worker that saw or computed wrong bits, with its digests of what was compared."""
 
     rank: int
     host: str
     pid: int
     device: str
     uuid: str
-    """Of a GPU; empty for a processor."""
+    """The UUID of the GPU; empty for a processor."""
     digests: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -249,9 +249,9 @@ class Witness(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Corrupted:
-    """Workers that must have the same bits of `quantity` after a step, or of a micro-batch's gradient, had not.
+    """Workers had different bits of `quantity` after a step, or of a micro-batch's gradient, where they must be the same.
 
-    What attempts up to `attempt` recorded of the steps after `since` is doubted: a step that is taken again takes its place.
+    What attempts up to `attempt` recorded of the steps after `since` is doubted: when such a step is taken again, it replaces that.
     """
 
     step: int
@@ -259,17 +259,17 @@ class Corrupted:
     attempt: int
     quantity: str
     tensor: str
-    """The first that differs, or empty where it is not known."""
+    """The first tensor that differs, or empty if unknown."""
     workers: tuple[Witness, ...]
     wrong: tuple[int, ...]
-    """The ranks that were wrong; none where it cannot be told."""
+    """The ranks that were wrong; none if that cannot be decided."""
     how: Literal["majority", "repetition", "recomputation", "undecided"]
-    """How they were told from the others."""
+    """How it was decided who was wrong."""
     micro_batch: int | None = None
 
     @property
     def suspects(self) -> tuple[Witness, ...]:
-        """The workers that were wrong; all of them where it cannot be told which."""
+        """The workers that were wrong; all of them if that cannot be decided."""
         return tuple(worker for worker in self.workers if not self.wrong or worker.rank in self.wrong)
 
     def __str__(self) -> str:
@@ -290,11 +290,11 @@ class Corrupted:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """All that was told before has reached the store."""
+    """Everything told before this has reached the store."""
 
 
 class Segment(NamedTuple):
-    """A sealed segment, as others refer to it: its steps, the digest of their deterministic columns, and its file."""
+    """A sealed segment, by reference: its steps, the digest of their deterministic columns, and its file."""
 
     first: int
     last: int
@@ -309,21 +309,21 @@ class Segment(NamedTuple):
 
     @classmethod
     def of(cls, name: str, size: int, sha256: str) -> Segment:
-        """The segment of a file's name. StorageError for a name that is none."""
+        """The segment that a file's name describes. StorageError for any other name."""
         found = _SEGMENT_FILE.fullmatch(name)
         if found is None:
             raise StorageError(f"ledger: {name!r} is no segment")
         return cls(int(found[1]), int(found[2]), found[3], size, sha256)
 
 
-# --- passing: for whoever watches now -------------------------------------------------------------------------
+# --- passing: only for those who watch now --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The rows up to the checkpoint that an attempt starts from, or those that may not have arrived. The record may have them already, or more.
+    """The rows up to the checkpoint that an attempt starts from, or rows that may not have arrived. The record may have them already, or more.
 
-    The steps of `segments` come before `steps`; they are read where the record lacks them.
+    The steps of `segments` come before `steps`; they are read only if the record lacks them.
     """
 
     steps: Sequence[StepRow]
@@ -334,7 +334,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Nothing hangs, though no step is done: an evaluation, a save or a wait goes on. Told often."""
+    """Nothing hangs, although no step is done: an evaluation, a save or a wait goes on. Told often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,14 +346,14 @@ class Straggling:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something that a person should know of, and that ends nothing."""
+    """Something that a person should know, and that ends nothing."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """What a worker has printed since the last of these: it goes to `logs/<name>.txt`."""
+    """What a worker has printed since the last of these events; it goes to `logs/<name>.txt`."""
 
     name: str
     text: str
@@ -361,7 +361,7 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker has begun: where its process is found. Times are Unix seconds."""
+    """A worker has begun: where to find its process. Times are Unix seconds."""
 
     rank: int
     node: str
@@ -369,14 +369,14 @@ class Joined:
     stacks_file: Path
     """Where the process writes its stacks on SIGUSR1."""
     imported_at: float
-    """When the process had imported all that a worker needs; infinity for one that was not started ahead."""
+    """When the process had imported everything that a worker needs; infinity for one that was not started ahead."""
     runtime_env: str
-    """Ray's name for the environment of the process."""
+    """The runtime environment of the process, as Ray writes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageEnded:
-    """An attempt came to the end of one of its stages (`attempts.stages.STAGES`) at `at` (Unix seconds)."""
+    """An attempt finished one of its stages (`attempts.stages.STAGES`) at `at` (Unix seconds)."""
 
     stage: str
     at: float
@@ -384,13 +384,13 @@ class StageEnded:
 
 @dataclass(frozen=True, slots=True)
 class Broke:
-    """A worker ended with an error, told as one line, and its traceback."""
+    """A worker ended with an error; the error as one line, and its traceback."""
 
     error: LockstepError
     details: str
     rank: int = 0
     place: FailedAt | None = None
-    """The micro-batch, where that failed, and not the way to a peer or to storage."""
+    """The micro-batch, if it failed in one and not in the connection to a peer or to storage."""
 
 
 Row = StepRow | EvaluationRow

@@ -1,7 +1,7 @@
 """Figures of a run as PNG, drawn from its ledger when it ends: loss and learning rate, gradient norm, time, loss scale.
 
-A long run is drawn in buckets: a line through their means in a band from their least to their greatest value, so that
-a single spike stays visible. A point that is not finite is left out and told in the title.
+A long run is drawn in buckets: a line through their means inside a band from their minimum to their maximum, so that
+a single spike stays visible. A point that is not finite is left out and mentioned in the title.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLUE, _ORANGE, _GREEN, _GREY = "#1f6fb4", "#d9680c", "#2a8a4a", "#888888"
 
 
 Column = Callable[[str], "np.ndarray[Any, Any]"]
-"""A column of the ledger by its name, as float64: one is held at a time, not the rows."""
+"""Returns a column of the ledger by its name, as float64: one column is held at a time, not the rows."""
 
 
 def draw(steps: Column, evaluations: Sequence[EvaluationRow], folder: Path, *, scaled: bool) -> list[Path]:
@@ -90,12 +90,12 @@ def _scale(x: Any, steps: Column) -> Any:
 
 def panels(title: str, labels: Sequence[str]) -> tuple[Any, Any]:
     """An empty figure with a panel for each label, above each other, over the steps."""
-    from matplotlib.figure import Figure  # not pyplot: no state, no window, any thread
+    from matplotlib.figure import Figure  # not pyplot: no global state, no window, any thread
 
     height = 2.0 + 2.2 * len(labels)
     figure = Figure(figsize=(8, height))
     axes = figure.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0]
-    # Margins in inches: a layout that measures every label draws all of them twice, at the end of every run.
+    # Fixed margins in inches: a layout engine would draw all labels twice to measure them, at the end of every run.
     figure.subplots_adjust(
         left=0.9 / 8, right=1 - 0.15 / 8, top=1 - 0.6 / height, bottom=0.6 / height, hspace=0.12
     )
@@ -109,7 +109,7 @@ def panels(title: str, labels: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _logarithmic(ax: Any, base: float = 10) -> None:
-    """With plain numbers at its ticks: formulas take as long as the rest of a figure."""
+    """Set a logarithmic axis with plain numbers at its ticks: formulas take as long to draw as the rest of a figure."""
     from matplotlib.ticker import LogFormatter
 
     ax.set_yscale("log", base=base)
@@ -143,7 +143,7 @@ def _line(ax: Any, x: Any, y: Any, color: str, label: str) -> None:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure, whole or not at all, in the format that the name ends with: .png, .svg."""
+    """Write a figure, whole or not at all, in the format of the file's suffix: .png or .svg."""
     with replacing(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=110)
     return path

@@ -1,6 +1,6 @@
-"""The model that a run ends with, as rank 0 leaves it in the run's folder: a traced graph, and what it takes and returns.
+"""The final model of a run, as rank 0 leaves it in the run's folder: a traced graph, and what it takes and returns.
 
-Read without torch: the recorder sends it on, and computes nothing of it.
+It can be read without torch: the recorder sends it on, and computes nothing with it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from lockstep.files import replaced
 FOLDER = "model"
 DESCRIPTION, EXAMPLE = "model.json", "example.npy"
 GRAPH = Path("graph", "model.pt2")
-"""In a folder of its own, by the name that MLflow's PyTorch flavor looks for."""
+"""In a folder of its own, under the name that MLflow's PyTorch flavor looks for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A tensor that the model takes or returns; any number of samples is -1."""
+    """A tensor that the model takes or returns; -1 in the shape stands for any number of samples."""
 
     dtype: str
     shape: Sequence[int]
@@ -28,7 +28,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class FinalModel:
-    """What `model.json` says. `error` is why there is no graph, where there is none."""
+    """The content of `model.json`. `error` says why there is no graph, if there is none."""
 
     input: Values | None = None
     output: Values | None = None
@@ -37,7 +37,7 @@ class FinalModel:
     error: str = ""
 
     def write(self, folder: Path) -> Path:
-        """Write it to `folder`, whole or not at all; the file."""
+        """Write it to `folder`, whole or not at all. Returns the file."""
         path = folder / DESCRIPTION
         with replaced(path) as aside:
             aside.write_text(json.dumps(asdict(self), indent=2))
@@ -45,7 +45,7 @@ class FinalModel:
 
     @classmethod
     def read(cls, folder: Path) -> FinalModel:
-        """OSError or ValueError where it cannot be read."""
+        """Read what `write` wrote. OSError or ValueError where it cannot be read."""
         fields = json.loads((folder / DESCRIPTION).read_text())
         values = {name: Values(**fields.pop(name)) for name in ("input", "output") if fields[name]}
         return cls(**{**fields, **values})

@@ -1,4 +1,4 @@
-"""What a run's journal comes to at its end: tables of its steps, evaluations and observations, and the figures drawn of them."""
+"""Turns a run's journal into its final files: tables of steps, evaluations and observations, and figures of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.record import figures, ledger, observation_figures
 from lockstep.record.journal import Journal
 
 _DRAWING = threading.Lock()
-"""One run of a process at a time draws: hundreds of trials may end together, and matplotlib computes under Python's global lock."""
+"""Only one run of a process draws at a time: hundreds of trials may end together, and matplotlib holds Python's global lock."""
 
 
 class Written(NamedTuple):
@@ -22,7 +22,7 @@ class Written(NamedTuple):
 
 
 def write(journal: Journal, folder: Path, *, scaled: bool) -> Iterator[Written]:
-    """Write those that the journal has rows for, and give each when it is there. `scaled` draws the loss scale. Raises OSError."""
+    """Write the files that the journal has rows for, and yield each when it is written. `scaled` draws the loss scale. Raises OSError."""
     if journal.last_step:
         steps = folder / "ledger.parquet"
         ledger.write_tables(journal.tables, steps)

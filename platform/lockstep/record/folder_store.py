@@ -1,6 +1,6 @@
 """A run kept in its own folder, `<storage>/<run_id>/`, for `record.uri: off`: needs nothing but a disk.
 
-`run.json` holds its status, parameters and tags. Metrics are nowhere but in the ledger, which the recorder writes.
+`run.json` holds its status, parameters and tags. Metrics are only in the ledger, which the recorder writes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def recorded_in_folder(storage: Path, run_id: str) -> Recorded:
 
 
 def finished_in_folder(storage: Path, identity: str) -> Iterator[Recorded]:
-    """The runs that are called finished and of this identity, newest first; what can't be read is passed over."""
+    """The runs with status FINISHED and this identity, newest first; unreadable ones are skipped."""
     found = []
     for path in storage.glob("*/run.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -67,8 +67,8 @@ def finished_in_folder(storage: Path, identity: str) -> Iterator[Recorded]:
 
 @lru_cache(maxsize=10_000)
 def _finished(path: Path, inode: int, mtime_ns: int, size: int) -> tuple[str | None, float]:
-    """The identity of a run that is called finished, else None, and when it began. Read once as long as its file is the same:
-    each trial of a sweep asks for all runs, and a file that changes is replaced by another.
+    """The identity of a run with status FINISHED, else None, and when it began. A file is read only once while it is unchanged:
+    each trial of a sweep asks for all runs, and a changed file is a new file.
     """
     run = json.loads(path.read_text(encoding="utf-8"))
     finished = run["status"] == "FINISHED"
@@ -97,7 +97,7 @@ class FolderStore:
                 "status": "RUNNING",
                 "ended": None,
                 "params": {},
-                "tags": process_tags(time.time()),  # one that is killed in its first second is known as well
+                "tags": process_tags(time.time()),  # so a run killed in its first second is known too
             }
         else:
             self._run = self._existing(run_id)
@@ -118,10 +118,10 @@ class FolderStore:
         return {}
 
     def log_metrics(self, points: Sequence[Point]) -> None:
-        """Nothing: the ledger has them."""
+        """Nothing to do: the ledger has the metrics."""
 
     def recorded_steps(self, key: str) -> Collection[int]:
-        """None, likewise."""
+        """None: metrics are only in the ledger."""
         return ()
 
     def log_params(self, params: Mapping[str, str]) -> None:
@@ -139,7 +139,7 @@ class FolderStore:
             self._save()
 
     def log_data(self, data: Sequence[DataSet]) -> None:
-        """Nothing: the fields of the identity have the fingerprints."""
+        """Nothing to do: the fields of the identity have the fingerprints."""
 
     def log_file(self, path: Path, folder: str) -> None:
         kept = self._folder / folder / path.name
@@ -156,15 +156,15 @@ class FolderStore:
             ) from error
 
     def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
-        """Nothing: it is in the run's folder."""
+        """Nothing to do: the model is in the run's folder already."""
 
     def log_checkpoint(
         self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
     ) -> None:
-        """Nothing: checkpoints have a folder of their own."""
+        """Nothing to do: checkpoints have their own storage."""
 
     def checkpoints(self) -> Mapping[int, bool]:
-        """None, likewise."""
+        """None: the store has no copies of checkpoints."""
         return {}
 
     def aliased_steps(self) -> frozenset[int]:
@@ -172,7 +172,7 @@ class FolderStore:
         return frozenset()
 
     def delete_checkpoint(self, step: int) -> None:
-        """Nothing, likewise."""
+        """Nothing to do: the store has no copies of checkpoints."""
 
     def set_status(self, status: Status) -> None:
         with self._changing:
@@ -217,7 +217,7 @@ class FolderReader:
         reason = vanished(run_id, known["tags"]) if known["status"] == "RUNNING" else ""
         now = json.loads(path.read_text(encoding="utf-8")) if reason else known
         if now["status"] != "RUNNING" or not same_beat(known["tags"], now["tags"]):
-            known = now  # it has been heard since
+            known = now  # it has given a sign of life since
         elif reason:
             known |= {"status": "FAILED", "ended": float(known["tags"]["lockstep.heartbeat"])}
             known["tags"] |= {"lockstep.vanished": reason, "lockstep.error": reason}

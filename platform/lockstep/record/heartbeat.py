@@ -1,8 +1,8 @@
-"""Whether the process that records a run still lives: its beat, and on the same machine the process itself.
+"""Whether the process that records a run is still alive, by its beat and, on the same machine, by the process itself.
 
-A killed process leaves its run RUNNING. Whoever sees such a run later can tell, and marks it. No clocks are compared:
-a reader notes which beat it found, and when on its own clock; if a later look finds the same beat, time has passed in
-which the process said nothing.
+A killed process leaves its run RUNNING. A later reader can find that out, and marks the run. No clocks are compared:
+a reader notes which beat it found, and when on its own clock. If a later look finds the same beat, the process was
+silent for that time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from lockstep.process import place, started
 
 BEAT_S = 20.0
-"""How often a recorder says that it lives."""
+"""Seconds between two beats of a recorder."""
 SILENT_S = 150.0
-"""How long a reader must have seen a recorder say nothing before its run is taken for abandoned."""
+"""How long a reader must have seen a recorder silent before its run is considered abandoned."""
 
 _beats = count(1)
 _SAID = ("lockstep.heartbeat", "lockstep.beat", "lockstep.process")
@@ -30,7 +30,7 @@ _SAID = ("lockstep.heartbeat", "lockstep.beat", "lockstep.process")
 
 
 def process_tags(now: float) -> dict[str, str]:
-    """Tags by which others find this process: a beat, its time for people, host, and where Linux tells it the very process."""
+    """Tags that identify this process to others: a beat, its time for people, the host, and on Linux the exact process."""
     return {
         "lockstep.heartbeat": f"{now:.0f}",
         "lockstep.beat": str(next(_beats)),
@@ -40,12 +40,12 @@ def process_tags(now: float) -> dict[str, str]:
 
 
 def same_beat(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
-    """Whether nothing was said between these two looks at a run's tags."""
+    """Whether the process was silent between these two looks at a run's tags."""
     return all(before.get(name) == after.get(name) for name in _SAID)
 
 
 def vanished(run_id: str, tags: Mapping[str, str]) -> str:
-    """Why a run that its store has as RUNNING is not; nothing where it may well be."""
+    """Why a run that is RUNNING in its store is in fact gone; empty if it may well be alive."""
     if "lockstep.heartbeat" not in tags:
         return ""
     where, _, process = tags.get("lockstep.process", "").partition(" ")
@@ -62,13 +62,13 @@ def vanished(run_id: str, tags: Mapping[str, str]) -> str:
 
 
 def _silent_s(run_id: str, beat: list[str]) -> float:
-    """For how long this user on this machine has found the same beat; 0 where it is another than at the last look, or the first."""
+    """Seconds for which this user on this machine has found the same beat; 0 if it has changed since the last look, or at the first look."""
     note = _notes() / hashlib.sha256(run_id.encode()).hexdigest()[:32]
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(note.read_text())
         if found["beat"] == beat and found["boot"] == place():
             return max(0.0, _now() - float(found["at"]))
-    with suppress(OSError):  # a home that cannot be written: then this reader never marks a run
+    with suppress(OSError):  # the home is not writable: then this reader never marks a run
         note.parent.mkdir(parents=True, exist_ok=True)
         aside = note.with_name(f"{note.name}.{os.getpid()}")
         aside.write_text(json.dumps({"beat": beat, "boot": place(), "at": _now()}))
@@ -77,7 +77,7 @@ def _silent_s(run_id: str, beat: list[str]) -> float:
 
 
 def _now() -> float:
-    """Seconds since this machine was started, which nobody sets."""
+    """Seconds since this machine was started, a clock that nobody sets."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

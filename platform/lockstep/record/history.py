@@ -1,7 +1,7 @@
-"""The rows of a run so far, as each rank holds them: rank 0 for its checkpoints, another one to take rank 0's place. Sealed segments by name, and the rows of the open one.
+"""The rows of a run so far, as each rank holds them: rank 0 for its checkpoints, the others so that one can take rank 0's place.
 
-A save writes the segments that are full since the save before, once, and the open one with the checkpoint itself: what it
-costs does not grow with the steps before. Rows of segments that are written are let go.
+Sealed segments are held by name, and the open segment by its rows. A save writes each segment that has become full, once, and the open one
+with the checkpoint itself: its cost does not grow with the number of earlier steps. Rows of written segments are dropped.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lockstep.record.ledger import Rows
 from lockstep.record.segments import end_of, evaluations_in, seal, steps_in
 
 MOST_OBSERVATIONS = 20
-"""The newest that are held, and saved: those that the record may not have when all processes of a run are killed at once."""
+"""How many of the newest are held and saved: those that the record may lack if all processes of a run are killed at once."""
 
 Put = Callable[[Segment, bytes], object]
-"""Writes the file of a segment, whole and flushed. It may be called again for a segment that is there."""
+"""Writes the file of a segment, whole and flushed. It may be called again for a segment that exists."""
 
 
 class HandedRows(NamedTuple):
@@ -36,26 +36,26 @@ class HandedRows(NamedTuple):
 
 
 class History:
-    """Rows are only ever added, by one thread. Another may write them meanwhile, by what `saving` gave."""
+    """Rows are only added, by one thread. Another thread may write them meanwhile, through what `saving` gave."""
 
     def __init__(self, segments: Sequence[Segment] = (), reached: int = 0) -> None:
         self.segments = list(segments)
-        """Those that are written, in order."""
+        """The written segments, in order."""
         self.steps: list[StepRow] = []
-        """Those of the open segment."""
+        """The rows of the open segment."""
         self.evaluations: list[EvaluationRow] = []
-        """Those since the open segment began."""
+        """The evaluations since the open segment began."""
         self.observations: deque[Observation] = deque(maxlen=MOST_OBSERVATIONS)
         self._full: list[Rows | tuple[Segment, bytes]] = []
-        """What is full and not written yet, in order: rows, or what they are sealed as."""
+        """Segments that are full and not written yet, in order: as rows, or sealed."""
         self._past = Restored((), ())
         self._sealing = threading.Lock()
         self.reached = reached
-        """The newest step that has a row, or the one that a fork begins after."""
+        """The newest step that has a row, or the step that a fork begins after."""
         self._evaluated = 0
 
     def add(self, row: StepRow) -> None:
-        """Add the row of a step. One that is there is left as it is: a step that is taken again has the same bits."""
+        """Add the row of a step. An existing row is kept: a repeated step has the same bits."""
         if row.step <= self.reached:
             return
         self.reached = row.step
@@ -64,18 +64,18 @@ class History:
         self.steps.append(row)
 
     def add_evaluation(self, row: EvaluationRow) -> None:
-        """Add an evaluation, unless it is there."""
+        """Add an evaluation, unless it exists."""
         if row.step > self._evaluated:
             self._evaluated = row.step
             self.evaluations.append(row)
 
     def add_observation(self, row: Observation) -> None:
-        """Add an observation; one that is there is left as it is."""
+        """Add an observation, unless it exists."""
         if not self.observations or row.step > self.observations[-1].step:
             self.observations.append(row)
 
     def take_back(self, step: int, evaluated: int) -> None:
-        """Forget the row of a step after `step`, and an evaluation after `evaluated`: they will be made again. Nothing may be saving."""
+        """Forget the row of a step after `step`, and an evaluation after `evaluated`: they will be made again. No save may be in flight."""
         if self.observations and self.observations[-1].step > step:
             self.observations.pop()
         if self.steps and self.steps[-1].step > step:
@@ -86,13 +86,13 @@ class History:
             self._evaluated = evaluated
 
     def newest(self) -> Restored:
-        """The newest row of a step and of an evaluation, as far as they are held."""
+        """The newest row of a step and of an evaluation, if they are held."""
         return Restored(
             tuple(self.steps[-1:]), tuple(self.evaluations[-1:]), observations=tuple(self.observations)[-1:]
         )
 
     def retold(self) -> Restored:
-        """Every row that is held, for whoever has not heard some of them; those of written segments by their names."""
+        """Every row that is held, for receivers that may have missed some; written segments by name."""
         with self._sealing:
             full = [one if isinstance(one, Rows) else _opened(one[1]) for one in self._full]
         steps = [row for rows in full for row in rows.steps]
@@ -105,7 +105,7 @@ class History:
         )
 
     def handed(self) -> HandedRows:
-        """All that is held, for a worker that holds nothing. Nothing may be saving."""
+        """Everything that is held, for a worker that holds nothing. No save may be in flight."""
         with self._sealing:
             full = tuple(self._full)
         rows = tuple(self.steps), tuple(self.evaluations), tuple(self.observations)
@@ -121,22 +121,22 @@ class History:
         return history
 
     def _close(self) -> None:
-        """The open segment is full."""
+        """Close the open segment, which is full."""
         with self._sealing:
-            # A run that saves seldom: a row is 0.7 KB as an object and 0.07 KB sealed.
+            # For runs that rarely save: a row takes 0.7 KB as an object and 0.07 KB sealed.
             self._full = [seal(one) if isinstance(one, Rows) else one for one in self._full]
             self._full.append(Rows(self.steps, self.evaluations))
         self.steps, self.evaluations = [], []
 
     def saving(self) -> Saving:
-        """The rows as they are now, on their way into a checkpoint."""
+        """The current rows, to be saved in a checkpoint."""
         if self.steps and self.steps[-1].step == end_of(self.steps[-1].step):
             self._close()
         with self._sealing:
             return Saving(self, len(self.segments) + len(self._full))
 
     def write(self, count: int, put: Put) -> list[Segment]:
-        """Write the segments that are full, as far as they are among the first `count`; those, all of them."""
+        """Write the full segments among the first `count`. Returns the first `count` segments."""
         while len(self.segments) < count:
             with self._sealing:
                 first = self._full[0]
@@ -151,7 +151,7 @@ class History:
     def restored(
         cls, blocks: Mapping[str, Any], segments: Sequence[Segment] = (), contents: Iterable[bytes] = ()
     ) -> History:
-        """The rows that a checkpoint has in `blocks`, after those of its `segments`; `contents` are those of their files, one held at a time."""
+        """The rows that a checkpoint has in `blocks`, after those of its `segments`; `contents` are the contents of their files, held one at a time."""
         history = cls(segments)
         steps, evaluations = (
             ledger.decode_steps(blocks["steps"]),
@@ -166,7 +166,7 @@ class History:
         observed = tuple(history.observations)
         history._past = Restored(tuple(newest), (*before, *evaluations), tuple(segments), observed)
         for row in steps:
-            if history.steps and row.step > end_of(history.steps[-1].step):  # of an older format: all rows
+            if history.steps and row.step > end_of(history.steps[-1].step):  # an older format: all rows
                 history.evaluations = [one for one in evaluations if one.step < row.step]
                 evaluations = evaluations[len(history.evaluations) :]
             history.add(row)
@@ -177,7 +177,7 @@ class History:
         return history
 
     def past(self) -> Restored:
-        """The rows that were restored, to be told once: this lets go of them."""
+        """The restored rows, to be told once: they are dropped here."""
         past, self._past = self._past, Restored((), ())
         return past
 
@@ -209,7 +209,7 @@ class Saving:
         self._observations = tuple(history.observations)
 
     def blocks(self) -> dict[str, Callable[[], bytes]]:
-        """The rows behind the segments and the newest observations, as Parquet that is made when it is asked for."""
+        """The rows after the segments and the newest observations, as Parquet that is made when it is asked for."""
         steps, evaluations = self._lengths
         blocks = {
             "steps": lambda: ledger.encode_steps(self._steps[:steps]),
@@ -220,5 +220,5 @@ class Saving:
         return blocks
 
     def segments(self, put: Put) -> list[Segment]:
-        """The segments before those rows, those that are not yet written by `put` from now on. For one thread."""
+        """The segments before those rows; `put` writes the ones that are not written yet. For one thread."""
         return self._history.write(self._count, put)

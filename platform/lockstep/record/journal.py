@@ -1,13 +1,13 @@
-"""The journal: the log of a run's recorded events, a JSON line each, on disk in its folder before any store hears of it.
+"""The journal: the log of a run's recorded events, one JSON line each, on disk in its folder before any store gets them.
 
-* It is the spool: metric points are made from it again, with the timestamps of their rows, however late a store answers.
-* It is the ledger in the making: a process that is killed loses what it had not been told, and nothing else.
-* A step and an evaluation are in it once. A float is kept bit for bit, NaN with its payload.
-* A line ends in its CRC-32. One that is damaged is passed over; its rows are added again from a checkpoint's history.
-* One process writes it, under a lock that ends with that process. A torn last line, of a machine that went down, is cut off.
+* It is the spool: metric points can be made from it again, with the timestamps of their rows, however late a store answers.
+* It is the source of the ledger: a process that is killed loses only what it was not told yet.
+* A step or an evaluation is in it once. A float is kept bit for bit, NaN with its payload.
+* A line ends with its CRC-32. A damaged line is skipped; its rows are added again from a checkpoint's history.
+* One process writes it, under a lock that ends with that process. A torn last line, left by a machine that went down, is cut off.
 * Steps are mostly in order. A step that an earlier writer could not write is added when it is told again, after later ones.
-* When a segment is full and its points are with the store its steps are sealed, and the journal is cut: another file takes its
-  place, which names the sealed segments and begins behind them. Offsets are those of a journal that was never cut.
+* When a segment is full and its points are in the store, its steps are sealed and the journal is cut: a new file takes its
+place, which names the sealed segments and begins after them. Offsets are those of a journal that was never cut.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _LINE_BYTES = 1 << 10
 _STEP = b'{"step":['
 _OBSERVATION = b'{"observation":['
 _MOST_AT_ONCE = 16
-"""Segments that are sealed before others are recorded: each takes some 0.3 s."""
+"""The most segments that are sealed before other events are recorded: each takes some 0.3 s."""
 
 
 class Entry(NamedTuple):
-    """One line: its event, or None where it is damaged, and where it begins and ends in the file."""
+    """One line: its event, or None if it is damaged, and where it begins and ends in the file."""
 
     event: Recorded | None
     start: int
@@ -57,14 +57,14 @@ class Entry(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """A line that is not what was written, from the byte `start` on; `held` is what it seems to have been."""
+    """A damaged line that begins at byte `start`; `held` is what it seems to have been."""
 
     start: int
     held: str
 
 
 class Journal:
-    """The journal of the run in `folder`, created or gone on with, or with `read_only` looked at. One thread adds rows; all may read."""
+    """The journal of the run in `folder`: created, continued, or only read (`read_only`). One thread adds rows; all may read."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._folder = folder
@@ -74,12 +74,12 @@ class Journal:
         self._evaluations: dict[int, EvaluationRow] = {}
         self._observed: set[int] = set()
         self.events: list[Recorded] = []
-        """What is neither a row nor a sample, in order."""
+        """Events that are neither rows nor samples, in order."""
         self._sealed = SealedSteps(folder)
         self._damage: list[Damage] = []
         self._mended: set[int] = set()
         self.delivered = False
-        """Whether the store has confirmed all of it."""
+        """Whether the store has confirmed everything in it."""
         try:
             self._index()
         except BaseException as error:
@@ -90,7 +90,7 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Where the last whole line ends."""
+        """The offset at which the last whole line ends."""
         return self._file.size
 
     def _index(self) -> None:
@@ -105,7 +105,7 @@ class Journal:
 
     @property
     def damage(self) -> list[Damage]:
-        """The damaged lines that were not mended yet."""
+        """The damaged lines that are not mended yet."""
         return [damage for damage in self._damage if damage.start not in self._mended]
 
     def _note(self, event: Recorded, start: int) -> None:
@@ -114,7 +114,7 @@ class Journal:
             case Sealed():
                 self._sealed.take_up(event.segments)
             case StepRow():
-                # Else a late one, of a segment that is sealed since.
+                # Otherwise it is a late one of a segment that was sealed since.
                 if self._sealed.segment_of(event.step) is None:
                     self._open.add(event.step, start, late=event.step <= self.last_step)
             case EvaluationRow():
@@ -122,7 +122,7 @@ class Journal:
             case Observation():
                 self._observed.add(event.step)
             case Sampled():
-                pass  # it becomes points, and is not looked at again
+                pass  # it becomes points, and is not needed again
             case Mended():
                 self._mended.update(event.starts)
             case _:
@@ -131,7 +131,7 @@ class Journal:
     # --- writing ------------------------------------------------------------------------------------------
 
     def add(self, events: Sequence[Recorded]) -> None:
-        """Add events, all or none of them; a row that it has already gives way. RecordError where the disk refuses."""
+        """Add events, all or none of them; an existing row is replaced. RecordError where the disk refuses."""
         lines = [to_line(event, self._folder) for event in events]
         with self._adding:
             start = self.size
@@ -141,11 +141,11 @@ class Journal:
                 start += len(line)
 
     def flush(self) -> None:
-        """Have what was added survive a loss of power. RecordError where the disk refuses."""
+        """Make the additions survive a loss of power. RecordError where the disk refuses."""
         self._file.flush()
 
     def close(self) -> None:
-        """Let the disk have it, and the lock go."""
+        """Flush to the disk and release the lock."""
         self._file.close()
 
     # --- reading ------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Journal:
         return max(self._open.last, self._sealed.last)
 
     def missing_steps(self) -> range:
-        """The first stretch of steps that is missing between the first and the last one; empty where none is."""
+        """The first gap between the first and the last step; empty if there is none."""
         count = self._open.count + self._sealed.count
         if count == self.last_step - self._first_step + bool(count):
             return range(0)
@@ -176,7 +176,7 @@ class Journal:
 
     @property
     def lost(self) -> list[Segment]:
-        """The sealed segments whose files are damaged or missing, and whose steps were not added since."""
+        """The sealed segments whose files are damaged or missing and whose steps were not added again."""
         return [
             one
             for one in self._sealed.lost
@@ -184,16 +184,16 @@ class Journal:
         ]
 
     def step(self, number: int) -> StepRow | None:
-        """The row of a step, where the journal has it."""
+        """The row of a step, if the journal has it."""
         start = self._open.start_of(number)
         return self.sealed_step(number) if start is None else self._step_at(start)
 
     def sealed_step(self, number: int) -> StepRow | None:
-        """The row of a step that is sealed. Any thread may ask."""
+        """The row of a sealed step. Any thread may call it."""
         try:
             return self._sealed.step(number)
         except RecordError:
-            # Damaged since: whoever writes the ledger, or opens the journal, finds it as well.
+            # Damaged since. Whoever writes the ledger or opens the journal finds that too.
             return None
 
     def _step_at(self, start: int) -> StepRow | None:
@@ -226,7 +226,7 @@ class Journal:
         return self._sealed.segment_of(number) is not None
 
     def evaluation(self, number: int) -> EvaluationRow | None:
-        """The evaluation after a step, where the journal has it."""
+        """The evaluation after a step, if the journal has it."""
         return self._evaluations.get(number)
 
     def evaluations(self) -> list[EvaluationRow]:
@@ -238,14 +238,14 @@ class Journal:
         return step in self._observed
 
     def observations(self) -> list[Observation]:
-        """All observations, in order. One that was made again after wrong bits counts as it was made last."""
+        """All observations, in order. Of one that was made again after wrong bits, the last counts."""
         lines = (line for line, _, _ in self._file.lines(0) if line.startswith(_OBSERVATION))
         events = (from_line(line, self._folder) for line in lines)
         found = {event.step: event for event in events if isinstance(event, Observation)}
         return [found[step] for step in sorted(found)]
 
     def steps(self, after: int = 0) -> Iterator[StepRow]:
-        """All steps behind number `after`, in order. RecordError where one was damaged since the journal was opened."""
+        """All steps after number `after`, in order. RecordError where one was damaged since the journal was opened."""
         for part in self._in_parts():
             if not isinstance(part, Segment):
                 yield from (row for row in part if row.step > after)
@@ -254,15 +254,15 @@ class Journal:
 
     @property
     def segments(self) -> list[Segment]:
-        """The segments that are sealed, in order."""
+        """The sealed segments, in order."""
         return self._sealed.segments
 
     def steps_of(self, segment: Segment) -> list[StepRow]:
-        """The steps of one of them. RecordError likewise."""
+        """The steps of a sealed segment. RecordError as in `steps`."""
         return self._sealed.steps(segment)
 
     def tables(self, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-        """All steps, in order, a table after the other: of all columns, or of those that are named. RecordError likewise."""
+        """All steps, in order, as one table after another, with all columns or the named ones. RecordError as in `steps`."""
         for part in self._in_parts():
             if isinstance(part, Segment):
                 yield self._sealed.table(part, columns)
@@ -271,7 +271,7 @@ class Journal:
                 yield table if columns is None else table.select(columns) if columns else table.slice(0, 0)
 
     def _in_parts(self) -> Iterator[Segment | list[StepRow]]:
-        """The sealed segments, and the other steps between them and behind."""
+        """The sealed segments, and the other steps between and after them, in order."""
         waiting: list[StepRow] = []
         segments = deque(self._sealed.segments)
         for row in self._open_steps():
@@ -311,20 +311,20 @@ class Journal:
         )
 
     def read(self, start: int) -> Iterator[Entry]:
-        """The lines from the offset `start` on, up to the last one that is whole; of those before a cut, the ones that were kept."""
+        """The whole lines from the offset `start` on; of those before a cut, the ones that were kept."""
         for line, begin, end in self._file.lines(start):
             yield Entry(from_line(line, self._folder), begin, end)
 
     # --- sealing --------------------------------------------------------------------------------------------
 
     def seal(self, delivered: int) -> bool:
-        """Seal the segments that are full, a few at once, and cut the journal. Whether there were any.
+        """Seal full segments, a few at a time, and cut the journal. Returns whether there were any.
 
-        The lines before the offset `delivered` became points that the store has. RecordError where the disk refuses: the journal
-        then has all that it had.
+        The store has the points of the lines before the offset `delivered`. RecordError where the disk refuses: the journal
+        then still has everything.
         """
         if self.damage:
-            return False  # what a damaged line held may come yet
+            return False  # the content of a damaged line may still come
         try:
             return self._seal(delivered)
         except OSError as error:
@@ -347,7 +347,7 @@ class Journal:
         return self._open.full(behind, delivered, self.last_step, self._sealed.segments)
 
     def _cut(self, sealed: Sequence[Segment], delivered: int) -> None:
-        """Put a file in the journal's place that names the sealed segments, and has what is open or is no step."""
+        """Replace the journal by a file that names the sealed segments, and keeps open steps and what is no step."""
 
         def is_open(number: int) -> bool:
             return not any(one.first <= number <= one.last for one in sealed)
@@ -362,7 +362,7 @@ class Journal:
         self._open.keep(is_open)
 
     def _kept(self, until: int) -> Iterator[bytes]:
-        """The lines before the offset `until` that no segment has."""
+        """The lines before the offset `until` that are in no segment."""
         for line, start, _ in self._file.lines(0):
             if start >= until:
                 return
@@ -372,7 +372,7 @@ class Journal:
 
 
 def newest_step(folder: Path) -> StepRow | None:
-    """The last step in the journal of a run, looked for at its end, or None."""
+    """The last step in the journal of a run, searched for at its end, or None."""
     path = folder / NAME
     if not path.exists():
         return None

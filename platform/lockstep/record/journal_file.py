@@ -1,7 +1,7 @@
-"""The file of a journal: lines that are added under a lock, and another file that takes its place when it is cut.
+"""The file of a journal: lines are added under a lock, and a cut replaces it by another file.
 
-* One process adds to it, under a lock that ends with that process. A torn last line, of a machine that went down, is cut off.
-* Offsets are those of a file that was never cut: `base` is where the one that is there begins.
+* One process adds to it, under a lock that ends with that process. A torn last line, left by a machine that went down, is cut off.
+* Offsets are those of a file that was never cut: the current file begins at offset `base`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ READ_BYTES = 1 << 20
 
 
 class JournalFile:
-    """The journal's file in `folder`, locked; made where there is none, unless it is only looked at (`read_only`).
+    """The journal's file in `folder`, locked; created if missing, unless it is only read (`read_only`).
 
-    RecordError where it cannot be opened, or another process has it. One thread adds; all may read.
+    RecordError where it cannot be opened, or another process has locked it. One thread adds; all may read.
     """
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._folder, self.path = folder, folder / NAME
         self._read_only = read_only
         self.base = 0
-        """Where the file begins, after it took the place of a longer one."""
+        """The offset at which the file begins, once it has replaced a longer one."""
         self.size = 0
-        """Where the last whole line ends, as far as it was read or added."""
+        """The offset at which the last whole line ends, as far as it was read or added."""
         self.torn = False
-        """Whether a write that failed may have left half a line behind the last whole one."""
+        """Whether a failed write may have left half a line after the last whole one."""
         self._reading = threading.Lock()
-        """Held while a part of the file is read, and while another takes its place."""
+        """Held while a part of the file is read, and while another file takes its place."""
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
         try:
             if not read_only:
@@ -58,7 +58,7 @@ class JournalFile:
         try:
             lock(file, shared=self._read_only)
             if os.fstat(file).st_ino != self.path.stat().st_ino and file == self._file:
-                raise BlockingIOError(errno.EAGAIN, "it was cut meanwhile")  # by whoever held the lock
+                raise BlockingIOError(errno.EAGAIN, "it was cut meanwhile")  # by the holder of the lock
         except BlockingIOError as error:
             raise RecordError(
                 f"run {self._folder.name}: another process records it now; wait for it, or end it"
@@ -70,7 +70,7 @@ class JournalFile:
             ) from error
 
     def take_up(self) -> Iterator[tuple[bytes, int, int]]:
-        """The lines that are there, when it is opened; what follows the last whole one is cut off."""
+        """Yields the existing lines when the file is opened, and cuts off what follows the last whole one."""
         found = os.fstat(self._file).st_size
         for line, start, end in self._lines(0, found):
             yield line, start, end
@@ -94,7 +94,7 @@ class JournalFile:
         self.size += len(data)
 
     def lines(self, start: int) -> Iterator[tuple[bytes, int, int]]:
-        """The whole lines from the offset `start` on, without their ends, and where each begins and ends."""
+        """The whole lines from the offset `start` on, without line ends, and the offsets where each begins and ends."""
         return self._lines(max(start, self.base), self.size)
 
     def _lines(self, start: int, until: int) -> Iterator[tuple[bytes, int, int]]:
@@ -107,12 +107,12 @@ class JournalFile:
                 yield line, begin, end
 
     def read(self, length: int, start: int) -> bytes:
-        """So many bytes from the offset `start` on."""
+        """`length` bytes from the offset `start` on."""
         with self._reading:
             return os.pread(self._file, length, start - self.base)
 
     def cut(self, before: bytes, at: int) -> None:
-        """Put a file in its place that has `before` and then what is behind the offset `at`. RecordError where the disk refuses."""
+        """Replace the file by one with `before` and then what follows the offset `at`. RecordError where the disk refuses."""
         file = self._written_anew(before, at)
         with self._reading:
             old, self._file, self.base = self._file, file, at - len(before)
@@ -136,20 +136,20 @@ class JournalFile:
             if file >= 0:
                 os.close(file)
             raise broken(following, error) from error
-        # Either of the two journals has all there is: a loss of power may take back which.
+        # Both files are complete, so it does not matter if a loss of power undoes the rename.
         with suppress(OSError):
             flush(self._folder)
         return file
 
     def flush(self) -> None:
-        """Have what was added survive a loss of power. RecordError where the disk refuses."""
+        """Make the additions survive a loss of power. RecordError where the disk refuses."""
         try:
             os.fsync(self._file)
         except OSError as error:
             raise broken(self.path, error) from error
 
     def close(self) -> None:
-        """Let the disk have it, and the lock go."""
+        """Flush to the disk and release the lock."""
         try:
             if not self._read_only:
                 self.flush()
@@ -157,8 +157,8 @@ class JournalFile:
             self.release()
 
     def release(self) -> None:
-        """Let the lock go."""
-        file, self._file = self._file, -1  # a thread that still reads must not find another file
+        """Release the lock."""
+        file, self._file = self._file, -1  # a thread that still reads must not read another file
         os.close(file)
 
 
@@ -169,7 +169,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def broken(path: Path, error: OSError) -> RecordError:
-    """What is told where the disk refuses."""
+    """The error for a disk that refuses."""
     return RecordError(
         f"record.folder: cannot write {str(path)!r}: {error.strerror or error}; name a folder that can be written"
     )

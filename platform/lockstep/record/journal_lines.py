@@ -1,6 +1,6 @@
-"""The lines of a journal: an event as JSON under its name, with its CRC-32 behind it.
+"""The lines of a journal: an event as JSON under its name, followed by its CRC-32.
 
-A float is kept bit for bit, NaN with its payload. Files are named from the run's folder on.
+A float is kept bit for bit, NaN with its payload. File paths are relative to the run's folder.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from lockstep.record.events import (
 
 
 def to_line(event: Recorded, folder: Path) -> bytes:
-    """The line of an event, for a journal in `folder`."""
+    """The line for an event in a journal in `folder`."""
     kind, value = _plain_event(event, folder)
     text = json.dumps({kind: value}, default=str, separators=(",", ":")).encode()
     return b"%s %08x\n" % (text, zlib.crc32(text))
 
 
 def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
-    """The name of an event's line and its content as plain data; files are named from the run's folder on."""
+    """The name of an event's line and its content as plain data; file paths are relative to the run's folder."""
     match event:
         case StepRow():
             return "step", [_plain(value) for value in event]
@@ -100,7 +100,7 @@ _CHECKED = re.compile(rb"(.*\}) ([0-9a-f]{8})", re.DOTALL)
 
 
 def from_line(line: bytes, folder: Path) -> Recorded | None:
-    """The event of a line, or None where the line is damaged. Lines of older versions end without a checksum."""
+    """The event of a line, or None if the line is damaged. Lines of older versions have no checksum."""
     found = _CHECKED.fullmatch(line)
     if found and zlib.crc32(found[1]) != int(found[2], 16):
         return None
@@ -168,7 +168,7 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON, whose NaN has no payload."""
+    """A value for JSON. JSON's NaN has no payload, so NaN becomes text."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     if value != value:
@@ -177,12 +177,12 @@ def _plain(value: Any) -> Any:
 
 
 def _step(values: list[Any]) -> StepRow:
-    if len(values) == len(StepRow._fields) - 1:  # of a version without digests
+    if len(values) == len(StepRow._fields) - 1:  # from a version without digests
         values = [*values, None]
     row = StepRow._make(_floats(values, StepRow))
     if row.digests is None:
         return row
-    weights, optimizer, gradients, *average = row.digests  # older versions had none of an average
+    weights, optimizer, gradients, *average = row.digests  # older versions had no digest of an average
     gradients = None if gradients is None else tuple(gradients)
     return row._replace(digests=Digests(weights, optimizer, gradients, *average))
 

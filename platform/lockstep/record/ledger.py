@@ -1,7 +1,7 @@
-"""The ledger: a row a step and a row an evaluation, kept in Parquet bit for bit.
+"""The ledger: one row per step and one per evaluation, kept in Parquet bit for bit.
 
 The deterministic columns are equal, bit for bit, in every execution of a run; `verify`, `diff` and the guarantees
-compare them. The timing columns are not. Every float is a float64, of which NaN with its payload, infinities and the
+compare them. The timing columns are not. Every float is a float64; NaN with its payload, infinities and the
 sign of zero survive. A part that a step did not have is null, a part that was NaN is NaN.
 """
 
@@ -18,7 +18,7 @@ from lockstep.record.events import Digests, EvaluationRow, Observation, StepRow
 
 if TYPE_CHECKING:
     import numpy as np
-    import pyarrow as pa  # 0.1 s to import: only the process that writes pays
+    import pyarrow as pa  # 0.1 s to import, which only the writing process should pay
 
 
 TIMING = ("data_wait_s", "step_s", "wall_clock", "attempt")
@@ -38,9 +38,9 @@ _DIGEST_TYPES = {
     "weights_digest": "uint64",
     "optimizer_digest": "uint64",
     "gradient_digests": "list<uint64>",  # one for each micro-batch
-    "ema_digest": "uint64",  # there only where the spec has `ema`
+    "ema_digest": "uint64",  # only with `ema` in the spec
 }
-"""The columns of `StepRow.digests`: null in the rows without digests. A ledger of an older version lacks them."""
+"""The columns of `StepRow.digests`: null in rows without digests. Ledgers of older versions lack them."""
 _EVALUATION_TYPES = {"step": "int64", "epoch": "int64", "seconds": "double", "wall_clock": "double"}
 _OBSERVATION_TYPES = {"step": "int64", "wall_clock": "double"}
 _PART = "part/"
@@ -59,27 +59,27 @@ def encode_steps(rows: Sequence[StepRow]) -> bytes:
 
 
 def encode_evaluations(rows: Sequence[EvaluationRow]) -> bytes:
-    """Evaluations, likewise."""
+    """Evaluations as the content of a file."""
     return encoded(_evaluation_table(rows))
 
 
 def encode_observations(rows: Sequence[Observation]) -> bytes:
-    """Observations, likewise."""
+    """Observations as the content of a file."""
     return encoded(_observation_table(rows))
 
 
 def decode_steps(block: bytes) -> list[StepRow]:
-    """The steps that `encode_steps` made bytes of. StorageError where they are none."""
+    """Read what `encode_steps` made. StorageError for anything else."""
     return _step_rows(_decoded(block, _STEP_TYPES))
 
 
 def decode_evaluations(block: bytes) -> list[EvaluationRow]:
-    """The evaluations that `encode_evaluations` made bytes of, likewise."""
+    """Read what `encode_evaluations` made. StorageError for anything else."""
     return _evaluation_rows(_decoded(block, _EVALUATION_TYPES))
 
 
 def decode_observations(block: bytes) -> list[Observation]:
-    """The observations that `encode_observations` made bytes of, likewise."""
+    """Read what `encode_observations` made. StorageError for anything else."""
     return _observation_rows(_decoded(block, _OBSERVATION_TYPES))
 
 
@@ -89,11 +89,11 @@ def write_parquet(rows: Sequence[StepRow], path: Path) -> None:
 
 
 Tables = Callable[[Sequence[str] | None], Iterator["pa.Table"]]
-"""The steps of a run in order, a table after the other; of all columns or of those that are named."""
+"""Gives the steps of a run in order, one table after another, with all columns or the named ones."""
 
 
 def write_tables(tables: Tables, path: Path) -> None:
-    """Write steps as `path`, whole or not at all, a table at a time. StorageError where that fails."""
+    """Write steps as `path`, whole or not at all, table by table. StorageError where that fails."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -123,7 +123,7 @@ def column(tables: Tables, name: str) -> np.ndarray[Any, Any]:
 
 
 def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table that `encode_steps` made bytes of, or some of its columns; for none of them its schema alone, without rows."""
+    """The table that `encode_steps` made, or only the named columns; for an empty list only its schema, without rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -137,7 +137,7 @@ def decode_table(block: bytes, columns: Sequence[str] | None = None) -> pa.Table
 
 
 def read_parquet(path: Path) -> list[StepRow]:
-    """The steps that `write_parquet` wrote, bit for bit. StorageError where there are none to be read."""
+    """Read what `write_parquet` wrote, bit for bit. StorageError where it cannot be read."""
     return _step_rows(_read(path, _STEP_TYPES))
 
 
@@ -147,7 +147,7 @@ def write_evaluations(rows: Sequence[EvaluationRow], path: Path) -> None:
 
 
 def read_evaluations(path: Path) -> list[EvaluationRow]:
-    """The evaluations that `write_evaluations` wrote, bit for bit. StorageError where there are none to be read."""
+    """Read what `write_evaluations` wrote, bit for bit. StorageError where it cannot be read."""
     return _evaluation_rows(_read(path, _EVALUATION_TYPES))
 
 
@@ -157,12 +157,12 @@ def write_observations(rows: Sequence[Observation], path: Path) -> None:
 
 
 def read_observations(path: Path) -> list[Observation]:
-    """The observations that `write_observations` wrote, bit for bit. StorageError where there are none to be read."""
+    """Read what `write_observations` wrote, bit for bit. StorageError where it cannot be read."""
     return _observation_rows(_read(path, _OBSERVATION_TYPES))
 
 
 def read_history(folder: Path) -> Rows:
-    """All rows of a run that has ended, from its folder. StorageError where there are none to be read."""
+    """All rows of a run that has ended, from its folder. StorageError where they cannot be read."""
     evaluations = folder / "evaluations.parquet"
     steps = read_parquet(folder / "ledger.parquet")
     return Rows(steps, read_evaluations(evaluations) if evaluations.exists() else [])
@@ -171,7 +171,7 @@ def read_history(folder: Path) -> Rows:
 OBSERVATIONS = "observations.parquet"
 
 Fields = list[tuple[dict[str, Any], dict[str, float]]]
-"""Each row as its fields and the rest of its columns, without those that are null."""
+"""Each row as its fields and its other columns, without the null ones."""
 
 
 def _step_rows(rows: Fields) -> list[StepRow]:
@@ -203,7 +203,7 @@ def _observation_rows(rows: Fields) -> list[Observation]:
 
 
 def step_table(rows: Sequence[StepRow]) -> pa.Table:
-    """Steps as a table, a row each."""
+    """Steps as a table, one row each."""
     import pyarrow as pa
 
     parts = [{_PART + name: value for name, value in row.parts.items()} for row in rows]
@@ -231,7 +231,7 @@ def _observation_table(rows: Sequence[Observation]) -> pa.Table:
 
 
 def _table(rows: Sequence[Any], named: Sequence[Mapping[str, float]], types: Mapping[str, str]) -> pa.Table:
-    """A column for each field in `types`, then one for each name that any row has, null where a row lacks it."""
+    """A table with a column for each field in `types`, then one for each name that any row has; null where a row lacks it."""
     import pyarrow as pa
 
     columns = {
@@ -281,7 +281,7 @@ def _rows(file: BinaryIO, types: Mapping[str, str], what: str) -> Fields:
     import pyarrow.parquet as pq
 
     try:
-        # In this thread alone: Arrow's own, on their way out of a Python file, abort an interpreter that is ending.
+        # Only in this thread: Arrow's own threads, leaving a Python file, abort an interpreter that is exiting.
         rows = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False).to_pylist()
     except pa.ArrowException as error:
         raise StorageError(f"ledger: cannot read {what}: {error}") from error

@@ -1,4 +1,4 @@
-"""A measurement kept in a store: a run that keeps nothing that was trained, with curves, documents, a figure and a note. Nobody can resume it."""
+"""A measurement stored as a run: it keeps no trained state, but curves, documents, a figure and a note. It cannot be resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.spec.fields import Spec
 
 
 class Kept(NamedTuple):
-    """Where a measurement is: its run in the store, the folder of its files, and the link of its page, or nothing."""
+    """Where a measurement is: its run in the store, the folder of its files, and the link to its page (may be empty)."""
 
     run_id: str
     folder: Path
@@ -34,10 +34,10 @@ def keep_measurement(
     texts: Mapping[str, str],
     draw: Callable[[Path], Path],
 ) -> Kept:
-    """Keep what was measured of a spec, of a `kind` such as `lr-find`, in the store that the spec names.
+    """Store the results of a measurement of a `kind` such as `lr-find`, in the store that the spec names.
 
-    `curves` have a value a step, `texts` are files by name, and `draw` draws the figure into a file. RecordError where the
-    store does not take it.
+    `curves` have one value per step, `texts` are files by name, and `draw` draws the figure into a file. RecordError where the
+    store refuses it.
     """
     store = store_for(spec, time.time())
     run_id = store.open(None)
