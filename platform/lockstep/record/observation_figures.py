@@ -61,7 +61,7 @@ def _layers(observed: Sequence[Observation]) -> Any:
 
 def _phases(observed: Sequence[Observation]) -> Any:
     figure, (ax,) = figures.panels("Where the time of a step goes", ("ms a step",))
-    later = [row for row in observed if row.step > 1]  # the first step pays for warming up
+    later = [row for row in observed if row.step > 1]  # the first step includes warming up
     times = [[1e3 * row.values.get(f"perf/time/{phase}_s", 0.0) for row in later] for phase in PHASES]
     labels = [_SHOWN.get(phase, phase) for phase in PHASES]
     ax.stackplot([row.step for row in later], times, labels=labels)

@@ -1,4 +1,4 @@
-"""Where the open steps of a journal begin in its file: those that are in no sealed segment."""
+"""Where the open steps of a journal, those in no sealed segment, begin in its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.record.segments import end_of
 
 
 class OpenSteps:
-    """Offsets by the number of the step. Steps are mostly in order; one that comes after later ones is `late`."""
+    """Offsets by step number. Steps are mostly in order; one that comes after later ones is `late`."""
 
     def __init__(self) -> None:
         self._numbers, self._starts = array("q"), array("q")
@@ -33,21 +33,21 @@ class OpenSteps:
 
     @property
     def first(self) -> int | None:
-        """The lowest of them."""
+        """The lowest open step."""
         return min([*self._numbers[:1], *self._late], default=None)
 
     @property
     def last(self) -> int:
-        """The last that came in order, or 0."""
+        """The last step that came in order, or 0."""
         return self._numbers[-1] if self._numbers else 0
 
     @property
     def late(self) -> list[int]:
-        """Those that came after later ones, in order."""
+        """The steps that came after later ones, sorted."""
         return sorted(self._late)
 
     def start_of(self, number: int) -> int | None:
-        """Where its line begins; None for a step that is not among them."""
+        """The offset of a step's line; None for a step that is not open."""
         start = self._late.get(number)
         if start is None and self.on_time(number):
             return self._starts[bisect_left(self._numbers, number)]
@@ -59,13 +59,13 @@ class OpenSteps:
         return at < len(self._numbers) and self._numbers[at] == number
 
     def in_order(self) -> Iterator[int]:
-        """Their numbers."""
+        """The step numbers, sorted."""
         return merge(self._numbers, self.late)
 
     def full(self, behind: int, delivered: int, last_step: int, sealed: Sequence[Segment]) -> range | None:
-        """The first stretch behind step `behind` that makes a segment beside those that are `sealed`; None where it is not full.
+        """The first range of steps after step `behind` that makes a segment beside the `sealed` ones; None if it is not full.
 
-        It is full when there are later steps, and every line of it begins before the offset `delivered`.
+        It is full if there are later steps, and every line of it begins before the offset `delivered`.
         """
         at = bisect_right(self._numbers, behind)
         late = [number for number in self._late if number > behind]
@@ -74,17 +74,17 @@ class OpenSteps:
             return None
         last = min([last, *(one.first - 1 for one in sealed if one.first > first)])
         steps = range(first, last + 1)
-        # A step that is missing may come yet.
+        # A missing step may still come.
         delivered_all = all(start is not None and start < delivered for start in map(self.start_of, steps))
         return steps if delivered_all else None
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Numbers and offsets."""
+        """Pairs of step number and offset."""
         yield from zip(self._numbers, self._starts, strict=True)
         yield from self._late.items()
 
     def keep(self, wanted: Callable[[int], bool]) -> None:
-        """Forget all others."""
+        """Keep only the wanted steps."""
         on_time = [place for place in zip(self._numbers, self._starts, strict=True) if wanted(place[0])]
         self._numbers, self._starts = (array("q", [place[i] for place in on_time]) for i in (0, 1))
         self._late = {number: start for number, start in self._late.items() if wanted(number)}

@@ -1,7 +1,7 @@
-"""How a run's record is opened: its store, its journal under a lock, and what shows and sends what the journal has.
+"""Opens a run's record: its store, its journal under a lock, and the parts that show and send what the journal has.
 
-A store that does not answer is tried again for a while; a run that could not be opened is left as it was, or FAILED where it
-is new. The spec is with the store before anyone learns of the run: from then on it can be resumed from there.
+A store that does not answer is tried again for a while. If the run cannot be opened, an existing one is left as it was, and a
+new one becomes FAILED. The store has the spec before anyone learns of the run, so from then on it can be resumed from there.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.spec.fields import Spec
 
 OPENING_PATIENCE_S = 10.0
-"""How long a store that does not answer may keep a run from starting."""
+"""How long a store that does not answer may delay the start of a run."""
 
 Fetch = Callable[[str, str], bytes]
-"""Reads a file that checkpoints share, by the run's id and its name. Raises StorageError."""
+"""Reads a file that checkpoints share, by run id and name. Raises StorageError."""
 
 
 def no_fetch(run_id: str, name: str) -> bytes:
-    """For a run that has no checkpoints."""
+    """The `Fetch` of a run that has no checkpoints."""
     raise RecordError(f"record: {name} of run {run_id} cannot be read: nobody says where its checkpoints are")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which record is wanted: that of a new run, or where `run_id` is given of the one that goes on, or is said again (`replay`)."""
+    """Which record to open: that of a new run or, with `run_id`, of a run that is resumed or (`replay`) reported again."""
 
     spec: Spec
     make_store: Callable[[Spec], RunStore]
@@ -51,7 +51,7 @@ class Request:
 
 
 class OpenRecord:
-    """The parts of a record, from `open` on. `failure` says what could not be recorded; `violated` hears of a step with other bits."""
+    """The parts of a record, once `open` was called. `failure` says what could not be recorded; `violated` is called for a step with other bits."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class OpenRecord:
         self.admission: Admission
         self.url = ""
         self.again: list[Recorded] = []
-        """What the page is to show of an attempt before."""
+        """What the page must show of an earlier attempt."""
 
     def open(self) -> None:
-        """Open store and journal, and begin the run's page. RecordError where one of them refuses."""
+        """Open the store and the journal, and begin the run's page. RecordError where one of them refuses."""
         request = self._request
         self.store = request.make_store(request.spec)
         self.folder = request.spec.folder / self._open_store()
@@ -84,11 +84,11 @@ class OpenRecord:
                 self._begin()
             except Exception:
                 self._outbox.give_up("")
-                self.journal.close()  # whoever tries again, in this process too, finds it free
+                self.journal.close()  # so that another try, also in this process, finds it free
                 raise
         except Exception:
-            if request.run_id is None:  # a run that another process records is not touched
-                # The cause is raised; that the run stays RUNNING comes second.
+            if request.run_id is None:  # an existing run may belong to another process: leave it
+                # Raise the cause, even if the run stays RUNNING.
                 with contextlib.suppress(RecordError):
                     self.store.set_status("FAILED")
             raise
@@ -107,11 +107,11 @@ class OpenRecord:
 
     def _begin(self) -> None:
         spec, resumed = self._request.spec, self._request.run_id is not None
-        if spec.record.private:  # also where the folder was there
+        if spec.record.private:  # also if the folder existed
             self.folder.chmod(0o700)
         try:
             self.store.set_status("RUNNING")
-        except UnavailableError:  # a call like others, from here on
+        except UnavailableError:  # from here on it is a call like others
             self._outbox.send("status", "status RUNNING", self.store.set_status, "RUNNING")
         self._outbox.advice = f"`lockstep record sync {self.folder.name}` sends it again"
         before, left = list(self.journal.events), not self.journal.delivered
@@ -150,7 +150,7 @@ class OpenRecord:
         )
 
     def _first_file(self) -> None:
-        """Wait until the spec is with the store, or as long as a store that does not answer may keep a run from starting."""
+        """Wait until the store has the spec, but no longer than a store may delay the start of a run."""
         until = time.monotonic() + OPENING_PATIENCE_S
         lane = self._outbox.lanes["files"]
         while len(lane) and not lane.outage and not lane.set_aside and time.monotonic() < until:

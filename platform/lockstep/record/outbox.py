@@ -1,12 +1,12 @@
-"""Calls that a store is still to be made: a queue and a thread for each kind, so that none waits for another's trouble.
+"""The calls still to be made to a store: a queue and a thread for each kind, so that no kind waits for another's trouble.
 
-What a call comes to decides what follows:
+The result of a call decides what follows:
 
-* done: the next one.
-* UnavailableError (an outage, 429, 5xx, a timeout): it is tried again with growing pauses, and its kind waits behind it. But
-  where the call after it is answered, it is the call that is wrong and not the store.
-* DeniedError (401, 403, a proxy's 404): the same with longer pauses, and told at once.
-* any other error: the call is set aside, told at once, noted in the journal for `lockstep record sync`, and the next one is made.
+* success: the next call.
+* UnavailableError (an outage, 429, 5xx, a timeout): the call is repeated with growing pauses, and its kind waits behind it. But
+if the call after it is answered, the call is at fault and not the store.
+* DeniedError (401, 403, a proxy's 404): the same with longer pauses, and reported at once.
+* any other error: the call is set aside, reported at once, and noted in the journal for `lockstep record sync`; the next call is made.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_DENIED_S = 0.25, 5.0, 20.0
 _TRIES, _PROBED_AFTER_S = 3, 10.0
-"""After so many tries and seconds the call behind the first is tried: where that is answered, the first is set aside."""
+"""After so many tries and seconds the second call is tried: if that is answered, the first is set aside."""
 
 
 class _Call(NamedTuple):
     what: str
     make: Callable[[], None]
     later: bool
-    """Whether it may be made after later ones of its kind: a file is read when it is sent, a tag would be an older one."""
+    """Whether it may be made after later calls of its kind: a file is read when it is sent, but a tag would be outdated."""
 
 
 class _Outage(NamedTuple):
-    """The store has not answered since `since` (monotonic seconds), in so many tries."""
+    """The store has not answered since `since` (monotonic seconds), in `tries` tries."""
 
     since: float
     tries: int
@@ -46,11 +46,11 @@ class _Outage(NamedTuple):
 
 
 Note = Callable[[SetAside], None]
-"""Has the journal note a call that is set aside; RecordError where the disk refuses."""
+"""Notes a call that is set aside in the journal; RecordError where the disk refuses."""
 
 
 class Lane:
-    """The calls of one kind, in order. Filled by any thread."""
+    """The calls of one kind, in order. Any thread may add to it."""
 
     def __init__(self, kind: Kind, note: Note) -> None:
         self.kind = kind
@@ -61,11 +61,11 @@ class Lane:
         self._stopped = False
         self._again: list[_Call] = []
         self.set_aside: dict[str, RecordError] = {}
-        """What is not with the store, and why."""
+        """What the store does not have, and why."""
         self.outage: _Outage | None = None
         self.delivered = 0
         self.moved_at = 0.0
-        """When a call was last begun, or one ended well, in monotonic seconds."""
+        """When a call last began or succeeded, in monotonic seconds."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -89,7 +89,7 @@ class Lane:
             self._changed.notify_all()
 
     def retry(self) -> bool:
-        """Have what was set aside tried once more, as far as that may be. Whether there is any."""
+        """Repeat the set-aside calls that may be repeated. Returns whether there are any."""
         again, self._again = self._again, []
         for call in again:
             self.send(call)
@@ -97,7 +97,7 @@ class Lane:
 
     @property
     def why_waiting(self) -> str:
-        """Why the first call is still there: what the store said to it last, if it said anything."""
+        """Why the first call is still waiting: the store's last answer to it, if there was one."""
         if self.outage:
             return str(self.outage.error)
         with self._changed:
@@ -105,7 +105,7 @@ class Lane:
         return str(before or "record: the store keeps a call waiting")
 
     def aside(self, what: str, error: Exception) -> None:
-        """Set something aside. UnavailableError where the journal cannot note it now."""
+        """Set something aside. UnavailableError if the journal cannot note it now."""
         told = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
         if what not in self.set_aside:
             try:
@@ -130,18 +130,18 @@ class Lane:
                         self._changed.wait(self._pause_s())
 
     def _try_first(self) -> bool:
-        """Make the first call. Whether it is out of the way."""
+        """Make the first call. Returns whether it is done with."""
         call = self._calls[0]
         self.moved_at = time.monotonic()
         try:
             try:
                 call.make()
-                self.set_aside.pop(call.what, None)  # of an earlier try
+                self.set_aside.pop(call.what, None)  # set by an earlier try
             except UnavailableError as error:
                 if not self._probed(error):
                     raise
                 self._put_aside(call, error)
-            except Exception as error:  # noqa: BLE001 - what one call breaks on must not cost the calls behind it
+            except Exception as error:  # noqa: BLE001 - a failure of one call must not prevent the calls behind it
                 self._put_aside(call, error)
         except UnavailableError as error:
             before = self.outage or _Outage(time.monotonic(), 0, error)
@@ -156,7 +156,7 @@ class Lane:
             self._again.append(call)
 
     def _probed(self, error: UnavailableError) -> bool:
-        """Whether the store answers the second call, though not the first."""
+        """Whether the store answers the second call, though not the first. That call is then done."""
         outage = self.outage
         if outage is None or len(self._calls) < 2:
             return False
@@ -165,7 +165,7 @@ class Lane:
         second = self._calls[1]
         try:
             second.make()
-        except Exception:  # noqa: BLE001 - its own turn will tell
+        except Exception:  # noqa: BLE001 - it will be tried again in its turn
             return False
         self._over(second)
         return True
@@ -184,7 +184,7 @@ class Lane:
 
 
 class Send(Protocol):
-    """`Outbox.send`."""
+    """The signature of `Outbox.send`."""
 
     def __call__(
         self, kind: Kind, what: str, call: Callable[..., None], /, *arguments: Any, later: bool = False
@@ -192,40 +192,40 @@ class Send(Protocol):
 
 
 class Outbox:
-    """The lanes of one run. `patience_s` is how long the store may be silent before `failure` tells of it."""
+    """The lanes of one run. `patience_s` is how long the store may be silent before `failure` reports it."""
 
     def __init__(self, patience_s: float, note: Note) -> None:
         self._patience_s = patience_s
         self._refused: RecordError | None = None
         self.lanes = {kind: Lane(kind, note) for kind in KINDS}
         self.advice = "`lockstep record sync RUN` sends it again"
-        """What a person is told of a call that was set aside."""
+        """The advice to a person about a call that was set aside."""
 
     def send(
         self, kind: Kind, what: str, call: Callable[..., None], /, *arguments: Any, later: bool = False
     ) -> None:
-        """Have a call made after those of its kind that wait. `what` it sends is told where it cannot be."""
+        """Queue a call behind the waiting ones of its kind. `what` names its content in reports of failure."""
         self.lanes[kind].send(_Call(what, partial(call, *arguments), later or kind == "files"))
 
     @property
     def delivered(self) -> int:
-        """Calls that were made, for whoever waits to see that it goes on."""
+        """The number of successful calls, which shows that work goes on."""
         return sum(lane.delivered for lane in self.lanes.values())
 
     def refuse(self, error: Exception) -> None:
-        """Note what cannot be recorded. The first is kept: it is the cause, and others mostly follow from it."""
+        """Note what cannot be recorded. The first error is kept: the others mostly follow from it."""
         told = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
         self._refused = self._refused or told
 
     def idle(self, kinds: Sequence[Kind]) -> bool:
-        """Whether nothing of these kinds waits."""
+        """Whether no call of these kinds is waiting."""
         return not any(len(self.lanes[kind]) for kind in kinds)
 
     def settled(self, kinds: Sequence[Kind], closing_at: float, asked_at: float, patience_s: float) -> bool:
-        """Whether nothing of these kinds waits but what has waited too long.
+        """Whether no call of these kinds is waiting, except calls that have waited too long.
 
-        That is `patience_s` for a store that does not answer, since `closing_at` or since the outage began, and as much for a
-        call that neither ends nor fails, since `asked_at` or since it began (monotonic seconds).
+        Too long is `patience_s` for a store that does not answer, from `closing_at` or the start of the outage; and as much for a
+        call that neither ends nor fails, from `asked_at` or its own start (monotonic seconds).
         """
 
         def since(lane: Lane) -> float:
@@ -235,11 +235,11 @@ class Outbox:
         return all(not len(lane) or time.monotonic() > since(lane) + patience_s for lane in lanes)
 
     def retry(self) -> bool:
-        """Have what was set aside tried once more. Whether there is any."""
-        return sum(lane.retry() for lane in self.lanes.values()) > 0  # each of them
+        """Repeat the set-aside calls. Returns whether there are any."""
+        return sum(lane.retry() for lane in self.lanes.values()) > 0  # a sum, so that every lane is asked
 
     def give_up(self, kept: str, kinds: Sequence[Kind] = KINDS) -> None:
-        """No more tries of these kinds; `kept` says where what was recorded is all the same."""
+        """Stop trying these kinds; `kept` says where the recorded content is all the same."""
         for lane in (self.lanes[kind] for kind in kinds):
             lane.stop()
             if count := len(lane):
@@ -247,19 +247,19 @@ class Outbox:
 
     @property
     def away(self) -> str:
-        """What the store's absence looks like, while some kind of call is not answered."""
+        """The error of the current outage, if some kind of call is not answered; else empty."""
         return next((str(outage.error) for outage in self._away()), "")
 
     @property
     def away_since(self) -> float:
-        """When the newest outage began, in monotonic seconds; 0 where there is none."""
+        """When the newest outage began, in monotonic seconds; 0 if there is none."""
         return max((outage.since for outage in self._away()), default=0.0)
 
     def _away(self) -> list[_Outage]:
         return [outage for lane in self.lanes.values() if (outage := lane.outage) is not None]
 
     def failure(self) -> RecordError | None:
-        """What was refused for good or set aside, or that a call is denied, or what an outage beyond the patience looks like."""
+        """What was refused for good or set aside; else a denied call, or an outage longer than the patience; else None."""
         if self._refused is not None:
             return self._refused
         for lane in self.lanes.values():

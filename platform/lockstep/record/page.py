@@ -1,6 +1,6 @@
 """A run's page: parameters, tags, the note, documents, figures and the ledger, as a fold over the run's events.
 
-What an event changes becomes calls for the store. Every document is written to the run's folder first and sent from there.
+What an event changes becomes calls to the store. Every document is first written to the run's folder and sent from there.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 
 _DOCUMENTS = ("plan", "git", "environment")
-"""Facts that are mappings with a form of their own."""
+"""Facts that are mappings, each with its own form."""
 
 _ENVIRONMENT_TAGS = ("lockstep", "python", "torch", "device_kind", "device_name")
-"""Facts of the environment that are worth searching runs by; all of them are in environment.json."""
+"""Facts of the environment by which people search for runs; all facts are in environment.json."""
 
 
 class Page:
-    """One run's page. `send` makes a call of the store in its turn."""
+    """One run's page. `send` queues a call to the store."""
 
     def __init__(
         self,
@@ -83,18 +83,18 @@ class Page:
         self._stragglers: list[str] = []
         self.working = False
         self.came_to: Status | None = None
-        """What the run came to, while its store does not know it."""
+        """The final status of the run, until its store has it."""
         self._copies = Copies(store, self._copied, _checkpoint_tags, spec.record.copy_mb_per_s)
         self.lost = ""
-        """Which steps of an attempt before this one can be read nowhere, and why."""
+        """Steps of an earlier attempt that cannot be read anywhere, and why."""
         self.not_whole = ""
-        """What the ledger of a run that came to its end lacks."""
-        for event in journal.events:  # of a recorder before this one
+        """What the ledger of a run that reached its end lacks."""
+        for event in journal.events:  # told to an earlier recorder
             if isinstance(event, Started):
                 self._facts = _single_facts(event.facts)
 
     def take(self, event: Recorded) -> None:
-        """Bring the page up to an event that the journal has."""
+        """Update the page for an event that is in the journal."""
         match event:
             case Started():
                 self._started(event.facts)
@@ -130,23 +130,23 @@ class Page:
                 assert_never(event)
 
     def keep_spec(self) -> None:
-        """The one document without which a run cannot be resumed."""
+        """Store the spec, without which a run cannot be resumed."""
         self._document("spec.yaml", documents.as_yaml(redacted_document(self._spec.document())))
 
     def describe(self, *, resumed: bool) -> None:
-        """What else is known of a run before it does anything: its parameters and its job's source."""
+        """Show what else is known of a run before it does anything: its parameters and its job's source."""
         document = redacted_document(self._spec.document())
         self._send("facts", "parameters", self._store.log_params, documents.flat(document), later=True)
         self._tag({"job": self._spec.job.use, "folder": str(self._folder)})
         self._note(f"**RUNNING** · {self._spec.name}", {})
         if resumed:
-            self._tag({"error": ""})  # that of the attempt before
+            self._tag({"error": ""})  # that of the previous attempt
         for name, path in sorted(job_sources(self._spec.job.use).items()):
             below = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
             self._document(f"source/{below}", path.read_bytes().decode("utf-8", errors="replace"))
 
     def _started(self, facts: Mapping[str, Any]) -> None:
-        """The facts of an attempt."""
+        """Show the facts of an attempt."""
         self.log(f"training begins on {facts.get('workers', '?')} workers")
         plan, git, environment = (facts.get(name) or {} for name in _DOCUMENTS)
         rest = {name: value for name, value in facts.items() if name not in _DOCUMENTS}
@@ -167,14 +167,14 @@ class Page:
                 self._document(f"{name}.json", documents.as_json(value))
 
     def _attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
-        """What is known of each attempt so far; those of an earlier driver stay as it left them."""
+        """Show what is known of each attempt so far; those of an earlier driver stay as it left them."""
         told = {attempt["attempt"]: attempt for attempt in [*self._earlier_attempts(), *attempts]}
         self._stragglers = [line for attempt in told.values() for line in attempt.get("stragglers", ())]
         self._tag({"attempts": len(told), "stragglers": "; ".join(self._stragglers[-3:])})
         self._document("attempts.json", documents.as_json([told[number] for number in sorted(told)]))
 
     def _diagnosed(self) -> None:
-        """All that the run has shown to be wrong with it."""
+        """Show everything that the run has shown to be wrong with it."""
         found = [event for event in self._journal.events if isinstance(event, Diagnosed)]
         self._tag({"diagnosed": "; ".join(dict.fromkeys(event.rule for event in found))})
         self._document("diagnosis.json", documents.as_json([asdict(event) for event in found]))
@@ -185,7 +185,7 @@ class Page:
         return found
 
     def _checkpoint(self, row: CheckpointRow) -> None:
-        """A checkpoint was saved, or given up."""
+        """Show a checkpoint that was saved or given up."""
         if row.uri is None:
             self._tag({"checkpoint_error": f"step {row.step}: {row.error}"})
             self.log(f"no checkpoint of step {row.step}: {row.error}")
@@ -199,13 +199,13 @@ class Page:
             self._send("files", f"checkpoint {step}", self._store.delete_checkpoint, step)
 
     def take_up_copies(self) -> None:
-        """Go on where a recorder before this one may have been ended."""
+        """Continue the copies that an earlier recorder may not have finished."""
         rows = [row for row in self._journal.events if isinstance(row, CheckpointRow) and row.uri]
         if rows:
             self._keeps_copies(rows[-1], {step for row in rows for step in (row.step, *row.deleted)})
 
     def _keeps_copies(self, row: CheckpointRow, known: Iterable[int] = ()) -> bool:
-        """Have whole what the run is to have whole after this save. False where its store is only told where checkpoints are."""
+        """Copy the checkpoints that the store should have whole after this save. False if the store only gets references to them."""
         uri = row.uri or ""
         if (
             self._spec.record.checkpoints == "reference"
@@ -218,7 +218,7 @@ class Page:
         return True
 
     def close(self, deadline: float) -> bool:
-        """Let what is sent beside the outbox come to its end, up to `deadline`. Whether it did."""
+        """Finish what is sent beside the outbox, up to `deadline`. Returns whether it was finished."""
         self.working = True
         try:
             return self._copies.close(deadline)
@@ -226,31 +226,31 @@ class Page:
             self.working = False
 
     def _copied(self, step: int, failure: str | None) -> None:
-        """Told by the thread that makes copies."""
+        """Called by the thread that makes copies."""
         if failure is None:
             tags = {"copied_step": str(step), "copy_error": ""}
         else:
             self.log(f"no copy of the checkpoint of step {step}: {failure}")
             tags = {"copy_error": f"step {step}: {failure}"}
-        with suppress(RecordError):  # the log has it, and a copy is known by its model
+        with suppress(RecordError):  # the log has it, and the copy itself is found as a model
             self._store.set_tags({f"lockstep.{name}": text for name, text in tags.items()})
 
     def violated(self, violation: str) -> None:
-        """The run's promise is broken."""
+        """Show that the run's promise is broken."""
         self._violation = violation
         self._tag({"violation": violation})
         self.log(f"determinism violation: {violation}")
 
     def trouble(self, text: str) -> None:
-        """What the store does not take, or has not taken; nothing where all is well again."""
+        """Show what the store does not have; empty when all is recorded again."""
         self._trouble = text
         self.log(f"not recorded: {text}" if text else "all is recorded again")
         self._note(*self._verdict)
 
     def _finished(self, end: Finished) -> None:
-        """The end that a run came to by itself, or by a signal that it heeded.
+        """Show the end of a run that ended by itself, or by a signal that it obeyed.
 
-        A run whose ledger lacks steps, or whose last checkpoint could not be saved, is not finished.
+        A run whose ledger lacks steps, or whose last checkpoint could not be saved, has not finished.
         """
         self.not_whole = self._missing(int(end.summary.get("step") or 0))
         if self.not_whole:
@@ -272,7 +272,7 @@ class Page:
         if error:
             self._document("error.txt", f"{error}\n")
         killer = f" by {signal.Signals(summary['signal']).name}" if summary.get("signal") else ""
-        self._tag({"vanished": "", "error": error})  # what a reader may have said since the last beat
+        self._tag({"vanished": "", "error": error})  # a reader may have set it since the last beat
         if model is not None:
             self._send("files", "final model", self._log_model, model, int(summary.get("step", 0)))
         verdict = [
@@ -282,7 +282,7 @@ class Page:
         self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
 
     def _missing(self, last: int) -> str:
-        """What the ledger of a run that ended after step `last` lacks, or nothing."""
+        """What the ledger of a run that ended after step `last` lacks; empty if nothing."""
         if self.lost:
             return f"the record is not whole: its ledger lacks {self.lost}"
         missing = self._journal.missing_steps()
@@ -296,7 +296,7 @@ class Page:
         return ""
 
     def _failed(self, end: Failed) -> None:
-        """Any other end."""
+        """Show any other end."""
         self._tag({"error": end.message})
         reached = (
             f"after step {self._journal.last_step}" if self._journal.last_step else "before the first step"
@@ -304,19 +304,19 @@ class Page:
         try:
             self._document("error.txt", f"{end.message}\n\n{end.details}".rstrip() + "\n")
             self._tables()
-        finally:  # a run whose folder cannot be written has failed as well
+        finally:  # a run whose folder is not writable has failed too
             self._end(end.status, f"**{end.status}** {reached}: {end.message}", self._facts)
 
     def log(self, text: str) -> None:
-        """Add a line to log.txt, with its time; any thread may."""
+        """Add a line to log.txt, with its time. Any thread may call it."""
         self._texts.log(text)
 
     def output(self, name: str, text: str) -> None:
-        """Keep what a worker has printed."""
+        """Store what a worker has printed."""
         self._texts.output(name, text)
 
     def keep_output(self) -> None:
-        """Send what the workers have printed: the last of it comes after the run's end was told."""
+        """Send what the workers have printed; the last of it comes after the run's end."""
         for path in self._texts.end():
             self._keep(path)
 
@@ -345,7 +345,7 @@ class Page:
                 self._store.log_final_model(folder, model, step)
         except RecordError:
             raise
-        except Exception as error:  # noqa: BLE001 - files that are gone, a format that has changed: the run has its weights
+        except Exception as error:  # noqa: BLE001 - missing files or a changed format: the run still has its weights
             reason = first_line(error)[:500]
         finally:
             self.working = False
@@ -354,7 +354,7 @@ class Page:
             self._store.set_tags({"lockstep.model_error": reason})
 
     def _tables(self) -> None:
-        """Keep the ledger and its like, and the figures, which the run's note names."""
+        """Write and send the final tables and the figures, which the run's note names."""
         for path, is_figure in final_tables.write(
             self._journal, self._folder, scaled=self._spec.precision == "fp16"
         ):
@@ -363,13 +363,13 @@ class Page:
             self._keep(path)
 
     def _keep(self, path: Path) -> None:
-        """Send a file to the store, under the folder that it has within the run's folder."""
+        """Send a file to the store, under its folder within the run's folder."""
         inside = path.parent.relative_to(self._folder) if path.is_relative_to(self._folder) else Path()
         folder = "" if inside == Path() else inside.as_posix()
         self._send("files", f"artifact {inside / path.name}", self._store.log_file, path, folder)
 
     def _document(self, name: str, text: str) -> None:
-        """Keep a text in the run's folder and with the run."""
+        """Write a text to the run's folder and send it."""
         write_text(self._folder / name, text)
         self._keep(self._folder / name)
 
@@ -383,7 +383,7 @@ _REMEDY = "resume the run, or `lockstep record check RUN --repair`: what is miss
 
 
 def _single_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that are one value: tags of the run, and rows of its note."""
+    """The facts that are one value: they become tags of the run and rows of its note."""
     return documents.single_values({name: facts[name] for name in facts if name not in _DOCUMENTS})
 
 
@@ -392,7 +392,7 @@ def _checkpoint_tags(uri: str) -> dict[str, str]:
 
 
 def _manifest(folder: Path) -> dict[str, str]:
-    """The digest of a checkpoint's manifest, which has those of its files; nothing where this machine does not see it."""
+    """The digest of a checkpoint's manifest, which has the digests of its files; empty if this machine cannot see it."""
     manifest = folder / "manifest.json"
     try:
         return {"lockstep.manifest": f"sha256:{hashlib.sha256(manifest.read_bytes()).hexdigest()}"}

@@ -1,6 +1,6 @@
 """Metric points: what rows become on their way to a store.
 
-A point's key, step and timestamp are fixed by the row that it is made from, never by when it is written: sending it
+The row fixes a point's key, step and timestamp, whenever it is written: sending it
 again changes nothing. Keys are legal in MLflow and no two names share one.
 """
 
@@ -16,7 +16,7 @@ from lockstep.record.events import CheckpointRow, EvaluationRow, Observation, Re
 
 
 class Point(NamedTuple):
-    """One value of one metric. MLflow keeps NaN as NaN, infinity as ±1.8e308 and -0.0 as 0.0; the ledger keeps the bits."""
+    """One value of one metric. MLflow stores NaN as NaN, infinity as ±1.8e308 and -0.0 as 0.0; the ledger keeps the bits."""
 
     key: str
     value: float
@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_at: float) -> Iterator[Point]:
-    """The points that an event becomes; `before` is the step before it, `started_at` when the run began (Unix seconds)."""
+    """The points that an event becomes; `before` is the previous step's row, `started_at` when the run began (Unix seconds)."""
     match event:
         case StepRow():
             return step_points(event, before, scaled=scaled)
@@ -41,9 +41,9 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
 
 
 def step_points(row: StepRow, before: StepRow | None, *, scaled: bool) -> Iterator[Point]:
-    """The points of a step; `before` is the step before it, where known, and `scaled` whether a loss scaler runs.
+    """The points of a step; `before` is the previous step's row, if known, and `scaled` whether a loss scaler runs.
 
-    The fixed names come first: a part that bears one of them never takes its place.
+    The fixed names come first: a part with such a name never replaces them.
     """
     values = {
         "train/loss": row.loss,
@@ -79,9 +79,9 @@ def observation_points(row: Observation) -> Iterator[Point]:
 
 
 def system_points(sample: Sampled, started_at: float) -> Iterator[Point]:
-    """The points of a node's sample; their steps are seconds since the run began, in which MLflow counts nothing else.
+    """The points of a node's sample. Their steps are seconds since the run began; no other metric counts in seconds.
 
-    A sample from before, while a slow store was opened, has no such step and is left out.
+    A sample from before that, while a slow store was opened, has no such step and is left out.
     """
     if sample.at >= started_at:
         for name, value in sample.values.items():
@@ -106,10 +106,10 @@ _LONGEST = 250
 
 @lru_cache(maxsize=4096)
 def store_key(name: str) -> str:
-    """`name` as a key that MLflow takes: each character it refuses becomes its code point between colons.
+    """`name` as a key that MLflow accepts: each character it refuses becomes its code point between colons.
 
-    `accuracy@5` becomes `accuracy:40:5`. A colon is written so as well, so the name can be had back, except where
-    the key would pass MLflow's 250 characters: that one ends in a digest of the whole name.
+    `accuracy@5` becomes `accuracy:40:5`. A colon is encoded too, so the name can be recovered. Only if
+    the key would exceed MLflow's 250 characters, it ends in a digest of the whole name instead.
     """
     parts = [
         _code(part) if part in {"", ".", ".."} else _ILLEGAL.sub(_coded, part) for part in name.split("/")

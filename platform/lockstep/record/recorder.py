@@ -1,7 +1,7 @@
-"""The recorder: what is told of a run, written down by a thread or a process of its own.
+"""The recorder: it writes down what is told of a run, in a thread or a process of its own.
 
-No call but `run_id`, `run_folder` and `close` waits for anything: the thread that trains or drives pays for putting a
-value into a queue. The recorder is the run's only writer.
+Only `run_id`, `url`, `run_folder` and `close` wait for anything: the thread that trains or drives only puts values
+into a queue. The recorder is the run's only writer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from lockstep.record.writer_process import WriterProcess
 from lockstep.spec.fields import Spec
 
 OPEN_S = 900.0
-"""How long a store may take to be opened: one that does not answer is given up after seconds, one that answers slowly is not."""
+"""How long a store may take to open. One that does not answer is given up after seconds; this limit is for one that answers slowly."""
 
 
 def no_aliases(run_id: str, steps: frozenset[int]) -> None:
-    """For whoever does not care for aliases."""
+    """The `Aliases` callback of callers that need no aliases."""
 
 
 class Recorder:
-    """Records one run: a new one, or where `run_id` is given the one that goes on.
+    """Records one run: a new one or, with `run_id`, one that is resumed.
 
-    Call `start`, then `tell` any number of times, and `close` at the end in every case. A store that does not answer is
-    tried again until `close`; `failure` tells of it once it has lasted `patience_s`. `on_aliases` is told, in the thread and
-    after each checkpoint, the run's id and the steps whose checkpoints have an alias in the store's registry. The git state of
-    the folder `source` is recorded with each start. `fetch` reads a file that the run's checkpoints share. With `replay` the recorder says again what the run's journal has. With
-    `apart` a process of its own writes, rather than a thread; the callables must then survive pickling.
+    Call `start`, then `tell` any number of times, and always `close` at the end. A store that does not answer is
+    tried again until `close`; `failure` reports it once that has lasted `patience_s`. `on_aliases` is called, in the recorder's thread and
+    after each checkpoint, with the run's id and the steps whose checkpoints have an alias in the store's registry. The git state of
+    the folder `source` is recorded with each start. `fetch` reads a file that the run's checkpoints share. With `replay` the recorder
+    reports the content of the run's journal again. With `apart` a process of its own writes, rather than a thread; the callables must then
+    survive pickling.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class Recorder:
         self._writer = writer(spec, make_store, run_id, patience_s, on_aliases, source, replay, fetch)
         self.apart = apart
         self.started = False
-        """Whether `start` was called: before it nothing of the run exists anywhere."""
+        """Whether `start` was called. Before that, nothing of the run exists anywhere."""
 
     def warm_up(self) -> None:
-        """Have the process of its own start and import what the store needs; nothing is created. A thread would be in the way."""
+        """Start the separate process and let it import what the store needs; nothing is created. Does nothing for a thread, which would be in the way."""
         if isinstance(self._writer, WriterProcess):
             self._writer.warm_up()
 
@@ -69,11 +70,11 @@ class Recorder:
         self._writer.start()
 
     def tell(self, *events: Event) -> None:
-        """Have events recorded, in order. Rows that are recorded already are compared, and not added again. Never waits."""
+        """Record events, in order. Rows that are already recorded are compared, not added again. Never waits."""
         self._writer.tell(events)
 
     def run_id(self) -> str:
-        """Wait until the run exists; its id. RecordError where the store could not be opened, or was not within OPEN_S."""
+        """Wait until the run exists, and return its id. RecordError where the store could not be opened, or not within OPEN_S."""
         if not self._writer.opened.wait(OPEN_S):
             raise RecordError(
                 f"record: the store has kept the creation of the run waiting for {OPEN_S:.0f} s"
@@ -83,12 +84,12 @@ class Recorder:
         return self._writer.run_id
 
     def url(self) -> str:
-        """Wait until the run exists; the link of its page, or nothing where the store has no pages."""
+        """Wait until the run exists, and return the link to its page; empty if the store has no pages."""
         self.run_id()
         return self._writer.url
 
     def run_folder(self) -> Path:
-        """Wait until the run exists; its folder, created."""
+        """Wait until the run exists, create its folder and return it. StorageError where that fails."""
         folder = self._writer.spec.folder / self.run_id()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -104,12 +105,12 @@ class Recorder:
 
     @property
     def violation(self) -> str:
-        """The first step or evaluation that gave other bits when it was done again, or nothing. Never waits."""
+        """The first step or evaluation that gave other bits when it was repeated; else empty. Never waits."""
         return self._writer.violation
 
     @property
     def diagnosed(self) -> tuple[str, ...]:
-        """What the run has shown to be wrong with it since it was opened here, a line each. Never waits."""
+        """What the run has shown to be wrong with it since it was opened here, one line each. Never waits."""
         return self._writer.diagnosed
 
     @property
@@ -119,13 +120,13 @@ class Recorder:
 
     @property
     def journaled(self) -> int:
-        """How many of the events that were told no longer depend on this process. Never waits."""
+        """How many of the told events no longer depend on this process. Never waits."""
         return self._writer.journaled
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what is left, for up to `timeout_s`. RecordError where something given could not be written.
+        """Write what is left, for up to `timeout_s`. RecordError where something could not be written.
 
-        A run that was told neither `Finished` nor `Failed` is marked FAILED.
+        A run without a `Finished` or `Failed` event is marked FAILED.
         """
         self._writer.close(timeout_s)
         failure = self._writer.failure()

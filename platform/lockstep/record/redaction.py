@@ -1,12 +1,12 @@
-"""Secrets in what is recorded are replaced by a mark that says what was there: `<redacted: GitHub Token>`, `***` in a URI.
+"""Replaces secrets in recorded texts by a mark that says what was there: `<redacted: GitHub Token>`, `***` in a URI.
 
-* URIs are taken apart (`documents.without_password`).
-* Keys and tokens that have a form of their own are found by the detectors of detect-secrets, and by a few for services of this field.
-* Of names such as `password` and `api_key` the value in quotes is replaced, of variables of the environment
-  (`WANDB_API_KEY=…`) any value.
+* URIs are parsed (`documents.without_password`).
+* Keys and tokens with a recognisable form are found by the detectors of detect-secrets, and by a few for services of this field.
+* For names such as `password` and `api_key` the quoted value is replaced, for environment variables
+(`WANDB_API_KEY=…`) any value.
 * A private key is replaced from its first line to its last.
 
-Detectors of high entropy are left out: digests, of which diffs, logs and identities are full, look like keys to them.
+Detectors of high entropy are not used: digests, of which diffs, logs and identities are full, look like keys to them.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _FURTHER = {
 _VARIABLE_NAMES = "PASSWORD|PASSWD|SECRET|TOKEN|API_?KEY|ACCESS_?KEY|CREDENTIALS?"
 _ENVIRONMENT = re.compile(rf"\b[A-Z0-9_]*(?:{_VARIABLE_NAMES})[A-Z0-9_]*=(?![\s'\"<$({{…]|$)(\S+)")
 _NAMED = re.compile(r"key|pass|pwd|secret|contrase", re.IGNORECASE)
-"""A line without any of these has none of the names that the detector of names looks for, at a hundredth of the cost."""
+"""A line without any of these has no name that the keyword detector looks for; this check costs a hundredth of the detector."""
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]*-----|\Z)", re.DOTALL
 )
 
 _PIECE = 1 << 16
-"""Characters that are scanned at once, up to the end of a line: some milliseconds in which no other thread runs."""
+"""Characters that are scanned at once, up to the end of a line: some milliseconds during which no other thread runs."""
 _SHORTEST_TOKEN = 16
-"""A group of a detector's pattern that is shorter is a part of its form, and no token."""
+"""A shorter group of a detector's pattern is part of its form, not a token."""
 
 
 def redacted(text: str) -> str:
-    """`text` without the secrets that are found in it."""
+    """`text` with the secrets that are found in it replaced."""
     if not text:
         return text
     text = _PRIVATE_KEY.sub(_mark("Private Key"), without_password(text))
@@ -63,7 +63,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_document(value: Any) -> Any:
-    """Plain data without the secrets in its texts; of an entry whose name is that of a secret the text is one."""
+    """Plain data with the secrets in its texts replaced; a text under the name of a secret counts as one."""
     return _redacted(shown_document(value))
 
 
@@ -83,7 +83,7 @@ def _redacted_entry(name: str, value: Any) -> Any:
 
 
 def redacted_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of an environment without secrets; of one whose name is that of a secret the whole value is one."""
+    """Environment variables with secrets replaced; of a variable with the name of a secret, the whole value."""
     return {
         name: _mark("Secret Keyword")
         if value and re.search(_VARIABLE_NAMES, name.upper())
@@ -93,7 +93,7 @@ def redacted_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redacted_fields(document: Mapping[str, Any]) -> list[str]:
-    """The dotted names of what is not as it was given, but redacted."""
+    """The dotted names of the values that were redacted."""
     return [name for name, value in flat(document).items() if HIDDEN in value or _MARK.search(value)]
 
 
@@ -123,7 +123,7 @@ def _without_tokens(text: str) -> str:
 
 
 def _replaced(found: re.Match[str], kind: str) -> str:
-    """A match with its token replaced: a group that is as long as one, or else the whole."""
+    """A match with its token replaced: a group that is long enough, or else the whole match."""
     whole = found[0]
     if _MARK.search(whole) or HIDDEN in whole:
         return whole
@@ -136,7 +136,7 @@ def _replaced(found: re.Match[str], kind: str) -> str:
 
 
 def _without_named(line: str) -> str:
-    """A line without the values in quotes of names such as `password`."""
+    """A line with the quoted values of names such as `password` replaced."""
     for secret in set(_keyword().analyze_string(line)):
         if HIDDEN not in secret and not _MARK.search(secret):
             for quote in "\"'`":
@@ -148,7 +148,7 @@ def _without_named(line: str) -> str:
 
 @cache
 def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    # Imported here: it takes a fifth of a second, of a process that records alone.
+    # Imported here: it takes a fifth of a second, which only a recording process should pay.
     found = [*_FURTHER.items()]
     for name in _DETECTORS:
         module, _, detector = name.partition(".")

@@ -1,4 +1,4 @@
-"""What a journal says once more of a run whose process has gone. Pure."""
+"""What a journal reports again about a run whose process has gone. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ GONE = "the process that recorded the run has gone without a word"
 
 
 def unsaid(events: Sequence[Recorded]) -> list[Recorded]:
-    """What a store may lack of a run that goes on: all but its end."""
+    """The events that a store may lack of a run that is resumed: all but its end."""
     return last_words(events)[:-1]
 
 
 def last_words(events: Sequence[Recorded]) -> list[Recorded]:
-    """The events as a store is to be told them again: checkpoints as far as they are left, and the run's end last.
+    """The events to tell a store again: checkpoints only if they still exist, and the run's end last.
 
-    An end before the last start is that of an earlier attempt. A run without an end has failed.
+    An end before the last start belongs to an earlier attempt. A run without an end has failed.
     """
     saved = [event for event in events if isinstance(event, CheckpointRow)]
     deleted = {step for row in saved for step in row.deleted}

@@ -1,4 +1,4 @@
-"""The rows that the folder of a run has so far, read beside the process that may be recording it: without its lock, and without changing a byte."""
+"""Reads the rows in a run's folder while its process may be recording: without its lock, and without changing a byte."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lockstep.record.sealed import SealedSteps
 
 
 class RowsSoFar:
-    """The rows of the journal in `folder`, each step, evaluation and observation once. OSError where there is none to be read.
+    """The rows of the journal in `folder`, each step, evaluation and observation once. OSError where it cannot be read.
 
-    A row that was recorded again after wrong bits counts as it was recorded last. What is damaged is passed over.
+    Of a row that was recorded again after wrong bits, the last counts. Damaged lines are skipped.
     """
 
     def __init__(self, folder: Path) -> None:
         self._sealed = SealedSteps(folder)
         self._open: dict[int, StepRow] = {}
         self.failed: bool | None = None
-        """How the run ended; None where it goes on, or its process was killed."""
+        """Whether the run ended in failure; None if it goes on, or its process was killed."""
         evaluations: dict[int, EvaluationRow] = {}
         observations: dict[int, Observation] = {}
         with (folder / NAME).open("rb") as file:
             for line in file:
-                if line.endswith(b"\n"):  # else it is being written
+                if line.endswith(b"\n"):  # else the line is still being written
                     self._note(from_line(line[:-1], folder), evaluations, observations)
         self.evaluations = [evaluations[step] for step in sorted(evaluations)]
         """In order."""
@@ -63,7 +63,7 @@ class RowsSoFar:
             case Observation():
                 observations[event.step] = event
             case _:
-                pass  # no row, or damaged
+                pass  # not a row, or damaged
 
     def steps(self) -> Iterator[StepRow]:
         """The steps, in order; those of sealed segments are held one segment at a time."""

@@ -1,4 +1,4 @@
-"""What a run's store is told of its state: that its process lives, what is not recorded, and last of all how it ended."""
+"""Tells a run's store the run's state: that its process lives, what is not recorded, and last of all how it ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lockstep.record.page import Page
 from lockstep.record.run_store import RunStore, Status
 
 _CONTENT: tuple[Kind, ...] = ("facts", "points", "files")
-"""What the store is to have before it learns that the run has ended."""
+"""What the store must have before it learns that the run has ended."""
 
 
 class RunState:
-    """The state of the run in `folder`. `failure` says what could not be recorded so far. One thread calls it; `beat` any may."""
+    """The state of the run in `folder`. `failure` says what could not be recorded so far. One thread calls it; any thread may call `beat`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RunState:
         self._outbox, self._store = outbox, store
         self._failure = failure
         self.ended = False
-        """Whether the run has come to an end, which its page shows or is about to. Set by `end`."""
+        """Whether the run has ended, which its page shows or will show soon. Set by `end`."""
         self._over = False
         self._telling = threading.Lock()
         self._trouble = self._trouble_told = ""
@@ -43,27 +43,27 @@ class RunState:
         self._beat_at = 0.0
 
     def begin(self, *, resumed: bool) -> None:
-        """Tell that this process records the run."""
+        """Report that this process records the run."""
         if resumed:
-            self._send_trouble("")  # that of the attempt before
+            self._send_trouble("")  # that of the previous attempt
         self._tag_process()
 
     def end(self) -> None:
-        """The run has come to an end, of which no beat takes anything back."""
+        """Note that the run has ended; from now on no beat takes anything back."""
         with self._telling:
             self.ended = True
 
     def tend(self) -> None:
-        """Tell what is due: called now and then while the run lasts."""
+        """Report what is due. Called now and then while the run lasts."""
         self.beat()
         self._report()
         if self._page.came_to is not None and self._outbox.idle(_CONTENT) and self._failure() is None:
             self._tell_end()
 
     def finish(self, closing_at: float, patience_s: float) -> bool:
-        """Nothing more is told of the run: let the store have what waits, then the run's end. Whether it has all copies.
+        """Send the store what is waiting, then the run's end; no more events follow. Returns whether the store has all copies.
 
-        A store that is silent is waited for up to `patience_s` after `closing_at` (monotonic seconds).
+        A silent store is waited for up to `patience_s` after `closing_at` (monotonic seconds).
         """
         kept = (
             f"what was recorded up to its end is in {str(self._folder)!r}; "
@@ -80,7 +80,7 @@ class RunState:
         copied = self._page.close(max(closing_at, self._outbox.away_since) + patience_s)
         self._outbox.give_up(kept, ("points", "files"))
         told = self._told(settle)
-        if self._page.came_to is not None and told:  # else whoever reads the store would take it for whole
+        if self._page.came_to is not None and told:  # else readers would take the record for complete
             self._tell_end()
         elif self._page.came_to is not None:
             self._outbox.refuse(RecordError(f"record: the store was not told how the run ended; {kept}"))
@@ -89,7 +89,7 @@ class RunState:
         return copied
 
     def _settle(self, kinds: Sequence[Kind], closing_at: float, patience_s: float) -> None:
-        """Wait until the calls of these kinds are made, or have waited for as long as the end of a run may take."""
+        """Wait until the calls of these kinds are made, or have waited as long as the end of a run may take."""
         began = time.monotonic()
         while self._page.working or not self._outbox.settled(kinds, closing_at, began, patience_s):
             time.sleep(0.01)
@@ -99,7 +99,7 @@ class RunState:
 
     def _told(self, settle: Callable[[Kind], None]) -> bool:
         """Whether the store knows what it lacks, and lacks nothing else."""
-        for _ in range(3):  # what is told may itself be refused
+        for _ in range(3):  # the report itself may be refused
             self._report()
             settle("facts")
             if self._outbox.idle(("facts",)) and self._trouble_told == str(self._failure() or ""):
@@ -107,28 +107,28 @@ class RunState:
         return False
 
     def _tell_end(self) -> None:
-        """The store learns how the run ended when it has everything else."""
+        """Tell the store how the run ended, once it has everything else."""
         end, self._page.came_to = self._page.came_to, None
         assert end is not None
-        with self._telling:  # no beat behind it
+        with self._telling:  # so that no beat follows it
             self._over = True
             self._send_status(end)
 
     def beat(self) -> None:
-        """Say that this process lives, now and then; with it goes what a hasty reader may have said, and RUNNING is back."""
+        """Report now and then that this process lives. This also clears what a hasty reader may have set, and restores RUNNING."""
         with self._telling:
             if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
                 return
             self._send_status("RUNNING")
             self._tag_process()
-            # Among the facts: an error of the run's own comes after it.
+            # Queued with the facts, so that an error of the run itself comes after it.
             if not self.ended and self._outbox.idle(("facts",)):
                 self._outbox.send(
                     "facts", "tags lockstep.error", self._store.set_tags, {"lockstep.error": ""}
                 )
 
     def _report(self) -> None:
-        """Tell on the run's page what is not recorded, when that changes."""
+        """Show on the run's page what is not recorded, when that changes."""
         away = self._outbox.away
         if bool(away) != self._away:
             self._away = bool(away)

@@ -1,4 +1,4 @@
-"""What is asked of a place that keeps runs, by the recorder and by those who read."""
+"""The interface of a place that stores runs, for the recorder and for readers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lockstep.record.points import Point
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 POINTS_PER_CALL = 1000
-"""The most metric points that one call may bring; MLflow refuses more in one request."""
+"""The most metric points in one call; MLflow refuses more in one request."""
 
 
 SWEEP_FILE = "sweep.yaml"
-"""The document by which the run of a sweep is known."""
+"""The document that marks a run as that of a sweep."""
 
 
 Sent = Callable[[int], None]
@@ -31,21 +31,21 @@ class UnavailableError(RecordError):
 
 
 class DeniedError(UnavailableError):
-    """The store, or a proxy before it, lets this process do nothing now. Example: a token was changed (401), a route is missing (404)."""
+    """The store, or a proxy before it, denies this process everything for now. Example: a token was changed (401), a route is missing (404)."""
 
 
 class RejectedError(RecordError):
-    """The store does not take this content, and will not later. Example: a file is larger than a proxy lets through (413)."""
+    """The store refuses this content, now and later. Example: a file is larger than a proxy lets through (413)."""
 
 
 class RunStore(Protocol):
-    """One run in a store. `open` comes first. Calls come from several threads, and may be made twice: the second changes nothing.
+    """One run in a store. Call `open` first. Calls come from several threads, and may be repeated: a repetition changes nothing.
 
-    Every call raises UnavailableError where trying again may help and RecordError where it cannot.
+    Every call raises UnavailableError if trying again may help, and RecordError if it cannot.
     """
 
     def open(self, run_id: str | None) -> str:
-        """Create a run, or reopen the one that is named, as it is; its id."""
+        """Create a run, or reopen the named one as it is. Returns its id."""
 
     def last_steps(self) -> Mapping[str, int]:
         """The highest step that the opened run already has of each metric key."""
@@ -57,33 +57,33 @@ class RunStore(Protocol):
         """Add up to POINTS_PER_CALL points."""
 
     def log_params(self, params: Mapping[str, str]) -> None:
-        """Set parameters. One that the run has with another value keeps it; the difference is told in a tag."""
+        """Set parameters. An existing one with another value keeps it; a tag notes the difference."""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set or replace tags."""
 
     def log_data(self, data: Sequence[DataSet]) -> None:
-        """Say which data sets the run uses, where the store has a place for that."""
+        """Store which data sets the run uses, if the store has a place for that."""
 
     def log_file(self, path: Path, folder: str) -> None:
-        """Keep a copy of a file under `folder`, or at the top where that is empty."""
+        """Store a copy of a file under `folder`, or at the top if that is empty."""
 
     def log_final_model(self, folder: Path, model: FinalModel, step: int) -> None:
-        """Keep the model that the run ended with, whose graph is in `folder`, where the store has a place for that."""
+        """Store the final model of the run, whose graph is in `folder`, if the store has a place for that."""
 
     def log_checkpoint(
         self, step: int, tags: Mapping[str, str], folder: Path | None, sent: Sent = lambda nbytes: None
     ) -> None:
-        """Keep a checkpoint with the files of its folder, or by the reference that its tags are where there is none.
+        """Store a checkpoint with the files of its folder or, without a folder, as the reference in its tags.
 
-        `sent` is called after each file that was copied, with its size.
+        `sent` is called with the size of each file after it was copied.
         """
 
     def checkpoints(self) -> Mapping[int, bool]:
-        """The steps whose checkpoints the store has something of, and whether that is whole, its files included."""
+        """The steps of whose checkpoints the store has something, and whether it is whole, files included."""
 
     def aliased_steps(self) -> frozenset[int]:
-        """The steps whose checkpoints someone has given an alias in the store's registry of models."""
+        """The steps whose checkpoints have an alias in the store's model registry."""
 
     def delete_checkpoint(self, step: int) -> None:
         """Delete a checkpoint and its files, unless it has an alias."""
@@ -92,11 +92,11 @@ class RunStore(Protocol):
         """End the run, or mark it RUNNING again."""
 
     def url(self) -> str:
-        """A link that lands on the run's page, or nothing where the store has no pages."""
+        """A link to the run's page; empty if the store has no pages."""
 
 
 class RunInfo(NamedTuple):
-    """A run as its store has it. `step` is the last one that is recorded; times are Unix seconds."""
+    """A run as its store has it. `step` is the last recorded one; times are Unix seconds."""
 
     run_id: str
     name: str
@@ -112,7 +112,7 @@ class RunInfo(NamedTuple):
 
 
 class RunReader(Protocol):
-    """A store of runs, to be read. Raises RecordError for what is not there, UnavailableError where it does not answer."""
+    """A store of runs, for reading. Raises RecordError for what does not exist, UnavailableError where the store does not answer."""
 
     def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
         """The newest runs, newest first."""
@@ -121,10 +121,10 @@ class RunReader(Protocol):
         """One run."""
 
     def artifacts(self, run_id: str) -> list[str]:
-        """The paths of all that is kept with a run."""
+        """The paths of all files that are stored with a run."""
 
     def text(self, run_id: str, path: str) -> str:
-        """One of them."""
+        """The text of one of these files."""
 
 
 class Recorded(NamedTuple):
@@ -133,14 +133,14 @@ class Recorded(NamedTuple):
     run_id: str
     status: Status
     spec: dict[str, Any]
-    """The document of its resolved spec."""
+    """Its resolved spec, as a document."""
     summary: dict[str, Any]
-    """What it came to; empty where it has not ended well."""
+    """Its summary; empty if it has not ended well."""
     url: str
 
 
 class CheckpointCopy(NamedTuple):
-    """A copy of a checkpoint in a store; `download` puts its files into a folder that exists."""
+    """A copy of a checkpoint in a store; `download` puts its files into an existing folder."""
 
     step: int
     download: Callable[[Path], None]
@@ -149,7 +149,7 @@ class CheckpointCopy(NamedTuple):
 def recorded(
     run_id: str, status: str, spec: str | None, summary: str | None, url: str, where: str
 ) -> Recorded:
-    """A run out of its files. RecordError where they are not what a run of Lockstep leaves."""
+    """A run from its files. RecordError where they are not those of a run of Lockstep."""
     import yaml
 
     try:
@@ -168,7 +168,7 @@ def recorded(
 
 
 def no_such_run(run_id: str, where: str, advice: str) -> NoSuchRunError:
-    """The error for an id that a store does not have, though it answers."""
+    """The error for an id that a store does not have, although it answers."""
     if not re.fullmatch("[0-9a-f]{32}", run_id):
         return NoSuchRunError(
             f"run {run_id or repr(run_id)}: no record of it in {where}; wanted a whole id, 32 hexadecimal digits, as `lockstep runs` lists them"

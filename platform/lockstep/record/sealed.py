@@ -1,6 +1,6 @@
-"""The sealed steps of a record: files of segments in the run's folder, which its journal names and has no more itself.
+"""The sealed steps of a record: files of segments in the run's folder. The journal names them, and no longer has their steps itself.
 
-A file is on the disk, whole and hashed, before a journal names it. One that is damaged or missing is as if the journal lacked
+A file is on the disk, whole and hashed, before a journal names it. If it is damaged or missing, the journal counts as lacking
 its steps: they come from a checkpoint again.
 """
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FOLDER = "sealed"
-"""The folder in that of the run."""
+"""The folder within the run's folder."""
 
 
 class SealedSteps:
-    """The segments in the folder of a run, in order. No two have a step in common."""
+    """The segments of a run, in order. No two have a step in common."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self.segments: list[Segment] = []
         self.lost: list[Segment] = []
-        """Those whose files are damaged or missing."""
+        """The segments whose files are damaged or missing."""
         self._held: tuple[Segment, list[StepRow]] | None = None
 
     def take_up(self, segments: Iterable[Segment]) -> None:
-        """These are the segments: each file is read, and its hash compared."""
+        """Set the segments, and verify each: its file is read, and its hash compared."""
         self.segments, self.lost, self._held = [], [], None
         for segment in sorted(segments):
             try:
@@ -48,7 +48,7 @@ class SealedSteps:
                 self.segments.append(segment)
 
     def take_up_all(self) -> None:
-        """They are all that there are files of, where nobody knows more: a file whose hash is not that of its name is none."""
+        """Take every segment that has a file, for when nothing names them. A file whose hash does not match its name does not count."""
         found = []
         for path in self._folder.glob("*.rows"):
             with suppress(StorageError, OSError):
@@ -60,7 +60,7 @@ class SealedSteps:
         self.take_up(apart)
 
     def write(self, steps: Sequence[StepRow]) -> Segment:
-        """Write the file of these steps. RecordError where the disk refuses. It counts for nothing before `add`."""
+        """Write the file of these steps. It counts for nothing before `add`. RecordError where the disk refuses."""
         segment, content = seal(Rows(steps, ()))
         try:
             with replacing(self._folder / segment.name) as file:
@@ -72,47 +72,47 @@ class SealedSteps:
         return segment
 
     def add(self, segment: Segment) -> None:
-        """Count a segment that was written."""
+        """Add a written segment."""
         self.segments = sorted([*self.segments, segment])
         self.lost = [one for one in self.lost if not segment.first <= one.first <= segment.last]
 
     @property
     def count(self) -> int:
-        """How many steps they have."""
+        """How many steps the segments have."""
         return sum(one.last - one.first + 1 for one in self.segments)
 
     @property
     def first(self) -> int | None:
-        """The first step that they have, or had before they were damaged."""
+        """The first step of the segments, damaged ones included."""
         return min((one.first for one in (*self.segments, *self.lost)), default=None)
 
     @property
     def last(self) -> int:
-        """The last step that they have, or 0."""
+        """The last step of the segments, or 0."""
         return self.segments[-1].last if self.segments else 0
 
     def segment_of(self, step: int) -> Segment | None:
-        """The segment that has a step."""
+        """The segment with a step, or None."""
         at = bisect_right(self.segments, step, key=lambda one: one.first) - 1
         return self.segments[at] if at >= 0 and step <= self.segments[at].last else None
 
     def step(self, step: int) -> StepRow | None:
-        """The row of a step, where one has it. RecordError where its file was damaged since."""
+        """The row of a step, or None. RecordError where its file was damaged since."""
         segment = self.segment_of(step)
         return self.steps(segment)[step - segment.first] if segment is not None else None
 
     def steps(self, segment: Segment) -> list[StepRow]:
-        """The steps of a segment. RecordError likewise."""
+        """The steps of a segment. RecordError where its file was damaged since."""
         if self._held is None or self._held[0] != segment:
             self._held = segment, steps_in(self._content(segment))
         return self._held[1]
 
     def table(self, segment: Segment, columns: Sequence[str] | None) -> pa.Table:
-        """They as a table. RecordError likewise."""
+        """The steps of a segment as a table, with all columns or the named ones. RecordError where its file was damaged since."""
         return table_in(self._content(segment), columns)
 
     def numbers(self) -> Iterator[range]:
-        """The stretches of steps that they have."""
+        """The range of steps of each segment."""
         return (range(one.first, one.last + 1) for one in self.segments)
 
     def _content(self, segment: Segment) -> bytes:

@@ -1,8 +1,8 @@
 """Sealed segments: the rows of SEGMENT_STEPS steps in one file that never changes again.
 
-Segment k has the steps k·SEGMENT_STEPS + 1 … (k+1)·SEGMENT_STEPS, as far as the run took them, in every execution of the run
-alike. Its name tells them, the digest of their deterministic columns, and the hash of the file: two records have the same
-steps where the digests are equal, and nobody needs to read a row to know it.
+Segment k has the steps k·SEGMENT_STEPS + 1 … (k+1)·SEGMENT_STEPS, as far as the run took them, in every execution of the run.
+Its name contains them, the digest of their deterministic columns, and the hash of the file. Two records have the same
+steps if the digests are equal, which can be seen without reading a row.
 
     lockstep-ledger-1 {"steps": 412345, "evaluations": 2345}     a line with the sizes of what follows
     <steps><evaluations>                                           two files of Parquet, as in the ledger
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SEGMENT_STEPS = 10_000
-"""Of a run that saves each thousand steps a save writes 5,000 rows of its open segment on average, which is 0.3 MB in 30 ms."""
+"""With a save every thousand steps, a save writes 5,000 rows of the open segment on average, which is 0.3 MB in 30 ms."""
 
 _HEAD = b"lockstep-ledger-1 "
 
@@ -35,7 +35,7 @@ def end_of(step: int) -> int:
 
 
 def seal(rows: Rows) -> tuple[Segment, bytes]:
-    """The segment of these rows, of which there is a step at least, and the content of its file."""
+    """The segment of these rows, which have at least one step, and the content of its file."""
     table = ledger.step_table(rows.steps)
     steps = ledger.encoded(table)
     evaluations = ledger.encode_evaluations(rows.evaluations)
@@ -52,22 +52,22 @@ def digest_of(steps: Sequence[StepRow]) -> str:
 
 
 def steps_in(content: bytes) -> list[StepRow]:
-    """The steps of a segment's file. StorageError where it is none."""
+    """The steps in a segment's file. StorageError for any other content."""
     return ledger.decode_steps(_blocks(content)[0])
 
 
 def table_in(content: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Its steps as a table, likewise; or some of the columns, or for none of them the schema alone."""
+    """The steps in a segment's file as a table, with all columns or the named ones; for an empty list only the schema. StorageError as above."""
     return ledger.decode_table(_blocks(content)[0], columns)
 
 
 def evaluations_in(content: bytes) -> list[EvaluationRow]:
-    """Its evaluations, likewise."""
+    """The evaluations in a segment's file. StorageError for any other content."""
     return ledger.decode_evaluations(_blocks(content)[1])
 
 
 def check(segment: Segment, content: bytes) -> bytes:
-    """The content, where it is that of the segment. StorageError where it is not."""
+    """Return the content if it is the segment's. StorageError if not."""
     if len(content) != segment.size or hashlib.sha256(content).hexdigest() != segment.sha256:
         raise StorageError(f"ledger: segment {segment.name} is damaged: its hash is another")
     return content
@@ -88,7 +88,7 @@ def _blocks(content: bytes) -> tuple[bytes, bytes]:
 
 
 def _digest(table: pa.Table) -> str:
-    """128 bits over every column but those of time: name, which rows have it, and the bits of its values."""
+    """128 bits over every column except the timing ones: its name, which rows have it, and the bits of its values."""
     digest = hashlib.sha256()
     for name in sorted(set(table.column_names) - set(ledger.TIMING)):
         column = table.column(name).combine_chunks()
@@ -99,7 +99,7 @@ def _digest(table: pa.Table) -> str:
 
 
 def _bits(column: Any) -> bytes:
-    """The values of a column without nulls, in a form that depends on nothing but them."""
+    """The values of a column without nulls, in a form that depends only on them."""
     import pyarrow as pa
 
     values = column.drop_null()

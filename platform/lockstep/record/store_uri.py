@@ -1,4 +1,4 @@
-"""What can be told of a tracking URI without MLflow, and what to do about a store that fails: one line each."""
+"""What can be said of a tracking URI without MLflow, and advice for a store that fails: one line each."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _REMEDIES = {
     "Can't locate revision": f"a newer MLflow, or another program, made it: install that version of MLflow, {_NAME}",
     "No module named 'psycopg": "give a URI that begins with postgresql+psycopg://, and pip install 'lockstep-train[stores]'",
 }
-"""What to do, by words that a store's failure has."""
+"""Advice, by words in a store's error."""
 
 
 _OF_MLFLOW = frozenset({"alembic_version", "experiments", "runs", "metrics", "params", "tags"})
-"""Tables that any database of MLflow has, one that was killed as it was made included: it has some of them."""
+"""Tables of an MLflow database. One that was killed while it was created has some of them."""
 
 
 def remedy(reason: str) -> str:
-    """What to do about a store that fails for this reason, or nothing where that is not known."""
+    """Advice for a store that fails for this reason; empty if there is none."""
     return next((what for words, what in _REMEDIES.items() if words in reason), "")
 
 
@@ -49,9 +49,9 @@ def refused(uri: str, reason: str) -> str:
 
 
 def check_uri(uri: str) -> None:
-    """Look at what the URI names, and change nothing.
+    """Check what the URI names, and change nothing.
 
-    SpecError for a folder, in which MLflow keeps no runs any more; RecordError for a file that is no whole SQLite database.
+    SpecError for a folder, in which MLflow no longer stores runs; RecordError for a file that is not an intact SQLite database.
     """
     scheme = urlsplit(uri).scheme
     if (scheme == "file" or uri.startswith("/")) and not _folders_allowed():
@@ -64,14 +64,14 @@ def check_uri(uri: str) -> None:
 
 
 def _folders_allowed() -> bool:
-    """Whether MLflow itself is told to go on with folders."""
+    """Whether MLflow itself is allowed to use folders."""
     return os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in {"true", "1"}
 
 
 def check_database(path: Path) -> None:
-    """SpecError for a folder and for another program's database, RecordError for a file that is no SQLite database or a damaged one.
+    """SpecError for a folder or another program's database, RecordError for a damaged file or one that is not a SQLite database.
 
-    One that is not there yet, or is empty, is MLflow's to make.
+    A missing or empty file is fine: MLflow will create the database.
     """
     if path.is_dir():
         raise SpecError(
@@ -80,13 +80,13 @@ def check_database(path: Path) -> None:
     if not path.is_file():
         return
     try:
-        # Not for reading alone: after a loss of power what it was writing has to be taken back first.
+        # Not read-only: after a loss of power, an unfinished transaction must be rolled back first.
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True)) as connection:
             tables = {
                 name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")
             }
     except sqlite3.OperationalError:
-        return  # it is locked, or its disk fails: for whoever opens it, and may wait
+        return  # it is locked, or its disk fails: the code that opens it deals with that, and may wait
     except sqlite3.DatabaseError as error:
         raise RecordError(
             f"record.uri: {str(path)!r} cannot be used: {error}; {remedy(str(error)) or _NAME.removeprefix('or ')}"

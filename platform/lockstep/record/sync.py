@@ -1,4 +1,4 @@
-"""Send a store what a process could not: the journal of a run whose store was away, or that was killed."""
+"""Sends a store what a process could not: the journal of a run whose store did not answer, or that was killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.spec.loading import load_spec
 
 
 class Synced(NamedTuple):
-    """What a sync came to. `sent` is False where nothing was left to send."""
+    """The result of a sync. `sent` is False if there was nothing to send."""
 
     run_id: str
     sent: bool
@@ -25,11 +25,10 @@ class Synced(NamedTuple):
 
 
 def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, again: bool = False) -> Synced:
-    """Bring the store up to what the run's folder has, and give the run the status that it ended with.
+    """Bring the store up to date with the run's folder, and give the run its final status.
 
-    What the store has confirmed is not sent, but where it is to be sent `again`.
-
-    RecordError where another process records the run, or where the store does not answer.
+    What the store has confirmed is not sent, unless `again` is set.
+    RecordError where another process records the run, or the store does not answer.
     """
     check_there(folder)
     journal = Journal(folder)
@@ -44,7 +43,7 @@ def sync(folder: Path, uri: str | None = None, timeout_s: float = 600.0, *, agai
 
 
 def check_there(folder: Path) -> None:
-    """SpecError where a folder has no journal."""
+    """SpecError if a folder has no journal."""
     if not (folder / NAME).is_file():
         raise SpecError(
             f"run {folder.name}: there is no {NAME} in {str(folder)!r}; name the run's folder, or its --storage"

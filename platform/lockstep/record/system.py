@@ -1,4 +1,4 @@
-"""What a node is busy with: processor, memory, disk, network and GPU, sampled by a thread that sleeps nearly always."""
+"""The load of a node: processor, memory, disk, network and GPU, sampled by a thread that sleeps most of the time."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from lockstep.periodic import periodically
 
 EVERY_S = 10.0
-"""How often a node is sampled."""
+"""Seconds between two samples of a node."""
 
 
 def sampled(
     tell: Callable[[dict[str, float]], None], every_s: float = EVERY_S
 ) -> AbstractContextManager[None]:
-    """Sample this node while the block runs; `tell` is called from a thread."""
+    """Sample this node while the block runs; `tell` is called from a thread with each sample."""
 
     def begin() -> Callable[[], None]:
-        sampler = Sampler()  # in the thread: psutil keeps the processor's times of each thread apart
+        sampler = Sampler()  # made in the thread, because psutil keeps CPU times per thread
         return lambda: tell(sampler.sample())
 
     return periodically(begin, every_s, "lockstep-system")
 
 
 class Sampler:
-    """Rates are means since the sample before."""
+    """Takes samples. Rates are means since the previous sample."""
 
     def __init__(self) -> None:
         import psutil  # type: ignore[import-untyped]
@@ -38,7 +38,7 @@ class Sampler:
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
-        """Figures of this moment, by the names under which MLflow knows them."""
+        """The current figures, under MLflow's names."""
         memory = self._psutil.virtual_memory()
         now, counters = time.monotonic(), self._counters()
         seconds = max(now - self._at, 1e-9)
@@ -65,13 +65,13 @@ class Sampler:
 
 
 def nvml() -> tuple[Any, str]:
-    """NVIDIA's library of figures about GPUs, ready to be asked, or None; and its version, or why there is none."""
+    """NVIDIA's monitoring library (NVML), initialised, or None; and its version, or why there is none."""
     import pynvml  # type: ignore[import-untyped]
 
     try:
         pynvml.nvmlInit()
         return pynvml, str(pynvml.nvmlSystemGetNVMLVersion())
-    except pynvml.NVMLError as error:  # no driver, or one that does not let us ask
+    except pynvml.NVMLError as error:  # no driver, or no permission
         return None, f"none: {error}"
 
 
@@ -82,14 +82,14 @@ class Gpus:
         self._nvml, self.version = nvml()
 
     def sample(self) -> dict[str, float]:
-        """Figures of this moment, for each GPU; what a GPU does not tell is left out."""
+        """The current figures of each GPU; what a GPU does not report is left out."""
         if self._nvml is None:
             return _memory_seen_by_torch()
         found: dict[str, float] = {}
         for number in range(self._nvml.nvmlDeviceGetCount()):
             handle = self._nvml.nvmlDeviceGetHandleByIndex(number)
             for ask in (self._utilization, self._memory, self._power):
-                with suppress(self._nvml.NVMLError):  # a slice of a GPU does not tell all of it
+                with suppress(self._nvml.NVMLError):  # a slice of a GPU does not report everything
                     found |= {f"gpu_{number}_{name}": value for name, value in ask(handle).items()}
         return found
 
@@ -110,7 +110,7 @@ def _memory(used: int, total: int) -> dict[str, float]:
 
 
 def _memory_seen_by_torch() -> dict[str, float]:
-    """Asking would begin CUDA in a process that does not use it."""
+    """GPU memory as torch sees it; empty if this process does not use CUDA, which asking would initialise."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

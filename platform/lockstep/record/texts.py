@@ -1,4 +1,4 @@
-"""The texts of a run: its log, and what its workers print. What the disk refuses is kept, and written with what comes next."""
+"""The texts of a run: its log, and what its workers print. What the disk refuses is kept, and written with the next text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lockstep.record.redaction import redacted
 
 LOG = "log.txt"
 LOGS = "logs"
-"""The folder of what workers have printed."""
+"""The folder of the workers' output."""
 
 _MOST_UNPRINTED = 1 << 20
 _LONGEST_LINE = 1 << 12
-"""Characters of a line that is not yet whole are kept back, lest a secret be cut in two; of a longer line, no more than these."""
+"""At most so many characters of an unfinished line are held back, so that no secret is cut in two."""
 
 
 class Texts:
@@ -50,7 +50,7 @@ class Texts:
                 self._unprinted[name] = text[whole:]
 
     def end(self) -> list[Path]:
-        """Write what was kept back, and give the files of what the workers have printed. Raises OSError."""
+        """Write what was held back. Returns the files of the workers' output. Raises OSError."""
         for name, text in self._unprinted.items():
             self._print(name, text)
         self._unprinted.clear()

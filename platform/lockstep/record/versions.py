@@ -1,4 +1,4 @@
-"""The versions of what is installed, from the metadata of the packages: nothing is imported for it."""
+"""The versions of installed packages, from their metadata: nothing is imported for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _DISTRIBUTIONS = {
 
 @cache
 def versions() -> dict[str, str]:
-    """Of Python and the libraries, by name; a library that is not installed is left out."""
+    """The versions of Python and the libraries, by name; a library that is not installed is left out."""
     found = {"python": platform.python_version(), "python_implementation": sys.implementation.name}
     for name, distribution in _DISTRIBUTIONS.items():
         try:
             found[name] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            continue  # the record may do without MLflow, and a plain process without Ray
+            continue  # a record needs no MLflow, and a plain process needs no Ray
     return found

@@ -1,12 +1,12 @@
-"""The thread that writes a run's record: it alone adds rows to the journal, and shows events on the run's page.
+"""The thread that writes a run's record: only it adds rows to the journal, and shows events on the run's page.
 
-* Events arrive in the inbox, in order, and are in the journal before a store hears of them. What the disk refuses is
-  kept and written again, so that one failed write leaves no hole.
-* The store calls made of them wait in the outbox, whose lanes make them in threads of their own, as does whoever copies
-  checkpoints; metric points wait in the journal, not in memory.
-* A step that the journal has is not added again but compared with it: with `determinism: strict` and
-  `reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is told.
-* Nothing here stops training: a failure is kept, to be read by `failure` and raised by `Recorder.close`.
+* Events arrive in the inbox, in order, and are in the journal before a store gets them. What the disk refuses is
+kept and written again, so that one failed write leaves no hole.
+* The resulting store calls wait in the outbox, whose lanes make them in threads of their own; checkpoints are copied in another
+thread. Metric points wait in the journal, not in memory.
+* A step that the journal already has is compared with it, not added again: with `determinism: strict` and
+`reduction: exact` a replayed step has the same bits, or the run's promise is broken, which is reported.
+* Nothing here stops training: a failure is kept; `failure` returns it and `Recorder.close` raises it.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from lockstep.record.segments import end_of
 from lockstep.spec.fields import Spec
 
 FLUSH_S = 1.0
-"""How long points are gathered before they are sent."""
+"""Seconds for which points are gathered before they are sent."""
 DISK_PATIENCE_S = 30.0
-"""How long a disk that refuses the journal's last lines is tried again once the run has ended."""
+"""How long the journal's last lines are tried again after the run's end, if the disk refuses them."""
 
 Aliases = Callable[[str, frozenset[int]], None]
 
 
 class Writer:
-    """One run's record in the making: a new run, or where `run_id` is given the one that goes on.
+    """Writes one run's record: of a new run or, with `run_id`, of one that is resumed.
 
-    `patience_s` is how long a store may be silent before `failure` tells of it. `on_aliases` is told, in the thread and after
-    each checkpoint, the run's id and the steps whose checkpoints have an alias in the store's registry. `source` is the folder
-    whose git state is recorded. `fetch` reads what checkpoints share. With `replay` the journal is said again instead of going on.
+    `patience_s` is how long a store may be silent before `failure` reports it. `on_aliases` is called, in the writer's thread and after
+    each checkpoint, with the run's id and the steps whose checkpoints have an alias in the store's registry. `source` is the folder
+    whose git state is recorded. `fetch` reads what checkpoints share. With `replay` the journal is reported again instead of continued.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Writer:
         self.url = ""
         self.violation = ""
         self.journaled = 0
-        """How many of the events that were told are in the journal, or have no place in it, and are shown."""
+        """How many of the told events are in the journal (or have no place there) and are shown."""
         self.diagnosed: tuple[str, ...] = ()
-        """What the run has shown to be wrong with it since it was opened."""
+        """What the run has shown to be wrong with it since it was opened, one line each."""
         self._on_aliases = on_aliases
         self._replay = replay
         self._outbox = Outbox(patience_s, self._set_aside)
@@ -86,14 +86,14 @@ class Writer:
         self._record = OpenRecord(request, self._outbox, self.failure, self._violated)
         self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._unwritten: list[Event] = []
-        """Told, and not in the journal yet."""
+        """Events that are not in the journal yet."""
         self._unshown: deque[Recorded] = deque()
-        """In the journal, and not on the page yet."""
+        """Events in the journal that are not on the page yet."""
         self._disk_failure: RecordError | None = None
         self._busy = False
         self._seal_at = 0
-        """The step after which the journal is next looked at for what can be sealed."""
-        # Not the inbox: a thread that wakes for each step slows every step by 10 %.
+        """The step after which the journal is next checked for segments to seal."""
+        # The thread does not wait on the inbox: waking for each step would slow every step by 10 %.
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._last_words = False
@@ -107,8 +107,8 @@ class Writer:
         self._thread.start()
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Have events recorded, after everything told before. Returns at once."""
-        if self.run_id is not None or not self.opened.is_set():  # where opening failed nobody reads the inbox
+        """Record events, after everything told before. Returns at once."""
+        if self.run_id is not None or not self.opened.is_set():  # if opening failed, nobody reads the inbox
             self._inbox.put(events)
 
     def failure(self) -> RecordError | None:
@@ -116,9 +116,9 @@ class Writer:
         return self._disk_failure or self._outbox.failure()
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left and end the thread. A store that is silent is waited for up to `timeout_s`; work is, till it is done."""
+        """Write what is left and end the thread. A silent store is waited for up to `timeout_s`; work is waited for until it is done."""
         if self._thread.ident is None:
-            return  # never started: nothing was given that could be lost
+            return  # never started, so nothing can be lost
         self._closing_s, self._closing_at = timeout_s, time.monotonic()
         self._closing.set()
         self._wake.set()
@@ -126,7 +126,7 @@ class Writer:
         while self._thread.is_alive():
             if self._outbox.delivered != seen or self._working:
                 seen, until = self._outbox.delivered, time.monotonic() + timeout_s + 0.5
-            # Once it is open the thread sees to that.
+            # Once the run is open, the thread itself enforces the limit.
             elif not self.opened.is_set() and time.monotonic() > until:
                 self._outbox.refuse(
                     RecordError(f"record: the store has kept a call waiting for {timeout_s:.0f} s")
@@ -143,19 +143,20 @@ class Writer:
     def _write_record(self) -> None:
         try:
             self._open()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the driver waits to be told
+        except Exception as error:  # noqa: BLE001 - the driver waits to hear of any failure
             self._outbox.refuse(error)
             return
         finally:
             self.opened.set()
-        # A thread of its own: drawing, or sealing, or a disk that is slow, keeps this one for longer than a beat.
+        # A separate thread: drawing, sealing or a slow disk keeps this one busy for longer than a beat.
         with periodically(lambda: self._record.state.beat, 1.0, "lockstep-heartbeat"):
             self._until_told()
 
     def _until_told(self) -> None:
         while not self._last_words:
             self._wait()
-            closing = self._closing.is_set()  # before the inbox is read: what was told before it is in there
+            # Read before the inbox, so everything told before closing is in there.
+            closing = self._closing.is_set()
             self._receive()
             self._show()
             if closing and not self._unwritten and not self._unshown:
@@ -166,7 +167,7 @@ class Writer:
         self._finish()
 
     def _seal(self) -> None:
-        """Keep the journal short. A disk that refuses is told once, and asked again when there is more to seal."""
+        """Keep the journal short. A refusal of the disk is reported once; sealing is tried again when there is more to seal."""
         if self._replay or self._record.journal.last_step < self._seal_at:
             return
         self._busy = True
@@ -204,13 +205,13 @@ class Writer:
 
     def _wait(self) -> None:
         """Let points gather."""
-        if self._closing.is_set():  # nothing more will be told; what is left is what the disk refused
+        if self._closing.is_set():  # no more events come; only what the disk refused is left
             time.sleep(FLUSH_S / 5 if self._unwritten or self._unshown else 0.0)
         else:
             self._wake.wait(FLUSH_S)
 
     def _receive(self) -> None:
-        """Record all that was told, and what could not be written before it."""
+        """Record all new events, and those that could not be written before."""
         events = self._unwritten
         with contextlib.suppress(queue.Empty):
             while True:
@@ -232,18 +233,18 @@ class Writer:
         for event in events:
             if isinstance(event, Printed):
                 self._guarded(partial(self._record.page.output, event.name, event.text))
-        del events, recorded  # whoever sees the count finds nothing of them in memory
+        del events, recorded  # the count may rise only when they are no longer in memory
         self.journaled += count
 
     def _add(self, events: Sequence[Event]) -> list[Recorded]:
-        """Put into the journal what it is to have of these, and return that. RecordError where the disk refuses all of it."""
+        """Put the admitted ones of these events into the journal, and return them. RecordError where the disk refuses them all."""
         try:
             recorded = self._diagnosing.with_diagnoses(events, self._record.admission.admit(events))
             self._record.journal.add(recorded)
         except RecordError:
-            self._diagnosing = self._diagnosing.again()  # the rows come again
+            self._diagnosing = self._diagnosing.again()  # the rows will come again
             raise
-        except Exception as error:  # noqa: BLE001 - one event that cannot be written must not cost the others
+        except Exception as error:  # noqa: BLE001 - one bad event must not prevent the others
             self._diagnosing = self._diagnosing.again()
             if len(events) == 1:
                 self._outbox.refuse(error)
@@ -253,7 +254,7 @@ class Writer:
         return recorded
 
     def _not_written(self, error: RecordError) -> None:
-        """The disk refuses: nothing of what was told is lost while this process lives, and it is tried again."""
+        """The disk refuses: keep the events in memory and try again, until the patience after closing is over."""
         self._disk_failure = error
         if self._out_of_patience:
             lost = len(self._unwritten)
@@ -266,7 +267,7 @@ class Writer:
         return self._closing.is_set() and time.monotonic() - self._closing_at > DISK_PATIENCE_S
 
     def _show(self) -> None:
-        """Show what the journal has on the run's page. What the disk refuses is tried again: an event may be shown twice."""
+        """Show new events of the journal on the run's page. If the disk refuses, they are tried again: an event may be shown twice."""
         while self._unshown:
             event = self._unshown[0]
             self._busy = True
@@ -294,13 +295,13 @@ class Writer:
             self._end_badly(error)
 
     def _end_badly(self, error: Exception) -> None:
-        """What the run came to cannot be recorded."""
+        """Show a failed end: the real end of the run cannot be recorded."""
         self._record.state.end()
         self._guarded(partial(self._record.page.take, Failed(str(error))))
 
     def _take(self, event: Recorded) -> None:
         if isinstance(event, Finished | Failed | TakenOver):
-            self._record.journal.flush()  # before a store is told what has become of the run
+            self._record.journal.flush()  # before the store hears how the run ended
             self._record.state.end()
             self._record.delivery.flush()
         if isinstance(event, Finished) and not self._replay:
@@ -313,7 +314,7 @@ class Writer:
             self._outbox.send("files", "aliases of checkpoints", self._tell_aliases)
 
     def _mend(self) -> None:
-        """Note that the rows of damaged lines are there again, once all steps were told again."""
+        """Note that the rows of damaged lines are recorded again, once all steps were told again."""
         damage = self._record.journal.damage
         if damage and self._record.admission.retold:
             held = ", ".join(damage.held for damage in damage[:20])
@@ -336,7 +337,7 @@ class Writer:
 
     @property
     def _working(self) -> bool:
-        """Whether this process itself takes its time: it draws, or traces the job's model, or waits for its disk."""
+        """Whether this process itself is busy: it draws, traces the job's model, or waits for its disk."""
         return (
             self._busy
             or bool(self._unwritten or self._unshown)
@@ -351,7 +352,7 @@ class Writer:
         if not self._record.state.ended:
             failure = self.failure()
             end = Failed(f"the run ended without a result{f' ({failure})' if failure else ''}")
-            with contextlib.suppress(RecordError):  # the disk refuses; the page still tells
+            with contextlib.suppress(RecordError):  # the disk refuses, but the page still shows it
                 self._record.journal.add([end])
             self._guarded(partial(self._take, end))
         self._guarded(self._record.page.keep_output)
@@ -359,9 +360,9 @@ class Writer:
     def _tell_aliases(self) -> None:
         try:
             self._on_aliases(self._record.folder.name, self._record.store.aliased_steps())
-        except DeniedError as error:  # the registry has rights of its own
+        except DeniedError as error:  # the registry has its own permissions
             self._record.page.log(f"aliases of checkpoints: {error}")
         except UnavailableError:
             raise
-        except LockstepError as error:  # a store without a registry, say: what is pinned stays so
+        except LockstepError as error:  # such as a store without a registry: pins stay as they are
             self._record.page.log(f"aliases of checkpoints: {error}")

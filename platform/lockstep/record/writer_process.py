@@ -1,7 +1,7 @@
-"""The writer in a process of its own, for a run whose only other process trains: what it does costs no step any time.
+"""The writer in a process of its own, for a run whose only other process trains: it takes no time from any step.
 
-What is told goes through a pipe, by a thread that gathers it; what the writer has to say comes back through another. The
-process ends with its parent: what it has not written by then is in the journal, or lost like the step that told it.
+A thread gathers the events and sends them through a pipe; the writer's answers come back through another pipe. The
+process ends with its parent: what it has not written by then is in the journal, or lost like the step that it reports.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from lockstep.record.writer import Aliases, Writer
 from lockstep.spec.fields import Spec
 
 GATHER_S = 0.2
-"""How long what is told is gathered: each call through the pipe costs the thread that trains a part of a millisecond."""
+"""Seconds for which events are gathered: each call through the pipe costs the training thread part of a millisecond."""
 LOOK_S = 0.1
-"""How often the process looks for what it has to say, and whether its parent lives."""
+"""Seconds between the process's checks for news to report, and whether its parent lives."""
 BEAT_S = 1.0
-"""How often it says that it lives."""
+"""Seconds between its signs of life."""
 SILENT_S = 60.0
-"""How long it may say nothing before it is ended: one that is stopped would keep the run waiting at its end."""
+"""How long it may be silent before it is killed: a stopped process would keep the run waiting at its end."""
 CLOSING_S = 3600.0
-"""How long it may take to write what is left at the end, as long as it lives: figures, and uploads of any size."""
+"""How long it may take to write what is left at the end, as long as it shows signs of life: figures, and uploads of any size."""
 STARTING_S = 300.0
 """How long it may take to start, and to import what its store needs."""
 
 
 class State(NamedTuple):
-    """What the process says of its writer."""
+    """The state of the writer, as the process reports it."""
 
     opened: bool = False
     run_id: str | None = None
@@ -55,13 +55,13 @@ class State(NamedTuple):
 
 
 class Close(NamedTuple):
-    """The last thing that is told: how long a silent store is waited for."""
+    """The last message to the process: how long to wait for a silent store."""
 
     timeout_s: float
 
 
 class WriterProcess:
-    """A Writer elsewhere. The arguments are those of Writer, and survive pickling."""
+    """A Writer in another process. It takes the arguments of Writer, which must survive pickling."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class WriterProcess:
         self._wake = threading.Event()
         self._started = threading.Event()
         self._heard = 0
-        """How often the process has said something."""
+        """How many reports the process has sent."""
         self._hung = ""
-        """Why the process was ended, where it was."""
+        """Why the process was killed; empty if it was not."""
 
     @property
     def run_id(self) -> str | None:
@@ -113,7 +113,7 @@ class WriterProcess:
         return self._state.failure
 
     def start(self) -> None:
-        """Have the process open the store and create the run."""
+        """Let the process open the store and create the run."""
         self._started.set()
         if self._process is None:
             self.warm_up()
@@ -130,14 +130,14 @@ class WriterProcess:
             threading.Thread(target=work, name="lockstep-record", daemon=True).start()
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Have events recorded, after everything told before. Returns at once."""
+        """Record events, after everything told before. Returns at once."""
         self._inbox.put(events)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left and end the process, as the Writer's own close."""
+        """Write what is left and end the process, like `Writer.close`."""
         if self._process is None:
             return
-        if not self._started.is_set():  # nothing exists that could be written
+        if not self._started.is_set():  # there is nothing to write
             self._state = State(closed=True)
             self._process.kill()
             self._process.wait()
@@ -156,7 +156,7 @@ class WriterProcess:
 
     def _send(self) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as pipe:  # its end is heard in the other thread
+        with suppress(BrokenPipeError), self._process.stdin as pipe:  # the other thread notices its end
             pickle.dump(self._arguments, pipe)
             pipe.flush()
             self._started.wait()
@@ -175,7 +175,7 @@ class WriterProcess:
                     self._closed.wait()
 
     def _gathered(self) -> tuple[list[Event], Close | None]:
-        """All that was told since the last call, and whether it was the last."""
+        """The events since the last call, and the `Close` if it has come."""
         events: list[Event] = []
         with suppress(queue.Empty):
             while True:
@@ -205,11 +205,11 @@ class WriterProcess:
         self._closed.set()
 
     def _watch(self) -> None:
-        """End a process that says nothing any more: what it had not written is lost like the step that told it."""
+        """Kill a process that has become silent: what it had not written is lost, like the step that it reports."""
         assert self._process is not None
         before, silent_s = 0, 0.0
         while not self._closed.wait(BEAT_S):
-            # Counted, not timed: a run that is stopped and continued as a whole has not waited.
+            # Counted rather than timed: if the whole run is stopped and continued, that is no waiting.
             silent_s = 0.0 if self._heard > before else silent_s + BEAT_S
             before = self._heard
             if silent_s > (SILENT_S if before else STARTING_S):
@@ -222,26 +222,26 @@ class WriterProcess:
 
 
 def main() -> None:
-    """Write a record as the parent tells, until it says so or ends. The run is created with the first thing that it tells."""
+    """Write a record as the parent tells, until it closes it or ends. The run is created at the parent's first message."""
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # sent to all of a terminal or a job: the parent sees to them
+    ):  # a terminal or a job sends them to all its processes: the parent handles them
         signal.signal(number, signal.SIG_IGN)
     told, said = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not mix with the reports
     writer = Writer(*pickle.load(told))
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(writer, said, os.getppid(), over), daemon=True)
     watch.start()
-    with suppress(Exception):  # whatever is wrong with it is told when the store is opened
+    with suppress(Exception):  # any problem is reported when the store is opened
         warm_up(writer.spec)
     started = False
     while True:
         try:
             message: list[Event] | Close = pickle.load(told)
         except (EOFError, pickle.UnpicklingError):
-            os._exit(1)  # the parent has ended without a word, and so has the run
+            os._exit(1)  # the parent has ended without a message, and so has the run
         if isinstance(message, Close):
             writer.close(message.timeout_s)
             over.set()
@@ -255,7 +255,7 @@ def main() -> None:
 
 
 def _watch(writer: Writer, said: BinaryIO, parent: int, over: threading.Event) -> None:
-    """Say what is new and that this process lives, and end with the parent: a process that it forked may hold the pipe open."""
+    """Report news and signs of life, and end with the parent. The pipe alone does not show its end: a process that it forked may hold it open."""
     before, said_at = State(), 0.0
     while not over.wait(LOOK_S):
         if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Runs kept in MLflow: the only package that imports it, and only when a store is opened."""
+"""Runs stored in MLflow: the only package that imports it, and only when a store is opened."""
 
 from lockstep.record.mlflow_store.reading import (
     checkpoint_copies,

@@ -1,10 +1,10 @@
-"""Models and checkpoints in MLflow: a two-phase commit, so that what is READY there is whole.
+"""Models and checkpoints in MLflow: a two-phase commit, so that every READY model is whole.
 
-A model is announced (PENDING), its files are sent, and only then is it READY and linked to the run at its step. One
-that is PENDING was cut short: it is sent again under the same name, and the torn one deleted with its files. One that is
-deleted is FAILED first, then its files go, then the model.
+A model is announced (PENDING), its files are sent, and only then does it become READY and is linked to the run at its step. A
+PENDING model was interrupted: it is sent again under the same name, and the torn one is deleted with its files. To delete a
+model, it is first set to FAILED, then its files are deleted, then the model.
 
-Where a model's artifacts are a folder of the file system that its files are on, they are linked rather than copied, and
+If a model's artifacts are in a folder of the file system that its files are on, the files are linked rather than copied, and
 made read-only: a write to one would be a write to both. Elsewhere the files that checkpoints share are sent once, to the
 run's own artifacts.
 """
@@ -43,10 +43,10 @@ class Models:
         files: Callable[[str, Path], None] | Path | None,
         sent: Sent = lambda nbytes: None,
     ) -> str:
-        """Publish a model of the run; its id. One of that name that is READY already is left as it is, files or not.
+        """Publish a model of the run. Returns its id. A model of that name that is already READY is kept, with or without files.
 
-        `files` is their folder, or what puts them into an empty one for a model of the given id, or None for a model
-        whose tags say where it lies. Files take the place of a model without any.
+        `files` is their folder, or a function that puts them into an empty folder for a model of the given id, or None for a model
+        whose tags say where it is. A model with files replaces one without.
         """
         ready, torn = self._known(name)
         for model in torn:
@@ -72,29 +72,29 @@ class Models:
         return model_id
 
     def delete(self, name: str) -> int:
-        """Delete the models of that name, files first. How many there were."""
+        """Delete the models of that name, files first. Returns how many there were."""
         ready, torn = self._known(name)
         for model in (*ready, *torn):
             self._delete(model)
         return len(ready) + len(torn)
 
     def ready(self) -> dict[str, str]:
-        """Name and id of every model of the run that is READY."""
+        """The id of every READY model of the run, by name."""
         return {model.name: model.model_id for model in self.ready_models()}
 
     def ready_models(self) -> list[Any]:
-        """Every model of the run that is READY, as MLflow has it."""
+        """Every READY model of the run, as MLflow returns it."""
         return [model for model in self.all() if model.status == "READY"]
 
     def has_files(self, model: Any) -> bool:
-        """Whether a model is more than its tags."""
+        """Whether a model has files besides its tags."""
         return bool(files_of(self._client.tracking_uri, model).list_artifacts())
 
     def aliased(self) -> list[Any]:
-        """The models of the run that are READY and have an alias in the registry."""
+        """The READY models of the run that have an alias in the registry."""
         named = set()
         for version in self._client.search_model_versions(f"run_id = '{self._run_id}'"):
-            # A search leaves aliases out.
+            # A search does not return aliases.
             if self._client.get_model_version(version.name, version.version).aliases:
                 named.add(version.source.removeprefix("models:/"))
         return [model for model in self.ready_models() if model.model_id in named] if named else []
@@ -111,7 +111,7 @@ class Models:
         )
 
     def _send(self, model: Any, folder: Path, sent: Sent) -> None:
-        """The manifest comes last. What is on a disk of this machine is on it for good."""
+        """Send the files of a folder, the manifest last. Files on a disk of this machine are flushed."""
         from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
         repository = files_of(self._client.tracking_uri, model)
@@ -133,7 +133,7 @@ class Models:
             flush(here)
 
     def _share(self, file: Path, sent: Sent) -> None:
-        """Send a file that checkpoints share to the run itself, once: its name bears the hash of its content."""
+        """Send a file that checkpoints share to the run itself, once: its name contains the hash of its content."""
         from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
         size, repository = file.stat().st_size, self.shared_files()
@@ -150,7 +150,7 @@ class Models:
         sent(size)
 
     def shared_files(self) -> Any:
-        """MLflow's repository of the run's own files, which has those that its checkpoints share in a folder of their own."""
+        """MLflow's repository of the run's own files, in which the files that its checkpoints share have a folder."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         uri = self._client.get_run(self._run_id).info.artifact_uri
@@ -167,7 +167,7 @@ class Models:
         return [m for m in named if m.status == "READY"], [m for m in named if m.status != "READY"]
 
     def all(self, further: str = "") -> list[Any]:
-        """Every model of the run that was not deleted, READY or not; `further` is added to MLflow's filter."""
+        """Every model of the run that is not deleted, READY or not; `further` is appended to MLflow's filter."""
         found: list[Any] = []
         token = None
         while True:
@@ -182,7 +182,7 @@ class Models:
                 return found
 
     def _delete(self, model: Any) -> None:
-        """Never READY without its files; and files first: MLflow itself only hides a model that is deleted."""
+        """Delete a model, which is never READY without its files. Files go first: MLflow itself only hides a deleted model."""
         if model.status == "READY":
             self._client.finalize_logged_model(model.model_id, "FAILED")
         files_of(self._client.tracking_uri, model).delete_artifacts()
@@ -194,7 +194,7 @@ def is_checkpoint(model: Any) -> bool:
 
 
 def shared_in(folder: Path) -> set[str]:
-    """The names of the files that a checkpoint in a folder shares with others; none where the folder is another model's."""
+    """The names of the files that a checkpoint in a folder shares with others; empty if the folder is that of another model."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
     except (OSError, ValueError):
@@ -210,7 +210,7 @@ def files_of(uri: str, model: Any) -> Any:
 
 
 def _linked(file: Path, folder: Path) -> bool:
-    """Give a file a second name in `folder`, and make it read-only. False where that can't be: it is to be copied."""
+    """Give a file a second name in `folder`, and make it read-only. False where that is impossible and it must be copied."""
     mode, linked = file.lstat().st_mode, folder / file.name
     if not stat.S_ISREG(mode):
         return False
@@ -226,9 +226,9 @@ def _linked(file: Path, folder: Path) -> bool:
 
 
 def fill_final(folder: Path, model: FinalModel) -> Callable[[str, Path], None]:
-    """What writes the run's final model, whose graph is in `folder`, in the format of MLflow's PyTorch flavor.
+    """Returns what writes the run's final model, whose graph is in `folder`, in the format of MLflow's PyTorch flavor.
 
-    It is written without torch: to import that only to copy a file would cost the end of a run seconds.
+    It does not import torch, which would cost the end of a run seconds only to copy a file.
     """
     return lambda model_id, place: _write(folder, model, model_id, place)
 

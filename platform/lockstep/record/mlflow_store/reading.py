@@ -1,4 +1,4 @@
-"""What an MLflow store has of runs, for a person at a terminal; and the truth about those whose process has gone."""
+"""Reads runs from an MLflow store, and corrects the status of runs whose process has gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.record.points import Point
 from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
 
 _MOST_FINISHED = 10
-"""Runs of one identity that are looked at: more than one are there where one was planted, or stands for another."""
+"""The most runs of one identity that are looked at: there are more if one was planted, or stands in for another."""
 
 
 def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
@@ -54,7 +54,7 @@ def _run(client: Any, uri: str, run_id: str) -> Any:
 
 
 def _check_there(uri: str, what: str) -> None:
-    """RecordError where the store would be a new file, which MLflow makes of any name."""
+    """RecordError where the store would be a new file, which MLflow would create under any name."""
     database = urlsplit(uri).path[1:] if uri.startswith("sqlite:") else ""
     if database and not Path(database).exists():
         raise RecordError(
@@ -63,7 +63,7 @@ def _check_there(uri: str, what: str) -> None:
 
 
 def files_from_mlflow(uri: str, run_id: str, names: Sequence[str], folder: Path) -> list[str]:
-    """Download those of the named files that the run has into `folder`; their names."""
+    """Download the named files that the run has into `folder`. Returns their names."""
     _check_there(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
         there = {item.path for item in client.list_artifacts(run_id)}
@@ -89,7 +89,7 @@ def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
 
 
 def finished_in_mlflow(uri: str, identity: str) -> Iterator[Recorded]:
-    """The runs that are called finished and of this identity, in whatever experiment, newest first; at most ten that can be read."""
+    """The runs with status FINISHED and this identity, in any experiment, newest first; at most ten, unreadable ones skipped."""
     with connecting(uri) as (client, _):
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         found = client.search_runs(
@@ -104,7 +104,7 @@ def finished_in_mlflow(uri: str, identity: str) -> Iterator[Recorded]:
 
 
 def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
-    """The copies of a run's checkpoints that are READY in an MLflow store and have files, newest first."""
+    """The READY copies of a run's checkpoints in an MLflow store that have files, newest first."""
     with connecting(uri) as (client, _):
         experiment = client.get_run(run_id).info.experiment_id
         models = Models(client, experiment, run_id)
@@ -117,7 +117,7 @@ def checkpoint_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
 
 
 def _download(uri: str, models: Models, model: Any, folder: Path) -> None:
-    """Put the files of a checkpoint into a folder that exists, with those that it shares and that only the run has."""
+    """Put the files of a checkpoint into an existing folder, with the shared ones that only the run has."""
     with translated(uri):
         files_of(uri, model).download_artifacts("", str(folder))
         missing = sorted(name for name in shared_in(folder) if not (folder / name).exists())
@@ -191,7 +191,7 @@ class MlflowReader:
         )
 
     def _mark(self, run: Any, reason: str) -> Any:
-        """Say of a run that its process has gone, unless it has been heard since it was read."""
+        """Mark a run as one whose process has gone, unless it gave a sign of life since it was read."""
         run_id, tags = run.info.run_id, _epitaph(reason)
         with translated(self._uri):
             now = self._client.get_run(run_id)

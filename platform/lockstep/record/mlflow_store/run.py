@@ -1,7 +1,7 @@
-"""A run kept in MLflow.
+"""A run stored in MLflow.
 
-* Nothing is cut: MLflow shortens parameters over 6000 characters silently, so a longer value goes whole to an artifact
-  and the parameter names that. The same holds for tags over 8000.
+* Nothing is cut: MLflow silently shortens parameters over 6000 characters. So a longer value goes whole to an artifact,
+and the parameter names that. The same holds for tags over 8000 characters.
 * The artifacts of a SQLite database lie beside it, wherever the run was started.
 """
 
@@ -29,16 +29,16 @@ from lockstep.record.run_store import Sent, Status
 
 _LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
 _CREATION = "lockstep.creation"
-"""A tag that is each creation's own: by it a run is found whose creation was not confirmed."""
+"""A tag with a value unique to each creation, by which a run is found whose creation was not confirmed."""
 _PAGE = 25_000
-"""Points of a metric that are asked for at once."""
+"""Points of a metric in one request."""
 _NAMES_IN_MLFLOW = {
     "lockstep.note": "mlflow.note.content",
     "lockstep.job": "mlflow.source.name",
     "lockstep.git_commit": "mlflow.source.git.commit",
     "lockstep.parent": "mlflow.parentRunId",
 }
-"""Tags that MLflow's pages know by a name of their own."""
+"""Tags that MLflow's pages know under another name."""
 
 
 class MlflowStore:
@@ -67,7 +67,7 @@ class MlflowStore:
         self._last_steps: dict[str, int] = {}
         self._creation = uuid.uuid4().hex
         self._tried = False
-        """Whether the run may have been created, though no answer came."""
+        """Whether the run may have been created although no answer came."""
 
     # --- opening ------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class MlflowStore:
         return str(found.experiment_id)
 
     def _create(self) -> None:
-        # By the tags of its process a run that is killed in its first second is told from one that lives.
+        # The tags of its process tell a run that is killed in its first second from one that lives.
         tags = {
             "mlflow.user": _user(),
             "mlflow.source.type": "LOCAL",
@@ -122,7 +122,7 @@ class MlflowStore:
         self._run_id = run.info.run_id
 
     def _created(self) -> Any:
-        """The run that an earlier try has made, whose answer was lost."""
+        """The run that an earlier try created, whose answer was lost."""
         with self._translated():
             found = self._client.search_runs(
                 [self._experiment_id], f"tags.`{_CREATION}` = '{self._creation}'", max_results=1
@@ -136,7 +136,7 @@ class MlflowStore:
                 raise RecordError(f"run {run_id}: was deleted in MLflow; restore it to go on")
             self._run_id, self._experiment_id = run_id, run.info.experiment_id
             self._params = dict(run.data.params)
-            # `data.metrics` has values without their steps; the entities behind it are the latest point of each key.
+            # `data.metrics` has values without steps; the entities behind it have the latest point of each key.
             self._last_steps = {metric.key: metric.step for metric in run.data._metric_objs}
 
     # --- writing ------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class MlflowStore:
         return page_url(self._uri, self._experiment_id, self._run_id)
 
     def _kept_whole(self, folder: str, name: str, text: str, longest: int) -> str:
-        """`text`, or where it is too long the name of the artifact that has it."""
+        """`text` or, if it is too long, the name of the artifact that has it."""
         if len(text) <= longest:
             return text
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -260,7 +260,7 @@ class MlflowStore:
 
 
 def _input(data: DataSet) -> Any:
-    """A data set as MLflow has it: its source is the job, and its profile holds the whole fingerprint."""
+    """A data set in MLflow's form: its source is the job, and its profile has the whole fingerprint."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     source = {"tags": {"mlflow.source.type": "LOCAL", "mlflow.source.name": data.job}}
@@ -274,7 +274,7 @@ def _input(data: DataSet) -> Any:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user id need not have a name
+    except (KeyError, OSError):  # in a container, a user id may have no name
         return str(os.getuid())
 
 
