@@ -26,7 +26,7 @@ def seen_from_nodes(spec: Spec, address: str | None) -> list[Finding]:
 
 
 def _asked(spec: Spec) -> dict[str, Sight]:
-    """What each node sees, by its address. If a node is lost or late, that is its problem."""
+    """What each node sees, by its address. For a node that is lost or late, its `Sight` has that as the problem."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

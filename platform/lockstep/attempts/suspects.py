@@ -14,7 +14,7 @@ from lockstep.record.events import Corrupted
 
 
 class Verdict(NamedTuple):
-    """What follows from a difference between workers."""
+    """The verdict on a difference between workers."""
 
     found: Corrupted
     """The difference, and who was wrong as far as is known by now."""

@@ -160,7 +160,7 @@ class WorkerGroup:
             ) as storage:
                 self._trainer = self._make_trainer(storage)
                 self._trainer.fit()
-        except Exception as error:  # noqa: BLE001 - whatever ended the attempt is told by the driver
+        except Exception as error:  # noqa: BLE001 - the driver reports whatever ended the attempt
             self.error = ClusterError(ended_by(error, self._place.workers))
         finally:
             if self.error is None and self.lost:

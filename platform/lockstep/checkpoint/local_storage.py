@@ -45,7 +45,7 @@ class LocalStorage:
                 make_folder(target.parent)
                 aside.replace(target)
             except BaseException:
-                with suppress(OSError):  # the failure itself is what is told
+                with suppress(OSError):  # report the failure itself
                     aside.unlink()
                 raise
             flush(target.parent)
@@ -138,7 +138,7 @@ class LocalStorage:
             try:
                 flush(target.parent)
             except OSError:
-                with suppress(StorageError):  # the failure itself is what is told
+                with suppress(StorageError):  # report the failure itself
                     self.end_staging(folder)
                 raise
 

@@ -46,7 +46,7 @@ class Replay:
     until: int
     """The last step that is taken."""
     source: Mapping[str, bytes] | None = None
-    """The job's files by their paths below a source root, to be imported instead of the installed ones."""
+    """The job's files by their paths below a source root, which are imported instead of those on this machine."""
     probe: Any = None
     """A `training.probe.Probe` that sees its micro-batches, in this process."""
 

@@ -423,4 +423,4 @@ Tell = Callable[[Event], None]
 
 
 def tell_nobody(event: Event) -> None:
-    """For ranks other than 0, and for runs that are not recorded."""
+    """The `Tell` of ranks other than 0, and of runs that are not recorded."""

@@ -181,7 +181,7 @@ class Writer:
             self._busy = False
 
     def _finish(self) -> None:
-        """Nothing more will be told."""
+        """End the record: no more events will come."""
         copied = self._record.state.finish(self._closing_at, self._closing_s)
         try:
             if copied and self.failure() is None:
@@ -345,7 +345,7 @@ class Writer:
         )
 
     def _say_last_words(self) -> None:
-        """Nothing more will be told."""
+        """Close the record: a run without an end is marked FAILED, and the last of the workers' output is sent."""
         if self._last_words:
             return
         self._last_words = True

@@ -60,7 +60,7 @@ def settled(doubt: Corrupted, held: Held) -> Corrupted:
 
 
 class Agreement:
-    """What the ranks of one attempt compare of their states."""
+    """Compares the states of the ranks of one attempt."""
 
     def __init__(self, group: Group, state: TrainState) -> None:
         self._group, self._state = group, state

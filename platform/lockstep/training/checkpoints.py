@@ -120,7 +120,7 @@ def _as_saved(value: Any) -> Any:
 
 
 def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
-    """What follows from the counters, saved beside them as a check: the place in the data, in the schedule and of the generators."""
+    """What follows from the counters, saved beside them as a check: where the data, the schedule and the generators stand."""
     counters = state.counters
     return {
         "global_batch": plan.global_batch,

@@ -67,7 +67,7 @@ def opened_since(before: Sockets) -> Sockets:
 
 
 def shared(own: Sockets, others: Iterable[Sequence[Ends]]) -> Sockets:
-    """Those of `own` whose other end is one of the sockets of the `others`."""
+    """The sockets of `own` whose other end is one of the sockets of the `others`."""
     there = {(ends.peer, ends.own) for sockets in others for ends in sockets}
     return {fd: ends for fd, ends in own.items() if (ends.own, ends.peer) in there}
 

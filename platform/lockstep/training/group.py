@@ -137,7 +137,7 @@ class Group:
         return bool(self.sockets) or (self.size == 1 and self.device.type == "cpu")
 
     def break_off(self) -> None:
-        """Break off what is under way, from any thread: whoever waits in a collective of the group gets an error."""
+        """Break off what is under way, from any thread: every wait in a collective of the group raises an error."""
         shut(self.sockets)
         self.waits.end()
 

@@ -175,7 +175,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _close(sockets: Sequence[socket.socket], owner: int) -> None:
-    if os.getpid() == owner:  # a forked process has let go of them already: they may be other files by now
+    if os.getpid() == owner:  # a forked process has closed them already: they may be other files by now
         for opened in sockets:
             opened.close()
 

@@ -142,8 +142,8 @@ class Meeting:
                 return
             called = self._client.called()
             with self._lock:
-                # Either a connection has ended while it waits, or a roll call is heard of for the second time: a worker that only has to
-                # finish what it computes finds out by itself in between.
+                # Break off at once if a connection has ended during a wait. Otherwise only when the same roll call is seen twice: by then
+                # a worker that just had to finish its computation has noticed by itself.
                 lost = called is not None and called == self._attempt and (woken or called == heard)
                 if lost and self._group is not None:
                     self._group.break_off()

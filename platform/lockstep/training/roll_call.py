@@ -73,7 +73,7 @@ class RollCall:
     planned: bool = False
     """Whether the workers are asked to come although none is lost."""
     leaving: frozenset[int] = frozenset()
-    """Those that leave the run with this roll call."""
+    """Workers that leave the run with this roll call."""
 
     def answer(self) -> Formation | Refused | None:
         """The answer to those that have arrived; None while someone is still waited for."""

@@ -268,6 +268,7 @@ class Stepper:
                     self.digests.note(gradients)
                 tree.add(range(m, m + 1), gradients)
                 del gradients  # only the tree may hold them while the next micro-batch is computed
+        # Before the last backward: the hook adds its gradients to these sums, bucket by bucket.
         folded, apart = tree.close(assigned[-1]) if assigned else ([], [])
         reduction = phase.reduction
         if reduction is not None:
@@ -338,6 +339,7 @@ class Stepper:
         batch: Any,
         precision: Precision | None = None,
     ) -> Loss:
+        # Keyed by the micro-batch: whichever worker runs it draws the same numbers.
         seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, cuda=self._cuda)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
             loss: Loss = module(batch)
@@ -391,6 +393,7 @@ class Stepper:
 
     def _check(self, phase: PhaseStep, position: Position, totals: Totals) -> None:
         within = f" of phase {phase.name!r}" if phase.name else ""
+        # A loss that is not finite gives such gradients too, for which the fp16 scaler skips the update.
         if totals.first_bad is not None and self.spec.precision != "fp16":
             raise NumericsError(
                 f"the loss of step {position.step + 1}, micro-batch {totals.first_bad}{within} is {totals.loss}; usual causes: a learning "

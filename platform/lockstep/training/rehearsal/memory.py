@@ -45,7 +45,7 @@ _OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 
 
 class Memory:
-    """What `roots`, objects by the name that a message gives them, hold at this moment.
+    """What the `roots`, objects by their names in messages, hold at this moment.
 
     `values` has a text for what is at each place, such as `job.metric.total`; equal values have equal texts.
     Objects in `apart` are not looked into. Parameters and buffers of the `watched` modules, which are the model's, are left
