@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep import Job, Mean
 from lockstep.checks.check import check
 from lockstep.checks.estimate import estimated
 from lockstep.checks.findings import Finding, as_text
@@ -40,6 +41,19 @@ class DeadJudge(Gan):
         model["judge"] = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 1))  # type: ignore[index, operator]
         nn.init.constant_(model["judge"][0].bias, -100.0)  # type: ignore[index]
         return model
+
+
+class NothingToGoBy(Gan):
+    """Its evaluation has metrics and no loss, by which its schedule goes."""
+
+    more: ClassVar[dict[str, Any]] = {}
+    loss = Job.loss  # type: ignore[assignment]
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        return {"made": Mean(model["maker"](torch.zeros(1, 2)).sum(), 1)}  # type: ignore[index, operator]
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
 class Wide(AdversarialAutoencoder):
@@ -84,6 +98,11 @@ def test_a_fault_in_a_phase_is_named_by_its_check_and_by_no_other(tmp_path: Path
     (found,) = found_in(DeadJudge, tmp_path)
     assert (found.name, found.result) == ("gradients", "failure")
     assert "'judge.0.bias'" in found.evidence
+
+
+def test_a_schedule_that_has_nothing_to_go_by_is_found_as_training_finds_it(tmp_path: Path) -> None:
+    (found,) = found_in(NothingToGoBy, tmp_path)
+    assert "ReduceLROnPlateau goes by eval/loss" in found.evidence
 
 
 def test_with_phases_an_estimate_is_what_training_holds() -> None:

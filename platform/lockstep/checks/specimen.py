@@ -24,6 +24,7 @@ from lockstep.plan import Plan
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.buffers import KeptBuffers
+from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.group import Group, local_device
 from lockstep.training.job_data import check_rules, make_sampler, open_data
@@ -126,7 +127,8 @@ class Specimen:
     def fresh(self) -> TrainState:
         """The state of the run before its first step, with a job of its own."""
         job, model = self.fresh_model()
-        return make_state(self.spec, job, self.plan, model, self.device, evaluates=self.data[1] is not None)
+        evaluates = self.data[1] is not None and has_evaluation_loss(job)
+        return make_state(self.spec, job, self.plan, model, self.device, evaluates=evaluates)
 
     def _give_shapes(self, job: Job, model: torch.nn.Module) -> None:
         """Make the parameters that a lazy module leaves to its first forward."""
