@@ -47,7 +47,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
 ) -> None:
     """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone.
 
-    All its processes on Ray are forked from the one that the command had import ahead, which ends with it, and are as urgent as the command.
+    All its processes on Ray are forked from a server that the process ahead has forked. Both end with the command, and its processes are as urgent as the command.
     """
     words = [
         "jobs/digits/train.yaml",
@@ -74,14 +74,16 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
         assert process.poll() is None, process.communicate()
         time.sleep(0.2)
     (ahead,) = named("serve_ahead", among=psutil.Process(process.pid).children())
-    forked = [" ".join(child.cmdline()) for child in ahead.children()]
+    (server,) = ahead.children()
+    forked = [" ".join(child.cmdline()) for child in server.children()]
     for name in ("ray::Mailbox", "ray::RecorderActor", "ray::RayTrainWorker"):
         assert any(words.startswith(name) for words in forked), forked
-    assert {child.nice() for child in ahead.children()} == {psutil.Process().nice()}
+    assert {child.nice() for child in server.children()} == {psutil.Process().nice()}
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     assert not ahead.is_running()
+    server.wait(30)
     (line,) = out.splitlines()
     assert json.loads(line)["status"] == "KILLED"
     (record,) = tmp_path.glob("*/run.json")

@@ -27,7 +27,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.chosen_nodes import ChosenNodes
-from lockstep.clusters.ray_internals.held_poll import HeldPollWorker
+from lockstep.clusters.ray_internals.held_poll import RayTrainWorker
 from lockstep.clusters.ray_internals.losses import Losses
 from lockstep.clusters.ray_internals.nodes import free_resources
 from lockstep.clusters.ray_internals.stage_times import StageTimes
@@ -46,7 +46,7 @@ CONTEXT_S = 300.0
 class DriverWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """A group of workers without a controller actor, which ends at once."""
 
-    _worker_cls = HeldPollWorker
+    _worker_cls = RayTrainWorker
 
     def _start(self) -> None:
         """Start, or leave nothing behind: Ray leaves the workers of a group that fails during its start to live as long as the controller's process."""
