@@ -68,6 +68,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.commands
 	$(BIN)/python -m tests.benchmarks.step_time
 	$(BIN)/python -m tests.benchmarks.first_step
+	$(BIN)/python -m tests.benchmarks.first_step --warm
 	$(BIN)/python -m tests.benchmarks.watching
 	$(BIN)/python -m tests.benchmarks.agreement
 	$(BIN)/python -m tests.benchmarks.memory

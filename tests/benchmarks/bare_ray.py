@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "first-step")
-        ray.init(address="local")
+        ray.init(address=os.environ.get("RAY_ADDRESS", "local"))
         TorchTrainer(
             train_loop,
             train_loop_config={"out": str(out)},
