@@ -22,7 +22,7 @@ from lockstep.record.stores import store_for, warm_up
 from lockstep.spec.fields import Spec
 
 FETCH_S, STEADY_FETCH_S = 0.3, 1.0
-"""How often the mailbox is looked into, at first and in a run that has gone on for STEADY_S: a call takes 4 ms of a processor from the workers, on both sides together."""
+"""How often the mailbox is looked into, at first and once the run has existed for STEADY_S: a call takes 4 ms of a processor from the workers, on both sides together."""
 
 OPENING_FETCH_S = 0.05
 """While the run is created: the workers wait for its id."""
@@ -57,10 +57,10 @@ class RecorderActor:
         self._mailbox = mailbox
         self._exists = run_id is not None
         """The run is there already: of an earlier attempt, or of a recorder that was lost."""
-        self._named = False
-        """The mailbox knows the run's id."""
+        self._named_at: float | None = None
+        """When the mailbox was first told the run's id, by `time.monotonic`."""
         self._done = self._sent = 0
-        self._began, self._ends = time.monotonic(), threading.Event()
+        self._ends = threading.Event()
         self._importing.start()
 
     def _store(self, started_at: float, spec: Spec) -> RunStore:
@@ -89,17 +89,18 @@ class RecorderActor:
         self._ends.set()
 
     def _pause(self) -> None:
-        if self._recorder.started and not self._named:
-            time.sleep(OPENING_FETCH_S)
+        if self._named_at is None:
+            time.sleep(OPENING_FETCH_S if self._recorder.started else FETCH_S)
         elif self._ends.is_set():
             time.sleep(FETCH_S)
         else:
-            self._ends.wait(STEADY_FETCH_S if time.monotonic() - self._began > STEADY_S else FETCH_S)
+            self._ends.wait(STEADY_FETCH_S if time.monotonic() - self._named_at > STEADY_S else FETCH_S)
 
     def _fetch(self) -> Fetched:
         done = self._done + self._recorder.journaled
         state = self._state()
-        self._named = state.run_id is not None
+        if state.run_id is not None and self._named_at is None:
+            self._named_at = time.monotonic()
         asked = self._mailbox.fetch.remote(done, self._sent, state)
         fetched: Fetched = answer_of(asked, "the run's mailbox", ANSWER_S)
         if not self._sent:
