@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,12 @@ def train_runs(nodes: Nodes) -> list[dict[str, Any]]:
 
 
 def gauges(nodes: Nodes) -> dict[str, float]:
-    """The metrics of runs that Prometheus would collect from the nodes now, each with its labels."""
+    """The metrics of runs that Prometheus would collect from the nodes now, each with its labels. A target that does not answer is passed over."""
     (found,) = json.loads(Path(nodes.cluster.folder, "prom_metrics_service_discovery.json").read_text())
-    pages = [urllib.request.urlopen(f"http://{place}/metrics").read().decode() for place in found["targets"]]
+    pages = []
+    for place in found["targets"]:
+        with suppress(urllib.error.URLError):
+            pages.append(urllib.request.urlopen(f"http://{place}/metrics").read().decode())
     lines = re.findall(r"^(ray_lockstep_\w+\{.*\}) (\S+)$", "\n".join(pages), re.MULTILINE)
     return {name: float(value) for name, value in lines}
 
