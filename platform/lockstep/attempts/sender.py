@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ FLUSH_S = 0.25
 
 ALIVE_S = 1.0
 """Seconds between the signs of life of an evaluation or a save."""
+
+HEARD_BEHIND = 8
+"""The most answers that wait to be heard: a later one says all that an earlier one said."""
 
 ROWS_PER_CALL = 10_000
 """The most rows of an earlier attempt in one call."""
@@ -34,7 +38,8 @@ class Sender:
         self._lock = threading.Lock()
         self._waiting: list[Event] = []
         self._sent_at = self._alive_at = 0.0
-        self._answer: Any = None
+        self._answers: deque[Any] = deque(maxlen=HEARD_BEHIND)
+        """Those that have not been heard, oldest first."""
         self._newest: Any = None
         self._asked = Asked()
         self._saves = 0
@@ -79,14 +84,14 @@ class Sender:
         self._newest = self._post(
             events
         )  # calls of one handle arrive in order, so the newest one is answered last
-        self._answer = self._answer if self._answer is not None else self._newest
+        self._answers.append(self._newest)
         self._sent_at = now
 
     def _hear(self) -> None:
-        """Read an answer if one has come."""
+        """Take in the answers that have come. The newest one alone would not do: it is asked for just before."""
         with self._lock:
-            if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
-                self._asked, self._answer = ray.get(self._answer), None
+            while self._answers and ray.wait([self._answers[0]], timeout=0)[0]:
+                self._asked = ray.get(self._answers.popleft())
 
 
 def _in_parts(event: Event) -> Iterator[Event]:
