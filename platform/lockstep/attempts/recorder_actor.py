@@ -142,7 +142,7 @@ class RecorderActor:
 
 def _import_ahead(spec: Spec) -> None:
     with suppress(Exception):  # whatever is wrong with it is told when the store is opened
-        warm_up(spec)
+        warm_up(spec.record.uri)
 
 
 def start_recorder(spec: Spec, environment: dict[str, str], run_id: str | None, mailbox: Any) -> Any:

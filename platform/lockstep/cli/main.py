@@ -86,7 +86,7 @@ def run() -> None:
         os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
         os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
     end_on_second_signal()
-    # Whatever there is at the end is not looked through once more: with torch and Ray a second, and more.
+    # Spares the last garbage collections of the interpreter: with torch and Ray they take a second or more.
     atexit.register(gc.freeze)
     app()
 

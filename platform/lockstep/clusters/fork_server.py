@@ -6,9 +6,9 @@ Ray starts a worker by the `py_executable` of its runtime environment, here this
   the child.
 * Others hand their arguments, environment, working directory and open files over to the server, and end. They wait for it if
   they have PRELOAD, and start as ever if they have not and there is none.
-* Who starts a cluster on this machine, a driver or `lockstep cluster up`, has a process import ahead, beside the start of Ray, what
-  reads nothing of Ray's. It forks the servers of the cluster's jobs, where their environment is the same but for Ray's own variables,
-  as long as the files that it imported are what they were.
+* A driver or `lockstep cluster up` that starts a cluster also starts a process ahead. Beside the start of Ray it imports the modules
+  that read none of Ray's variables, and then forks the servers of the cluster's jobs: those whose environment differs from its own only in
+  Ray's variables, and only while the files that it imported have not changed.
 
 A server forks for workers of its own environment alone, its job's, for what it has imported was read under that environment. It ends
 with the raylet or the driver that started it. Lost, it is replaced by the next worker that asks for it.

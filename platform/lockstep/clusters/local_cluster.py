@@ -255,7 +255,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def hold(config: dict[str, Any]) -> None:
-    """Start the nodes, tell where they are, and keep them until SIGTERM; and what their workers import, once for all jobs."""
+    """Start the nodes, report where they are, and keep them until SIGTERM, with the process that imports ahead for their workers."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(0)

@@ -32,9 +32,8 @@ def store_for(spec: Spec, started_at: float) -> RunStore:
     return MlflowStore(uri, experiment, spec.name, f"{spec.folder.as_uri()}/mlartifacts", started_at)
 
 
-def warm_up(spec: Spec) -> None:
-    """Import what the store of `spec` needs, ahead of its opening: of MLflow that takes some seconds."""
-    uri = spec.record.uri
+def warm_up(uri: str | None) -> None:
+    """Import what the store at `uri` needs, ahead of its opening: MLflow takes some seconds."""
     if uri is not None and uri != RECORD_OFF:
         from lockstep.record.mlflow_store.client import import_store
 

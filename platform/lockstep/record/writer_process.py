@@ -235,7 +235,7 @@ def main() -> None:
     watch = threading.Thread(target=_watch, args=(writer, said, os.getppid(), over), daemon=True)
     watch.start()
     with suppress(Exception):  # any problem is reported when the store is opened
-        warm_up(writer.spec)
+        warm_up(writer.spec.record.uri)
     started = False
     while True:
         try:

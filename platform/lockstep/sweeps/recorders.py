@@ -33,9 +33,8 @@ from lockstep.record.events import (
 )
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import Recorded, Status
-from lockstep.record.stores import find_history
+from lockstep.record.stores import find_history, warm_up
 from lockstep.spec.fields import Spec
-from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.sweep_record import SweepRecord
 
@@ -209,10 +208,7 @@ class RecordersActor:
     @ray.method(concurrency_group="sweep")
     def prepare(self, uri: str) -> None:
         """Import what a store needs: some seconds, in which the driver has other things to do."""
-        if uri != RECORD_OFF:
-            from lockstep.record.mlflow_store.client import import_mlflow
-
-            import_mlflow()
+        warm_up(uri)
 
     @ray.method(concurrency_group="sweep")
     def open_sweep(

@@ -9,7 +9,6 @@ import pytest
 
 from lockstep.attempts import recorder_actor
 from lockstep.attempts.recorder_actor import RecorderActor
-from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +18,7 @@ def test_a_store_is_opened_when_its_imports_are_over(tmp_path: Path, monkeypatch
     """Modules that import each other break where two threads import them at once."""
     order = []
 
-    def slow(_spec: Spec) -> None:
+    def slow(_uri: str | None) -> None:
         time.sleep(0.5)
         order.append("imported")
 

@@ -167,7 +167,7 @@ def test_what_a_store_needs_is_imported_ahead() -> None:
         "import sys; from lockstep.spec.loading import load_spec; from lockstep.record import stores\n"
         "spec = load_spec('jobs/digits/train.yaml', ['record.uri=' + sys.argv[1]])\n"
         "stores.store_for(spec, 0.0)\n"
-        "stores.warm_up(spec)\n"
+        "stores.warm_up(spec.record.uri)\n"
         "slow = {'alembic', 'sqlalchemy.orm', 'mlflow.store.tracking.sqlalchemy_store'}\n"
         "print(len(slow & set(sys.modules)))"
     )
