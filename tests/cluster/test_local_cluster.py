@@ -132,6 +132,16 @@ def test_the_nodes_are_there_and_listen_on_loopback_alone(nodes: Nodes) -> None:
     assert open_ == []
 
 
+def test_one_process_imports_ahead_what_workers_and_recorders_need(nodes: Nodes) -> None:
+    (ahead,) = named("serve_ahead", among=marked(nodes.cluster.mark))
+    until = time.monotonic() + 120
+    while not {"torch", "sqlalchemy"} <= {
+        part for file in ahead.memory_maps() for part in Path(file.path).parts
+    }:
+        assert time.monotonic() < until
+        time.sleep(0.5)
+
+
 def test_another_cluster_on_this_machine_is_not_in_the_way(nodes: Nodes) -> None:
     """A job's driver finds this cluster, not any that runs here; no agent wants Ray's one port, without which no job is taken."""
     assert Path(nodes.cluster.folder, "ray_current_cluster").read_text() == nodes.cluster.address

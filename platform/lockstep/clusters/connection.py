@@ -20,10 +20,12 @@ from lockstep.clusters.authentication import (
     is_loopback,
     rays_token,
 )
-from lockstep.clusters.fork_server import PRELOAD, py_executable, server_ahead
+from lockstep.clusters.fork_server import PRELOAD, py_executable
 from lockstep.clusters.local_cluster import running_cluster
+from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
+from lockstep.clusters.server_ahead import server_ahead
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
@@ -128,7 +130,7 @@ def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:
 def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:
     """The runtime environment of a cluster whose nodes are all on this machine; `preload` is what every process of it imports."""
     command = py_executable()
-    if not command:
+    if not command or unavailable("forked ids"):
         return {}
     return {"py_executable": command} | ({"env_vars": {PRELOAD: ",".join(preload)}} if preload else {})
 

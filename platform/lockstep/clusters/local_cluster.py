@@ -25,9 +25,9 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from lockstep.clusters.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
-from lockstep.clusters.fork_server import server_ahead
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
+from lockstep.clusters.server_ahead import AHEAD_OF_RAY, server_ahead
 from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
@@ -271,7 +271,8 @@ def hold(config: dict[str, Any]) -> None:
     if not is_loopback(host) and host != "0.0.0.0":
         each["node_ip_address"] = host
     (folder / "ray").mkdir(mode=0o700)  # where Ray writes the address
-    with server_ahead(os.environ) if is_loopback(host) else nullcontext():
+    modules = *AHEAD_OF_RAY, "lockstep.record.warmed_up"
+    with server_ahead(os.environ, modules) if is_loopback(host) else nullcontext():
         _keep_nodes(config, folder, each)
 
 

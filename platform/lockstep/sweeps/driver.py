@@ -40,7 +40,13 @@ TUNE_SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 
-PRELOADED = ("lockstep.sweeps.trial", "torch._dynamo", "ray.tune", "pyarrow.parquet")
+PRELOADED = (
+    "lockstep.clusters.ray_internals.forked_ids",  # before any module in which Ray draws an id
+    "lockstep.sweeps.trial",
+    "torch._dynamo",
+    "ray.tune",
+    "pyarrow.parquet",
+)
 """What a trial's worker imports by its first step."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.attempts.ahead import AHEAD
 from lockstep.clusters import fork_server
-from lockstep.clusters.fork_server import PRELOAD, SERVER_AHEAD, server_ahead
+from lockstep.clusters.fork_server import PRELOAD, SERVER_AHEAD
+from lockstep.clusters.server_ahead import server_ahead
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,16 +28,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 WORKER = """
-import json, os, sys
+import gc, json, os, sys
 there = "colorsys" in sys.modules
 told = {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "words": sys.argv[1:], "there": there,
-        "folder": os.getcwd(), "said": os.environ.get("LOCKSTEP_SAID"), "name": __name__, "path": sys.path[0]}
+        "folder": os.getcwd(), "said": os.environ.get("LOCKSTEP_SAID"), "name": __name__, "path": sys.path[0], "frozen": gc.get_freeze_count() > 0}
+if "ray" in sys.modules:
+    told["id"] = sys.modules["ray"].ObjectRef.from_random().hex()
 print(json.dumps(told), flush=True)
 if sys.argv[-1] == "fails":
     raise ValueError("no luck")
 if sys.argv[-1] == "waits":
     import time; time.sleep(60)
 """
+
+
+PLAIN = {"PYTHONPATH": str(ROOT / "platform"), "PATH": os.environ["PATH"]}
+"""The environment of a worker, as `Started` has it."""
 
 
 class Started:
@@ -48,7 +57,7 @@ class Started:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", fork_server.__file__, str(folder.parent / "worker.py"), *words],
                 cwd=folder,
-                env={"PYTHONPATH": str(ROOT / "platform"), "PATH": os.environ["PATH"], **environment},
+                env={**PLAIN, **environment},
                 stdout=out,
                 stderr=err,
             )
@@ -89,6 +98,7 @@ def test_a_worker_is_forked_with_what_is_its_own(start: Start, tmp_path: Path) -
     assert (first["said"], second["said"]) == ("a", "b")
     assert (first["folder"], second["folder"]) == (str(tmp_path / "0"), str(tmp_path / "1"))
     for told in (first, second):
+        assert told["frozen"]  # a collection copies no page of what was imported
         assert told["group"] == told["pid"]  # Ray ends a worker by its process group
         assert (told["name"], told["path"]) == ("__main__", str(tmp_path))
 
@@ -102,7 +112,7 @@ def test_workers_of_another_environment_have_another_server(start: Start) -> Non
 
 def test_a_worker_that_needs_no_modules_does_not_wait_for_them(start: Start) -> None:
     plain = start()
-    assert (plain["parent"], plain["there"]) == (os.getpid(), False)
+    assert (plain["parent"], plain["there"], plain["frozen"]) == (os.getpid(), False, False)
     server = start(**{PRELOAD: "colorsys"})
     forked = start()
     assert (forked["parent"], forked["there"]) == (server["parent"], True)
@@ -114,12 +124,51 @@ def test_the_next_job_of_a_cluster_has_a_server_of_its_own(start: Start) -> None
     assert start(**{PRELOAD: "colorsys", "RAY_JOB_ID": "02000000"})["parent"] != first["parent"]
 
 
+def test_forked_workers_draw_ids_of_their_own(start: Start) -> None:
+    """Ray's generator is copied by a fork once it was used, as it is by each class of actors that is imported."""
+    first, second = (start(**{PRELOAD: ",".join(AHEAD)}) for _ in range(2))
+    assert first["parent"] == second["parent"] != os.getpid()
+    assert first["id"] != second["id"]
+
+
+def test_no_worker_is_forked_that_would_draw_the_ids_of_another(start: Start, tmp_path: Path) -> None:
+    """What is imported has used the generator, as with a Ray that draws at another place."""
+    (tmp_path / "draws.py").write_text("import ray; ray.ObjectRef.from_random()")
+    paths = {"PYTHONPATH": os.pathsep.join([PLAIN["PYTHONPATH"], str(tmp_path)])}
+    before = children()
+    with server_ahead({**PLAIN, **paths}, ["this"]):
+        (ahead,) = children() - before
+        more = {**paths, PRELOAD: "draws", SERVER_AHEAD: os.environ[SERVER_AHEAD]}
+        told = start(**more)
+        assert (told["parent"], told["there"]) == (os.getpid(), False)
+        assert not psutil.Process(ahead).children()
+
+
 def test_a_lost_server_is_replaced(start: Start) -> None:
     first = start(**{PRELOAD: "colorsys"})
     os.kill(first["parent"], signal.SIGKILL)
     second = start(**{PRELOAD: "colorsys"})
     assert second["parent"] != first["parent"]
     assert second["there"]
+
+
+def test_a_server_that_is_lost_while_it_is_asked_is_replaced(tmp_path: Path) -> None:
+    more = {"LC_ALL": "C.UTF-8"}  # or python adds to the environment
+    name = fork_server._address({**PLAIN, **more, PRELOAD: "colorsys"}, os.getpid())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lost:
+        lost.bind(name)
+        lost.listen()
+        lost.settimeout(60)
+        worker = Started(tmp_path / "first", **{**more, PRELOAD: "colorsys"})
+        try:
+            asked, _ = lost.accept()
+            fork_server.received(asked)
+            lost.close()
+            asked.close()
+            assert worker.told()["there"]
+        finally:
+            worker.process.kill()
+            worker.process.wait()
 
 
 @pytest.mark.scenario
@@ -215,9 +264,6 @@ def test_the_server_ends_when_nobody_needs_it_any_more(start: Start, tmp_path: P
 
 
 # --- ahead of the cluster -------------------------------------------------------------------------------------
-
-PLAIN = {"PYTHONPATH": str(ROOT / "platform"), "PATH": os.environ["PATH"]}
-"""The environment of a worker, as `Started` has it."""
 
 
 def children() -> set[int]:

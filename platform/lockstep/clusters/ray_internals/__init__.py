@@ -7,6 +7,7 @@ overrides. If not, as with another version of Ray, the caller uses a public way 
 |---|---|
 | driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, no node is preferred |
 | standbys | a lost worker is replaced by a process that has yet to start |
+| forked ids | every worker imports what it needs by itself |
 | nodes | notices that a node is about to go are not heard, and a run does not wait for an autoscaler to make room for its start |
 | key-values | `lockstep cluster status` lists no runs |
 | packages | `lockstep submit` does not say beforehand what is too large |
@@ -29,7 +30,17 @@ from typing import Any, Literal
 PUBLIC_ONLY = "LOCKSTEP_PUBLIC_RAY"
 """Environment variable: with 1 no private part is used, as if Ray had none of them."""
 
-Part = Literal["driver trainer", "standbys", "nodes", "key-values", "packages", "agents", "jobs", "draining"]
+Part = Literal[
+    "driver trainer",
+    "standbys",
+    "forked ids",
+    "nodes",
+    "key-values",
+    "packages",
+    "agents",
+    "jobs",
+    "draining",
+]
 
 _TRAIN = "ray.train.v2._internal"
 _CONTROLLER = f"{_TRAIN}.execution.controller:TrainController"
@@ -138,6 +149,11 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.core.generated.node_manager_pb2_grpc:NodeManagerServiceStub": None,
         "ray.core.generated.runtime_environment_pb2:RuntimeEnvInfo": None,
         "ray._private.state:available_resources_per_node": (),
+    },
+    "forked ids": {
+        "ray.actor:ActorClassID.from_random": None,
+        "ray.actor:ActorClassID.size": None,
+        "ray._raylet:ObjectRef.from_random": None,
     },
     "nodes": {
         "ray._private.state:state.get_draining_nodes": (),
