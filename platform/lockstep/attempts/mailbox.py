@@ -32,6 +32,9 @@ LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, SilentErr
 ANSWER_S = 60.0
 """How long the mailbox may take to answer: nothing that it does waits for anything."""
 
+LOOK_S, STEADY_LOOK_S, STEADY_S = 0.3, 1.0, 30.0
+"""How often the driver and the recorder look into the mailbox, at first and after STEADY_S: a look takes 4 ms of a processor from the workers, on both sides together."""
+
 NAMED_S = 900.0
 """How long workers wait for the run: its recorder may take minutes to start, and the driver replaces one that hangs."""
 
@@ -323,6 +326,12 @@ class MailboxRollCalls:
 
     def _answer(self, asked: Any) -> Any:
         return answer_of(asked, "the run's mailbox", ANSWER_S)
+
+
+def look_every_s(begun_at: float | None) -> float:
+    """How often to look into the mailbox where what is looked at began at this Unix time; None where it has not."""
+    steady = begun_at is not None and time.time() - begun_at > STEADY_S
+    return STEADY_LOOK_S if steady else LOOK_S
 
 
 def start_mailbox(environment: dict[str, str]) -> Any:

@@ -11,7 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.attempts.mailbox import ANSWER_S, EVENTS_PER_FETCH, Fetched, RecorderState, on_this_node
+from lockstep.attempts.mailbox import (
+    ANSWER_S,
+    EVENTS_PER_FETCH,
+    LOOK_S,
+    Fetched,
+    RecorderState,
+    look_every_s,
+    on_this_node,
+)
 from lockstep.checkpoint.runs import pin_aliased, read_shared
 from lockstep.clusters.answers import answer_of
 from lockstep.errors import RecordError
@@ -21,13 +29,8 @@ from lockstep.record.run_store import RunStore
 from lockstep.record.stores import store_for, warm_up
 from lockstep.spec.fields import Spec
 
-FETCH_S, STEADY_FETCH_S = 0.3, 1.0
-"""How often the mailbox is looked into, at first and once the run has existed for STEADY_S: a call takes 4 ms of a processor from the workers, on both sides together."""
-
-OPENING_FETCH_S = 0.05
-"""While the run is created: the workers wait for its id."""
-
-STEADY_S = 30.0
+OPENING_LOOK_S = 0.05
+"""How often the mailbox is looked into while the run is created: the workers wait for its id."""
 
 _BEGUN = (Started, Finished, Failed)
 """With the first of these events a run is created."""
@@ -58,7 +61,7 @@ class RecorderActor:
         self._exists = run_id is not None
         """The run is there already: of an earlier attempt, or of a recorder that was lost."""
         self._named_at: float | None = None
-        """When the mailbox was first told the run's id, by `time.monotonic`."""
+        """When the mailbox was first told the run's id, in Unix seconds."""
         self._done = self._sent = 0
         self._ends = threading.Event()
         self._importing.start()
@@ -80,7 +83,7 @@ class RecorderActor:
         while (
             closing.is_alive()
         ):  # drawing, uploading, and waiting for a store: the driver sees that it goes on
-            closing.join(FETCH_S)
+            closing.join(LOOK_S)
             self._fetch()
         return failures[0] if failures else None
 
@@ -90,17 +93,17 @@ class RecorderActor:
 
     def _pause(self) -> None:
         if self._named_at is None:
-            time.sleep(OPENING_FETCH_S if self._recorder.started else FETCH_S)
+            time.sleep(OPENING_LOOK_S if self._recorder.started else LOOK_S)
         elif self._ends.is_set():
-            time.sleep(FETCH_S)
+            time.sleep(LOOK_S)
         else:
-            self._ends.wait(STEADY_FETCH_S if time.monotonic() - self._named_at > STEADY_S else FETCH_S)
+            self._ends.wait(look_every_s(self._named_at))
 
     def _fetch(self) -> Fetched:
         done = self._done + self._recorder.journaled
         state = self._state()
         if state.run_id is not None and self._named_at is None:
-            self._named_at = time.monotonic()
+            self._named_at = time.time()
         asked = self._mailbox.fetch.remote(done, self._sent, state)
         fetched: Fetched = answer_of(asked, "the run's mailbox", ANSWER_S)
         if not self._sent:

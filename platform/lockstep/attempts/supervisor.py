@@ -19,7 +19,7 @@ from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_watch import ClusterWatch, find_place
 from lockstep.attempts.gauges import Gauges
-from lockstep.attempts.mailbox import LOST, RecorderState, RunStatus, WentOn
+from lockstep.attempts.mailbox import LOOK_S, LOST, RecorderState, RunStatus, WentOn, look_every_s
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import PlannedChange, newcomers_for
@@ -50,13 +50,8 @@ from lockstep.errors import (
 from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver
 from lockstep.spec.fields import Spec
 
-POLL_S, STEADY_POLL_S = 0.3, 1.0
-"""How often the driver looks at a run, at first and in an attempt that has taken steps for STEADY_S: a look takes some milliseconds of a processor from the workers."""
-
-FIRST_POLL_S = 0.1
-"""Until the run's id is told: the workers wait for that."""
-
-STEADY_S = 30.0
+NAMING_LOOK_S = 0.1
+"""How often the driver looks at a run until its id is told: the workers wait for that."""
 
 
 class Supervisor:
@@ -238,13 +233,14 @@ class Supervisor:
         attempt.start()
         lost_at, faults = time.monotonic(), self.spec.faults
         told, patience = False, Patience(faults.longest_silence_s, faults.longest_start_s)
-        while not attempt.over.wait(POLL_S if self._named else FIRST_POLL_S):
+        while not attempt.over.wait(LOOK_S if self._named else NAMING_LOOK_S):
             if self.stop.asked and not told:
                 told = True
                 self._recording.ask_stop()
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
-            if self._looked_just_now(attempt):
+            if not self._is_due(attempt):
                 continue
+            self._looked_at = time.monotonic()
             status = self._recording.status()
             if patience.is_over(status.view.signs_of_life, time.monotonic()):
                 self._end_hung(attempt, patience, status.view)
@@ -264,15 +260,11 @@ class Supervisor:
             if self._moving is None and not told and self.summaries[-1].last_step:
                 self._tend(attempt, cluster, status)
 
-    def _looked_just_now(self, attempt: WorkerGroup) -> bool:
-        """Whether a look can be left out: the attempt goes on by itself, and nothing is asked of it."""
-        first, now = attempt.moments.at.get("first_step"), time.monotonic()
-        steady = first is not None and time.time() - first > STEADY_S
+    def _is_due(self, attempt: WorkerGroup) -> bool:
+        """Whether to look at the attempt now: seldom where it goes on by itself, and nothing is asked of it."""
         asked = self.stop.asked or self._moving or self._change or len(attempt.lost) != len(self._outlived)
-        if steady and not asked and now - self._looked_at < STEADY_POLL_S:
-            return True
-        self._looked_at = now
-        return False
+        every_s = look_every_s(attempt.moments.at.get("first_step"))
+        return bool(asked) or every_s == LOOK_S or time.monotonic() - self._looked_at >= every_s
 
     def _tend(self, attempt: WorkerGroup, cluster: ClusterWatch, status: RunStatus) -> None:
         """While it trains: keep standbys for it, and have it save or change its workers as the cluster around it changes."""

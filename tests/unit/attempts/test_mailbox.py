@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from lockstep.attempts.mailbox import Mailbox, RecorderState
+from lockstep.attempts.mailbox import LOOK_S, Mailbox, RecorderState, look_every_s
 from lockstep.errors import ClusterError, DeviceError, RecordError
 from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, Warned
 from lockstep.training.roll_call import Arrival, Formation, Progress, Refused
@@ -166,3 +167,9 @@ def test_workers_do_not_outlive_another_once_the_run_has_ended() -> None:
     mailbox.tell(1, [Finished({"stopped": False})])
     mailbox.arrive(1, 1, Arrival(Progress(7, 0), "host", 1))
     assert isinstance(mailbox.ask(1, 1), Refused)
+
+
+def test_a_run_that_goes_on_by_itself_is_looked_at_less_often() -> None:
+    now = time.time()
+    assert look_every_s(None) == look_every_s(now - 5) == LOOK_S
+    assert look_every_s(now - 60) >= 3 * LOOK_S
