@@ -24,6 +24,7 @@ from lockstep import train
 from lockstep.checkpoint.names import run_of_name
 from lockstep.checkpoint.runs import steps_of
 from lockstep.checkpoint.storages import open_storage
+from lockstep.clusters import fork_server
 from lockstep.clusters.authentication import LOOPBACK_ONLY
 from lockstep.clusters.local_cluster import LocalCluster, marked
 from tests.processes import named
@@ -140,6 +141,14 @@ def test_one_process_imports_ahead_what_workers_and_recorders_need(nodes: Nodes)
     }:
         assert time.monotonic() < until
         time.sleep(0.5)
+
+
+def test_its_nodes_set_up_workers_without_importing_ray_for_it(nodes: Nodes) -> None:
+    raylets = named("raylet --raylet_socket_name", among=marked(nodes.cluster.mark))
+    assert len(raylets) == 2
+    assert raylets == named(
+        f"--python_worker_command={sys.executable} {fork_server.__file__} ", among=raylets
+    )
 
 
 def test_another_cluster_on_this_machine_is_not_in_the_way(nodes: Nodes) -> None:

@@ -21,7 +21,7 @@ from lockstep.clusters.authentication import (
     rays_token,
 )
 from lockstep.clusters.fork_server import PRELOAD, py_executable
-from lockstep.clusters.local_cluster import running_cluster
+from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quickly
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
@@ -121,6 +121,7 @@ def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:
     """A new local cluster. In this thread: its processes end with the thread that started them."""
     import ray
 
+    set_up_workers_quickly()
     try:
         ray.init(address=LOCAL, include_dashboard=False, runtime_env=on_this_machine(preload), **settings)
     except Exception as error:  # a node that does not start is told as a bare Exception

@@ -1,6 +1,8 @@
 """Worker processes that are forked from one that has imported what they need: seconds of work, done once a job.
 
-Ray starts a worker by the `py_executable` of its runtime environment, here this file in an interpreter without site-packages:
+Ray starts a worker by the `py_executable` of its runtime environment, here this file in an interpreter without site-packages. On a
+cluster that Lockstep starts, the nodes run this file in place of Ray's own set-up of a worker too, which imports Ray for half a second
+in order to read that runtime environment.
 
 * The first whose environment names modules in PRELOAD becomes the server: it imports them, and forks. Ray's worker runs in
   the child.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -30,7 +33,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 PRELOAD = "LOCKSTEP_PRELOAD"
 """The modules that a worker's process is to have imported, with commas between them."""
@@ -51,11 +54,51 @@ _FORK_S, _IMPORT_S = 8.0, 45.0
 """How long a worker waits to be forked, and for a server that still imports: then it starts by itself. Ray gives up a process that has not come after 60 s."""
 
 
+_SET_UP = _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
+"""What Ray adds to the words of a worker for its set-up."""
+
+_PLAIN, _RARE = {"env_vars", "command_prefix", "py_executable"}, {"override_worker_entrypoint", "java_jars"}
+"""What there is in a runtime environment as Ray hands it to the set-up."""
+
+
 def py_executable() -> str:
     """What starts this machine's workers, for a runtime environment; nothing where the system cannot hand processes over."""
     if not sys.platform.startswith("linux"):
         return ""  # abstract sockets are Linux's
     return f"{shlex.quote(sys.executable)} -I -S {shlex.quote(__file__)}"
+
+
+def set_up(words: list[str]) -> NoReturn:
+    """Give this process the runtime environment that is among the words, and start the worker in it.
+
+    What environment variables, a working directory and a command do not make of it (a container, conda) is left to Ray.
+    """
+    given = {
+        option: word.removeprefix(option) for word in words for option in _SET_UP if word.startswith(option)
+    }
+    context = json.loads(given.get(_CONTEXT, "null"))
+    if given.get(_LANGUAGE) != "PYTHON" or context is None or not _is_plain(context):
+        rays = importlib.util.find_spec("ray").submodule_search_locations[0]  # type: ignore[union-attr,index]  # it runs this
+        os.execv(sys.executable, [sys.executable, f"{rays}/_private/workers/setup_worker.py", *words])
+    os.environ.update(context["env_vars"])
+    if context["command_prefix"]:
+        os.chdir(*shlex.split(context["command_prefix"][1]))
+    rest = [word for word in words if not word.startswith(_SET_UP)]
+    if context["py_executable"] == py_executable():
+        start_worker(rest)
+    command = shlex.split(context["py_executable"])
+    os.execvp(command[0], [*command, *rest])
+
+
+def _is_plain(context: Mapping[str, Any]) -> bool:
+    """Whether `set_up` knows what to do with all that Ray says of a runtime environment."""
+    prefix = context.get("command_prefix")
+    return (
+        context.keys() == _PLAIN | _RARE
+        and not any(context[name] for name in _RARE)
+        and not any("$" in value for value in context["env_vars"].values())  # Ray puts in other variables
+        and (not prefix or (len(prefix) == 3 and (prefix[0], prefix[2]) == ("cd", "&&")))
+    )
 
 
 def start_worker(words: list[str]) -> NoReturn:
@@ -275,4 +318,4 @@ def fork(server: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    start_worker(sys.argv[1:])
+    (set_up if any(word.startswith(_SET_UP) for word in sys.argv) else start_worker)(sys.argv[1:])

@@ -24,7 +24,9 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from lockstep.clusters import fork_server
 from lockstep.clusters.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
+from lockstep.clusters.fork_server import py_executable
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.server_ahead import AHEAD_OF_RAY, server_ahead
@@ -276,10 +278,19 @@ def hold(config: dict[str, Any]) -> None:
         _keep_nodes(config, folder, each)
 
 
+def set_up_workers_quickly() -> None:
+    """Have the nodes that this process starts from now on set up their workers without importing Ray for it."""
+    if py_executable() and not unavailable("worker set-up"):
+        from lockstep.clusters.ray_internals.worker_setup import set_up_workers_by
+
+        set_up_workers_by(fork_server.__file__)
+
+
 def _keep_nodes(config: dict[str, Any], folder: Path, each: dict[str, Any]) -> None:
     """Start the nodes, `each` with these settings, and keep them."""
     from ray.cluster_utils import Cluster
 
+    set_up_workers_quickly()
     cluster = Cluster()
     try:
         cluster.add_node(

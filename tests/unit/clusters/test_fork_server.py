@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -261,6 +262,79 @@ def test_the_server_ends_when_nobody_needs_it_any_more(start: Start, tmp_path: P
         assert time.monotonic() < until
         time.sleep(0.05)
     assert start(**paths)["parent"] != server.pid
+
+
+# --- in place of Ray's set-up of a worker ------------------------------------------------------------------------
+
+
+def raylets_words(**context: Any) -> list[str]:
+    """What a raylet adds to the words of a worker."""
+    plain = {"env_vars": {}, "command_prefix": [], "py_executable": sys.executable}
+    rare = {"override_worker_entrypoint": None, "java_jars": []}
+    given = json.dumps(plain | rare | context)
+    return [f"--serialized-runtime-env-context={given}", "--language=PYTHON", "--worker-id=1"]
+
+
+def set_up(folder: Path, **context: Any) -> dict[str, Any]:
+    """What a worker tells that a raylet sets up by this file."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "worker.py"
+    script.write_text(WORKER)
+    words = [sys.executable, fork_server.__file__, str(script), "one", *raylets_words(**context)]
+    done = subprocess.run(words, cwd=folder, env=PLAIN, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("prefix", [[], ["cd", "'a folder'", "&&"]])
+def test_a_worker_is_set_up_as_ray_would(tmp_path: Path, prefix: list[str]) -> None:
+    """Its working directory, variables and words are those that Ray's own set-up gives it."""
+    (tmp_path / "a folder").mkdir()
+    context = {
+        "env_vars": {"LOCKSTEP_SAID": "a b'c"},
+        "command_prefix": prefix,
+        "py_executable": sys.executable,
+    }
+    told = set_up(tmp_path, **context)
+    found = importlib.util.find_spec("ray")
+    assert found is not None
+    rays = [sys.executable, str(Path(str(found.origin)).parent / "_private/workers/setup_worker.py")]
+    words = [*rays, str(tmp_path / "worker.py"), "one", *raylets_words(**context)]
+    done = subprocess.run(words, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, check=True)
+    same = ("words", "folder", "said", "name", "path", "there")
+    assert {name: told[name] for name in same} == {name: json.loads(done.stdout)[name] for name in same}
+    assert told["words"] == ["one", "--worker-id=1"]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"command_prefix": ["echo", "1", ">", "made", "&&"]},
+        {"env_vars": {"LOCKSTEP_SAID": "${PATH}"}},
+        {"override_worker_entrypoint": "other.py"},
+    ],
+)
+def test_what_only_ray_knows_how_to_set_up_is_left_to_it(tmp_path: Path, context: dict[str, Any]) -> None:
+    (tmp_path / "other.py").write_text(WORKER)
+    told = set_up(tmp_path, **context)
+    assert told["words"] == ["one", "--worker-id=1"]
+    assert (tmp_path / "made").exists() == ("command_prefix" in context)
+    assert told["said"] == (PLAIN["PATH"] if "env_vars" in context else None)
+
+
+def test_a_worker_is_set_up_and_forked(start: Start, tmp_path: Path) -> None:
+    server = start(**{PRELOAD: "colorsys"})
+    script = tmp_path / "worker.py"
+    context = {"env_vars": {"LOCKSTEP_SAID": "a"}, "py_executable": fork_server.py_executable()}
+    with (tmp_path / "out").open("w") as out:
+        words = [sys.executable, fork_server.__file__, str(script), "one", *raylets_words(**context)]
+        subprocess.run(words, cwd=tmp_path, env=PLAIN, stdout=out, check=True)
+    until = time.monotonic() + 60
+    while not (text := (tmp_path / "out").read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    told = json.loads(text)
+    assert (told["parent"], told["said"], told["words"]) == (server["parent"], "a", ["one", "--worker-id=1"])
 
 
 # --- ahead of the cluster -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ overrides. If not, as with another version of Ray, the caller uses a public way 
 | driver trainer | Ray's public TorchTrainer: a restart takes seconds longer, no node is preferred |
 | standbys | a lost worker is replaced by a process that has yet to start |
 | forked ids | every worker imports what it needs by itself |
+| worker set-up | the start of every worker takes half a second of a processor longer |
 | nodes | notices that a node is about to go are not heard, and a run does not wait for an autoscaler to make room for its start |
 | key-values | `lockstep cluster status` lists no runs |
 | packages | `lockstep submit` does not say beforehand what is too large |
@@ -34,6 +35,7 @@ Part = Literal[
     "driver trainer",
     "standbys",
     "forked ids",
+    "worker set-up",
     "nodes",
     "key-values",
     "packages",
@@ -154,6 +156,17 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.actor:ActorClassID.from_random": None,
         "ray.actor:ActorClassID.size": None,
         "ray._raylet:ObjectRef.from_random": None,
+    },
+    "worker set-up": {
+        "ray._private.ray_constants:SETUP_WORKER_FILENAME": None,
+        "ray._private.runtime_env.context:RuntimeEnvContext.__init__": (
+            "self",
+            "command_prefix",
+            "env_vars",
+            "py_executable",
+            "override_worker_entrypoint",
+            "java_jars",
+        ),
     },
     "nodes": {
         "ray._private.state:state.get_draining_nodes": (),
