@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.attempts.ahead import AHEAD
 from lockstep.clusters.connection import on_this_machine
+from lockstep.clusters.local_cluster import set_up_workers_quickly
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
@@ -21,6 +22,7 @@ def cluster() -> Iterator[None]:
     import ray
 
     os.environ.update({**RAY_SETTINGS, **WORKER_ENVIRONMENT})
+    set_up_workers_quickly()
     # Not under pytest's own folder: the paths of Ray's sockets must stay short.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         ray.init(
