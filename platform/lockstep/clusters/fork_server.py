@@ -53,7 +53,6 @@ IDLE_S = 60.0
 _FORK_S, _IMPORT_S = 8.0, 45.0
 """How long a worker waits to be forked, and for a server that still imports: then it starts by itself. Ray gives up a process that has not come after 60 s."""
 
-
 _SET_UP = _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 """What Ray adds to the words of a worker for its set-up."""
 
