@@ -15,10 +15,10 @@ def train_trial(config):
     import torch
     from ray import tune
 
+    from lockstep.communication.group import Group
     from lockstep.job.loading import load_job
     from lockstep.record.events import EvaluationRow
     from lockstep.spec.loading import load_spec
-    from lockstep.training.group import Group
     from lockstep.training.loop import fit
     from lockstep.training.requests import NoRequests
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.stdlib_gpt.job import GPT
+from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.job.interface import Loss
 from lockstep.plan import Plan
 from lockstep.training.exchange import Exchange
-from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.training.phase_step import named_hook
 from lockstep.training.reduction import TreeReduction
 from tests.forked import forking

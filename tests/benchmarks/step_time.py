@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, Started, StepRow
 from lockstep.spec.loading import load_spec
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT

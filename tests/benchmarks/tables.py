@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from jobs.tabular.sample import GROUP_ROWS, write_sample
+from lockstep.communication.group import Group
 from lockstep.data import node_folder
 from lockstep.data.order import WINDOW
 from lockstep.job.loading import load_job
@@ -38,7 +39,6 @@ from lockstep.record.events import Event, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import WORKER_ENVIRONMENT
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from tests.benchmarks import handwritten

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events import tell_nobody
 from lockstep.spec.fields import Record
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.group import Group
 from lockstep.training.loop import Clock
 from lockstep.training.setup import prepare
 from lockstep.training.step_times import StepTimes

@@ -29,6 +29,8 @@ import lockstep.training.loop
 import lockstep.training.recovery
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.skeleton import unpack
+from lockstep.communication.group import Group
+from lockstep.communication.links import _Link
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow, Event, Restored, StepRow, tell_nobody
 from lockstep.record.history import History
@@ -36,8 +38,6 @@ from lockstep.record.ledger import DETERMINISTIC
 from lockstep.spec.loading import load_spec
 from lockstep.training.agreement import Agreement
 from lockstep.training.buffers import StepBuffers
-from lockstep.training.group import Group
-from lockstep.training.links import _Link
 from lockstep.training.loop import fit, join
 from lockstep.training.meeting import Meeting
 from lockstep.training.recovery import Seat, next_attempt

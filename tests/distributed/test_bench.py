@@ -9,8 +9,8 @@ import torch
 
 from lockstep.checks.bench import WARM_UP, Benched, as_text, first_difference, shortened, speed_of
 from lockstep.checks.bench_worker import taken
+from lockstep.communication.group import Group
 from lockstep.spec.loading import load_spec
-from lockstep.training.group import Group
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, train
 

@@ -16,11 +16,11 @@ from lockstep.checks.estimate import estimated
 from lockstep.checks.findings import Finding, as_text
 from lockstep.checks.live_bytes import LiveBytes
 from lockstep.checks.specimen import Specimen
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events import tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.group import Group
 from lockstep.training.job_phases import optimizers_of
 from lockstep.training.reduction import TreeSum
 from lockstep.training.setup import prepare

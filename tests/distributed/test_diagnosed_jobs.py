@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record import diagnosis
 from lockstep.record.events import EvaluationRow, Event, Observation, Recorded, StepRow
 from lockstep.spec.loading import load_spec
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from tests.distributed.pool import Pool

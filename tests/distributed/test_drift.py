@@ -13,11 +13,11 @@ from lockstep.checkpoint.reader import checkpoints
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.runs import claim
 from lockstep.checkpoint.storages import open_storage
+from lockstep.communication.group import Group
 from lockstep.errors import CorruptionError
 from lockstep.job.loading import load_job
 from lockstep.record.events import Corrupted, Event
 from lockstep.spec.loading import load_spec
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from tests.distributed.pool import Pool
 from tests.distributed.training import Document, Kept, train, train_attempt

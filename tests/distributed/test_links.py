@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training import links
-from lockstep.training.connections import connected, shut
-from lockstep.training.group import Group
-from lockstep.training.links import DIRECT_BYTES, Links, linked
+from lockstep.communication import links
+from lockstep.communication.connections import connected, shut
+from lockstep.communication.group import Group
+from lockstep.communication.links import DIRECT_BYTES, Links, linked
 from tests.distributed.pool import Pool
 
 

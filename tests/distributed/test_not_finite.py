@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.communication.group import Group
 from lockstep.errors import NumericsError
 from lockstep.job.loading import load_job
 from lockstep.record.events import Document, Event
 from lockstep.spec.loading import load_spec
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.not_finite import NAME
 from lockstep.training.requests import NoRequests

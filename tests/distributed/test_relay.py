@@ -25,11 +25,11 @@ from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.storage import Reading, Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.checkpoint.writer import write_checkpoint
+from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError, LockstepError, SpecError
 from lockstep.training import checkpoints, relay
 from lockstep.training.digest import weights_digest
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.relay import Relay
 from lockstep.training.weights import load_weights, save_weights
 from tests.distributed.pool import Pool

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 import lockstep.training.reduction as reduction
+from lockstep.communication.group import Group
 from lockstep.training.exchange import Exchange
-from lockstep.training.group import Group
 from tests.benchmarks.scaling import (
     Link,
     Traffic,

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lockstep.checks.estimate import estimated
 from lockstep.checks.specimen import Specimen
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events import Document, Event, tell_nobody
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from lockstep.training.setup import prepare

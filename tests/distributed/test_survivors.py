@@ -17,9 +17,9 @@ import torch.distributed as dist
 from lockstep.checkpoint.reader import checkpoints, verify
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
+from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError, JobError, LockstepError
 from lockstep.failure_kinds import kind_of
-from lockstep.training.group import Group
 from tests.distributed.pool import Pool
 from tests.distributed.survivors import Change, Fall, Outlived, outlive
 from tests.distributed.training import Document, Trained, train, train_attempt

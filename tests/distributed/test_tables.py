@@ -16,13 +16,13 @@ from pyarrow.fs import FileSystem
 
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
+from lockstep.communication.group import Group
 from lockstep.data import Table
 from lockstep.errors import DataError, DriftError, JobError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, Warned
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.group import Group
 from lockstep.training.setup import prepare
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain

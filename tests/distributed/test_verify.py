@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.proof.difference import Side, difference
 from lockstep.proof.recorded_run import RecordedRun
@@ -21,7 +22,6 @@ from lockstep.proof.verification import Verified, verify
 from lockstep.record.events import EvaluationRow, Event, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from tests.distributed.pool import Pool

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.training.connections import still_open
-from lockstep.training.group import Group
-from lockstep.training.waits import Waits
+from lockstep.communication.connections import still_open
+from lockstep.communication.group import Group
+from lockstep.communication.waits import Waits
 from tests.forked import forking
 
 NUMBERS = 1 << 24

@@ -23,6 +23,7 @@ import lockstep.training.phase_step
 import lockstep.training.reduction
 import lockstep.training.step
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.communication.group import Group
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.record.events import (
@@ -43,7 +44,6 @@ from lockstep.record.ledger import DETERMINISTIC
 from lockstep.spec.loading import load_spec
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.digest import weights_digest
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.reduction import TreeReduction
 from lockstep.training.requests import NoRequests

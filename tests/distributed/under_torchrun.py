@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lockstep.training.group import distributed
+from lockstep.communication.group import distributed
 from tests.distributed.training import train
 
 

@@ -24,12 +24,12 @@ from torch import nn
 
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.plan import worker_ranges
 from lockstep.record.events import Event, StepRow
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism, numerics_probe
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.norm import GradientNorm
 from lockstep.training.requests import NoRequests

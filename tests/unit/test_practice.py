@@ -16,10 +16,10 @@ from jobs.practice import initialisation, precision
 from jobs.practice.gelu import Gelu, GeluFunction
 from jobs.practice.glu import Glu, GluFunction
 from jobs.practice.straight_through import Binary, BinaryPoints, SignFunction
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow, Event, StepRow
 from lockstep.spec.loading import load_spec
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 from tests.unit.checks.test_bench import forked

@@ -176,7 +176,7 @@ class WorkerGroup:
 
         from lockstep.attempts.standby import imports_ahead
         from lockstep.clusters.ray_internals import unavailable
-        from lockstep.training.group import COLLECTIVE_TIMEOUT
+        from lockstep.communication.group import COLLECTIVE_TIMEOUT
 
         place, gpu = self._place, "GPU" in self._place.each
         scaling = {

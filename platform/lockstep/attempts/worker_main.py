@@ -19,6 +19,7 @@ from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
 from lockstep.attempts.worker_output import output_told
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.communication.group import Group
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
@@ -27,7 +28,6 @@ from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.loop import fit, join
 from lockstep.training.meeting import Meeting
 from lockstep.training.recovery import Seat, next_attempt

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.checks.processes import LOST
+from lockstep.communication.group import Group, local_device
 from lockstep.errors import LockstepError, SpecError
 from lockstep.job.loading import load_job, others_out_of_sight
 from lockstep.plan import Position
@@ -25,7 +26,6 @@ from lockstep.spec.fields import Spec
 from lockstep.spec.loading import validate
 from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
-from lockstep.training.group import Group, local_device
 from lockstep.training.phase_step import PhaseStep
 from lockstep.training.probe import NoProbe
 from lockstep.training.recovery import is_lost_peer

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.communication.group import Group, local_device
 from lockstep.errors import NumericsError, SpecError
 from lockstep.job.loading import load_job
 from lockstep.record.events import Event, StepRow
 from lockstep.spec.fields import Every, Length, Spec, StepDecay
 from lockstep.spec.loading import load_spec
-from lockstep.training.group import Group, local_device
 from lockstep.training.job_phases import refuse_phases
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from lockstep.communication.group import Group, local_device
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch, MicroBatchSampler
 from lockstep.errors import LockstepError
@@ -26,7 +27,6 @@ from lockstep.spec.fields import Spec
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.evaluate import has_evaluation_loss
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group, local_device
 from lockstep.training.job_data import check_rules, make_sampler, open_data
 from lockstep.training.job_phases import phases_of
 from lockstep.training.phase_step import LossModule, missing_gradient

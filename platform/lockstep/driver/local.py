@@ -12,6 +12,7 @@ from pathlib import Path
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import pin_aliased, read_shared
+from lockstep.communication.group import Group, distributed, local_device
 from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
@@ -37,7 +38,6 @@ from lockstep.record.recorder import Recorder
 from lockstep.record.system import sampled
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.training.group import Group, distributed, local_device
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 

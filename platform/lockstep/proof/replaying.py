@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
+from lockstep.communication.group import Group, local_device
 from lockstep.job.loading import load_job
 from lockstep.record.events import EvaluationRow, Event, Started, StepRow
 from lockstep.spec.fields import Spec
-from lockstep.training.group import Group, local_device
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 

@@ -42,10 +42,10 @@ def main(request: str) -> int:
 def _train(wanted: dict[str, Any], replay_here: Any) -> None:
     from lockstep.checkpoint.run_folder import Replay
     from lockstep.checks.preflight import find_initial_weights
+    from lockstep.communication.group import Group, local_device
     from lockstep.proof.microscope import Microscope
     from lockstep.record.ledger import write_evaluations, write_parquet
     from lockstep.spec.loading import load_spec
-    from lockstep.training.group import Group, local_device
 
     spec = find_initial_weights(load_spec(Path(wanted["spec"]), wanted["overrides"], uri="off"))
     out, look = Path(wanted["out"]), wanted["look"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lockstep.attempts.policy import RetryBudget, outcome_of
+from lockstep.communication.group import Group
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.job.loading import load_job
@@ -22,7 +23,6 @@ from lockstep.spec.fields import KeepBest
 from lockstep.spec.sweep import SweepSpec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.setup import prepare
 
 

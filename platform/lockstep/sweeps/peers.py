@@ -17,13 +17,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.attempts.watchdog import listening
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import COLLECTIVE_TIMEOUT, Group
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
 

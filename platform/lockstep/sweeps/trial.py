@@ -30,6 +30,7 @@ from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.clusters.answers import answer_of
+from lockstep.communication.group import Group
 from lockstep.driver.finished_run import doubt
 from lockstep.errors import ClusterError, CorruptionError, SilentError, StorageError, TransientStorageError
 from lockstep.job.loading import load_job
@@ -44,7 +45,6 @@ from lockstep.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.sweeps.recorders import ANSWER_S
 from lockstep.sweeps.trial_run import RECORDER, TrialRun
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 
 PATIENCE_S = 10.0

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.communication.group import Group
 from lockstep.errors import CorruptionError
 from lockstep.record.events import Corrupted, Tell, Witness, tell_nobody
 from lockstep.training.digests import Digester, leaves, model_digest, optimizer_digest
-from lockstep.training.group import Group
 from lockstep.training.job_phases import optimizers_of
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, tensors, unlisted_buffers

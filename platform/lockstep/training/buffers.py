@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lockstep.communication.group import Group
 from lockstep.errors import JobError
-from lockstep.training.group import Group
 
 
 class StepBuffers:

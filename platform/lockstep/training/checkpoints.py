@@ -22,6 +22,7 @@ from lockstep.checkpoint.run_folder import Attempt, AttemptOrigin, RunFolder
 from lockstep.checkpoint.runs import opened
 from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved, Share, Sharing
 from lockstep.checkpoint.storages import open_storage
+from lockstep.communication.group import Group
 from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
 from lockstep.failure_kinds import kind_of
 from lockstep.plan import Plan, Position
@@ -31,7 +32,6 @@ from lockstep.record.history import History, Saving
 from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.digests import Digester, state_digests
-from lockstep.training.group import Group
 from lockstep.training.relay import read_once
 from lockstep.training.requests import Requests
 from lockstep.training.state import TrainState

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.tree import Elsewhere
+from lockstep.communication.group import Group
 from lockstep.errors import DriftError
 from lockstep.training.digest import tensor_digests
-from lockstep.training.group import Group
 from lockstep.training.job_phases import Optimizers
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, tensors

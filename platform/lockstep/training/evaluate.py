@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lockstep.communication.group import Group
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import DeterminismError, JobError, LockstepError
@@ -21,7 +22,6 @@ from lockstep.randomness import seed_all
 from lockstep.training import whole_set
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.job_phases import own_phases
 from lockstep.training.means import means_alone, means_of
 from lockstep.training.parameters import ParameterWatch

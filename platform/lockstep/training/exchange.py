@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.communication.group import Group
 from lockstep.job.interface import Loss
 from lockstep.plan import clip, worker_ranges
-from lockstep.training.group import Group
 
 
 class Totals(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.communication.group import Group
 from lockstep.data.dataset import is_table
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.leakage import find_leakage
@@ -24,7 +25,6 @@ from lockstep.training.compiled import CompiledLosses, identity_of_compiler
 from lockstep.training.determinism import fp32_products, numerics_probe
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.job_phases import own_phases
 
 

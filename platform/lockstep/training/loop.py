@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.communication.group import Group
 from lockstep.data.loader import Loader
 from lockstep.errors import SpecError, nearest
 from lockstep.files import private
@@ -40,7 +41,6 @@ from lockstep.training.determinism import determinism
 from lockstep.training.digest import weights_digest
 from lockstep.training.digests import check_same_weights
 from lockstep.training.final_model import keep_final_model
-from lockstep.training.group import Group
 from lockstep.training.not_finite import looked_into
 from lockstep.training.pace import Pace
 from lockstep.training.recovery import (

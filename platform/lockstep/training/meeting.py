@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lockstep.training.group import Group
+from lockstep.communication.group import Group
 from lockstep.training.recovery import LeftError, Seat
 from lockstep.training.roll_call import Answer, Arrival, Dismissed, Formation, Progress
 

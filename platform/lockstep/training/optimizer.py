@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.communication.group import Group
 from lockstep.errors import JobError, LockstepError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import SGD, AdamW, Optimizer
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.job_phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.sharding import ShardedOptimizer, check_shardable
 

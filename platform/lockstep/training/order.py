@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from lockstep.communication.group import Group
 from lockstep.errors import JobError
-from lockstep.training.group import Group
 from lockstep.training.job_phases import Optimizers, optimizers_of
 
 Order = dict[str, list[list[str]]]

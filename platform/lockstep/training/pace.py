@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from lockstep.training.group import Group
+from lockstep.communication.group import Group
 
 WINDOW = 50
 """Steps that are judged together."""

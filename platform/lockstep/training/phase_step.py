@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.communication.group import Group
 from lockstep.data.loader import map_tensors
 from lockstep.errors import DriftError, JobError, LockstepError
 from lockstep.job.interface import Job, Loss
@@ -24,7 +25,6 @@ from lockstep.spec.fields import Spec
 from lockstep.training.after_step import has_after_step
 from lockstep.training.compiled import CompiledLoss, CompiledLosses
 from lockstep.training.exchange import Exchange
-from lockstep.training.group import Group
 from lockstep.training.job_phases import ModelPhase, phases_of
 from lockstep.training.norm import GradientNorm
 from lockstep.training.reduction import NativeReduction, Reduction, TreeReduction

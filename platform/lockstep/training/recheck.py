@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.communication.group import Group
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import CorruptionError
@@ -24,7 +25,6 @@ from lockstep.record.events import Corrupted
 from lockstep.spec.fields import Spec
 from lockstep.training.agreement import Agreement, outvoted, witness
 from lockstep.training.digests import resolved
-from lockstep.training.group import Group
 
 Found = Mapping[int, Sequence[int]]
 """The digests of one micro-batch's gradient by the rank that computed them, in the order of computation."""

@@ -27,13 +27,13 @@ from torch import Tensor
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.skeleton import unpack
 from lockstep.checkpoint.tree import pack
+from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError
 from lockstep.failure_kinds import kind_of
 from lockstep.record.events import Started, Tell
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import check_same_state
-from lockstep.training.group import Group
 from lockstep.training.job_phases import PhaseOptimizers
 from lockstep.training.requests import Requests
 from lockstep.training.roll_call import Progress

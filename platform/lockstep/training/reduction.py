@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep.communication.group import Group
 from lockstep.plan import Plan, Position, Stage, are_siblings, clip, nodes, slices, stages
 from lockstep.training.exchange import Exchange
-from lockstep.training.group import Group
 
 Gradients = list[Tensor]
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.storage import Item, Reading, Storage
+from lockstep.communication.group import Group
 from lockstep.errors import DriftError, LockstepError
 from lockstep.process import network
-from lockstep.training.group import Group
 
 T = TypeVar("T")
 

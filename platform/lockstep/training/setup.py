@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.communication.group import Group
 from lockstep.data.inherited import set_apart
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch
@@ -43,7 +44,6 @@ from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation, has_evaluation_loss
 from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.job_data import check_rules, make_sampler, open_data, warnings_of
 from lockstep.training.job_phases import (
     FrozenRule,

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.tree import Elsewhere
+from lockstep.communication.group import Group
 from lockstep.errors import SpecError
-from lockstep.training.group import Group
 from lockstep.training.norm import ELEMENT_BY_ELEMENT
 
 UNIT = 64

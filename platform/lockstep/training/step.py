@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.communication.group import Group
 from lockstep.errors import FailedAt, JobError, LockstepError, NumericsError
 from lockstep.failure_kinds import kind_of
 from lockstep.job.interface import Job, Loss, Mean
@@ -32,7 +33,6 @@ from lockstep.training.agreement import Agreement
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Totals
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.group import Group
 from lockstep.training.job_phases import FrozenRule, all_rest, phases_of
 from lockstep.training.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.pace import Stopwatch

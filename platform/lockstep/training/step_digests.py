@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lockstep.communication.group import Group
 from lockstep.plan import Position, clip
 from lockstep.record.events import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.agreement import Agreement, Held
 from lockstep.training.digests import Summed, held_optimizer_digest, resolved
-from lockstep.training.group import Group
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState
 

@@ -9,9 +9,9 @@ import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
+from lockstep.communication.group import Group
 from lockstep.errors import SpecError, StorageError
 from lockstep.files import replaced
-from lockstep.training.group import Group
 from lockstep.training.relay import Relay
 
 

@@ -18,13 +18,13 @@ from lockstep.checkpoint.snapshot import snapshot
 from lockstep.checks.estimate import Estimate, Measured, at, estimate, estimated, total_bytes
 from lockstep.checks.live_bytes import LiveBytes
 from lockstep.checks.specimen import Specimen
+from lockstep.communication.group import Group
 from lockstep.job.loading import load_job
 from lockstep.plan import Plan
 from lockstep.record.events import Document, Event, tell_nobody
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.training.determinism import determinism
-from lockstep.training.group import Group
 from lockstep.training.loop import fit
 from lockstep.training.memory import sums_held
 from lockstep.training.phase_step import LossModule

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.training.buffers import StepBuffers, copy_all, statistics
-from lockstep.training.group import Group
 
 ALONE = Group(0, 1, torch.device("cpu"))
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.plan import evaluation_ranges
 from lockstep.training.evaluate import Evaluation, evaluating
-from lockstep.training.group import Group
 from lockstep.training.precision import Precision
 
 CPU = torch.device("cpu")

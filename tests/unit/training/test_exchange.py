@@ -6,9 +6,9 @@ import math
 
 import torch
 
+from lockstep.communication.group import Group
 from lockstep.job.interface import Loss, Mean
 from lockstep.training.exchange import Exchange, Totals
-from lockstep.training.group import Group
 
 ALONE = Group(0, 1, torch.device("cpu"))
 

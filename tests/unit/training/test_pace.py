@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from lockstep.training.group import Group
+from lockstep.communication.group import Group
 from lockstep.training.pace import WINDOW, Pace, Stopwatch, stragglers
 
 

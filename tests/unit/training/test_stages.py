@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import lockstep.training.reduction as reduction
+from lockstep.communication.group import Group
 from lockstep.plan import Plan, clip, nodes, slices, stages, worker_ranges
-from lockstep.training.group import Group
 from lockstep.training.reduction import TreeReduction, TreeSum
 
 NUMBERS = 70

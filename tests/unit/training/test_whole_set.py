@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.training.evaluate import Evaluation
-from lockstep.training.group import Group
 from lockstep.training.precision import Precision
 from lockstep.training.whole_set import compute, joined, taken, texts
 

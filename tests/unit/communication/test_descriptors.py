@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.communication.group import SPARE_DESCRIPTORS, ensure_descriptors
 from lockstep.errors import ClusterError
-from lockstep.training.group import SPARE_DESCRIPTORS, ensure_descriptors
 
 
 @pytest.fixture

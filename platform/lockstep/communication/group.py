@@ -19,10 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from lockstep.errors import ClusterError, LockstepError
-from lockstep.failure_kinds import kind_of
-from lockstep.spec.fields import Spec
-from lockstep.training.connections import (
+from lockstep.communication.connections import (
     Inodes,
     Sockets,
     close,
@@ -35,8 +32,11 @@ from lockstep.training.connections import (
     still_open,
     take_away,
 )
-from lockstep.training.links import DIRECT_BYTES, Links, Messages, linked
-from lockstep.training.waits import Waits
+from lockstep.communication.links import DIRECT_BYTES, Links, Messages, linked
+from lockstep.communication.waits import Waits
+from lockstep.errors import ClusterError, LockstepError
+from lockstep.failure_kinds import kind_of
+from lockstep.spec.fields import Spec
 
 T = TypeVar("T")
 

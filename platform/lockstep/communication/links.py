@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.training.connections import Ends, Sockets
-from lockstep.training.waits import LOOK_S
+from lockstep.communication.connections import Ends, Sockets
+from lockstep.communication.waits import LOOK_S
 
 DIRECT_BYTES = 1 << 19
 """The largest message for a link: about what a connection takes at once, so that nobody has to push the rest."""
