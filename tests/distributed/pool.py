@@ -47,7 +47,11 @@ class Pool:
             self._workers = self._workers[workers:] + [_start() for _ in failed]
             for process, pipe in failed:
                 _end(process, pipe, patience_s=0)
-        raise next((error for error in errors if isinstance(error, LockstepError)), errors[0])
+        first = next((error for error in errors if isinstance(error, LockstepError)), errors[0])
+        for error in errors:
+            if error is not first:  # the cause may be here, and the first one only how it was noticed
+                first.add_note(f"Another rank: {error!r}\n" + "\n".join(getattr(error, "__notes__", ())))
+        raise first
 
     def close(self) -> None:
         for _, pipe in self._workers:
@@ -108,6 +112,7 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
             )
+            dist.barrier()  # a function that asks nobody would be through, and close, while another rank still connects
             pipe.send((function(*args), ""))
         except Exception as error:  # noqa: BLE001 - carried to the test
             pipe.send((error, traceback.format_exc()))
