@@ -17,6 +17,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from lockstep.checkpoint.runs import steps_of
 from tests.chaos.cluster import started
 from tests.cluster.elastic import PATIENCE_S, Running
 from tests.cluster.test_supervisor import spec
@@ -41,6 +42,8 @@ def main(folder: Path) -> None:
         run = Running(document)
         heard = run.heard
         heard.wait_for(1)
+        (run_id,) = (line.removeprefix("run ") for line in heard.lines if line.startswith("run "))
+        before = 0
         (node,) = nodes.nodes
         noticed = time.monotonic()
         with Server(Imds) as cloud:
@@ -57,11 +60,15 @@ def main(folder: Path) -> None:
                 len(saves := [line for line in heard.lines if line.startswith("saving, and continuing")]) < 2
             ):
                 assert time.monotonic() < until, heard.lines
+                before = max(steps_of(str(folder / "runs"), run_id), default=0)
                 time.sleep(0.1)
             agent.kill()
             agent.wait(60)
             cloud.shutdown()
-        time.sleep(3.0)  # the save is done after the next step
+        # The second save is done, and a step after it.
+        while (saved := max(steps_of(str(folder / "runs"), run_id))) <= before or heard.step <= saved:
+            assert time.monotonic() < until, (saved, before, heard.step)
+            time.sleep(0.1)
         seconds, steps = time.monotonic() - noticed, heard.step
         nodes.kill(node)
         nodes.add()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 AHEAD = (
-    "lockstep.clusters.ray_internals.forked_ids",  # before any module in which Ray draws an id
     "lockstep.attempts.worker_main",
     "torch._dynamo",  # deterministic algorithms and every optimizer import it: a second or two
     "ray.tune",  # needed by what Ray Train sends its workers

@@ -23,7 +23,7 @@ import ray
 from lockstep.attempts.ahead import AHEAD
 from lockstep.attempts.cluster_watch import spare
 from lockstep.attempts.placement import WorkerPlacement
-from lockstep.clusters.fork_server import PRELOAD
+from lockstep.clusters.fork_server import preloading
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.nodes import prestart, setup_hook
 from lockstep.errors import first_line
@@ -36,7 +36,7 @@ def imports_ahead(folder: str, module: str) -> dict[str, str]:
     """The environment that has a worker's process import, as it starts, what the job needs; empty where Ray has no such way."""
     if unavailable("standbys"):
         return {}
-    imports = {IMPORTS: json.dumps([folder, module]), PRELOAD: ",".join(AHEAD)}
+    imports = {IMPORTS: json.dumps([folder, module]), **preloading(AHEAD)}
     return {**setup_hook(f"{__name__}.import_ahead"), **imports}
 
 

@@ -20,7 +20,7 @@ from lockstep.clusters.authentication import (
     is_loopback,
     rays_token,
 )
-from lockstep.clusters.fork_server import PRELOAD, py_executable
+from lockstep.clusters.fork_server import preloading, py_executable
 from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quickly
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
@@ -133,7 +133,7 @@ def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:
     command = py_executable()
     if not command or unavailable("forked ids"):
         return {}
-    return {"py_executable": command} | ({"env_vars": {PRELOAD: ",".join(preload)}} if preload else {})
+    return {"py_executable": command} | ({"env_vars": preloading(preload)} if preload else {})
 
 
 def _refused(what: str, error: BaseException) -> ClusterError:

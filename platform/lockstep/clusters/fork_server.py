@@ -1,7 +1,7 @@
 """Worker processes that are forked from one that has imported what they need: seconds of work, done once a job.
 
 Ray starts a worker by the `py_executable` of its runtime environment, here this file in an interpreter without site-packages. On a
-cluster that Lockstep starts, the nodes run this file in place of Ray's own set-up of a worker too, which imports Ray for half a second
+cluster that Lockstep starts, the nodes run this file in place of Ray's own set-up of a worker too, which imports Ray, for 0.4 s,
 in order to read that runtime environment.
 
 * The first whose environment names modules in PRELOAD becomes the server: it imports them, and forks. Ray's worker runs in
@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import importlib.util
 import json
 import os
 import runpy
@@ -67,6 +66,11 @@ def py_executable() -> str:
     return f"{shlex.quote(sys.executable)} -I -S {shlex.quote(__file__)}"
 
 
+def preloading(modules: Sequence[str]) -> dict[str, str]:
+    """The variable that has a worker's process import `modules`, and before them what leaves Ray's generator of ids unused."""
+    return {PRELOAD: ",".join(("lockstep.clusters.ray_internals.forked_ids", *modules))}
+
+
 def set_up(words: list[str]) -> NoReturn:
     """Give this process the runtime environment that is among the words, and start the worker in it.
 
@@ -77,8 +81,9 @@ def set_up(words: list[str]) -> NoReturn:
     }
     context = json.loads(given.get(_CONTEXT, "null"))
     if given.get(_LANGUAGE) != "PYTHON" or context is None or not _is_plain(context):
-        rays = importlib.util.find_spec("ray").submodule_search_locations[0]  # type: ignore[union-attr,index]  # it runs this
-        os.execv(sys.executable, [sys.executable, f"{rays}/_private/workers/setup_worker.py", *words])
+        from lockstep.clusters.ray_internals import rays_set_up  # not by each worker that starts
+
+        os.execv(sys.executable, [sys.executable, rays_set_up(), *words])
     os.environ.update(context["env_vars"])
     if context["command_prefix"]:
         os.chdir(*shlex.split(context["command_prefix"][1]))

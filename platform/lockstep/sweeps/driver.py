@@ -40,13 +40,7 @@ TUNE_SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 
-PRELOADED = (
-    "lockstep.clusters.ray_internals.forked_ids",  # before any module in which Ray draws an id
-    "lockstep.sweeps.trial",
-    "torch._dynamo",
-    "ray.tune",
-    "pyarrow.parquet",
-)
+PRELOADED = ("lockstep.sweeps.trial", "torch._dynamo", "ray.tune", "pyarrow.parquet")
 """What a trial's worker imports by its first step."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -19,7 +18,8 @@ import pytest
 
 from lockstep.attempts.ahead import AHEAD
 from lockstep.clusters import fork_server
-from lockstep.clusters.fork_server import PRELOAD, SERVER_AHEAD
+from lockstep.clusters.fork_server import PRELOAD, SERVER_AHEAD, preloading
+from lockstep.clusters.ray_internals import rays_set_up
 from lockstep.clusters.server_ahead import server_ahead
 
 ROOT = Path(__file__).parents[3]
@@ -127,7 +127,7 @@ def test_the_next_job_of_a_cluster_has_a_server_of_its_own(start: Start) -> None
 
 def test_forked_workers_draw_ids_of_their_own(start: Start) -> None:
     """Ray's generator is copied by a fork once it was used, as it is by each class of actors that is imported."""
-    first, second = (start(**{PRELOAD: ",".join(AHEAD)}) for _ in range(2))
+    first, second = (start(**preloading(AHEAD)) for _ in range(2))
     assert first["parent"] == second["parent"] != os.getpid()
     assert first["id"] != second["id"]
 
@@ -296,9 +296,7 @@ def test_a_worker_is_set_up_as_ray_would(tmp_path: Path, prefix: list[str]) -> N
         "py_executable": sys.executable,
     }
     told = set_up(tmp_path, **context)
-    found = importlib.util.find_spec("ray")
-    assert found is not None
-    rays = [sys.executable, str(Path(str(found.origin)).parent / "_private/workers/setup_worker.py")]
+    rays = [sys.executable, rays_set_up()]
     words = [*rays, str(tmp_path / "worker.py"), "one", *raylets_words(**context)]
     done = subprocess.run(words, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, check=True)
     same = ("words", "folder", "said", "name", "path", "there")

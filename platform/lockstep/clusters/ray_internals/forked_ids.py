@@ -7,6 +7,7 @@ ids: of two that put an object into the store of their node at the same moment, 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import ray.actor
 from ray._raylet import ActorClassID, ObjectRef
@@ -30,12 +31,18 @@ def would_repeat() -> bool:
 
 def _drawn_by_a_child() -> bytes:
     readable, writable = os.pipe()
-    if not os.fork():
-        os.write(writable, ObjectRef.from_random().binary())
-        os._exit(0)
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writable, ObjectRef.from_random().binary())
+        finally:
+            os._exit(0)
     os.close(writable)
     with os.fdopen(readable, "rb") as file:
-        return file.read()
+        drawn = file.read()
+    with suppress(ChildProcessError):  # where this process waits for no child
+        os.waitpid(child, 0)
+    return drawn
 
 
 leave_generator_unused()
