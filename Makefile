@@ -83,7 +83,7 @@ bench: $(INSTALLED_TEST)  ## speed beside named peers, as ratios (long)
 	$(BIN)/python -m tests.benchmarks.sweeps
 	$(BIN)/python -m tests.benchmarks.trials
 
-# Without Ray and without a network: the environment where there is one, else any Python with torch, pydantic and safetensors.
+# Without Ray and without a network: the environment where there is one, else any Python with the packages that docs/guarantees.md names.
 gpu:  ## what only a GPU can show: a table, and the page gpu.md; names what it skips where there is no CUDA
 	PYTHONPATH=platform $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu.report
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -21,6 +22,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Tests start hundreds of processes, each of which would compile the same files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A crowded machine is no counterexample.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 WARNINGS_OF_OTHERS = (
     # From python 3.12 on: loader processes are forked on purpose, and run nothing of torch's threads.

@@ -80,9 +80,11 @@ class Images(lockstep.Job):
 class Rows(Dataset[EncodedImage]):
     """Encoded images in rows of a table, which is read by block as it lies."""
 
+    draws_nothing = True
+
     def __init__(self, table: Table) -> None:
         self.table = table
-        self.block_sizes, self.fingerprint, self.draws_nothing = table.block_sizes, table.fingerprint, True
+        self.block_sizes, self.fingerprint = table.block_sizes, table.fingerprint
         self.check_order, self.read_ahead = table.check_order, table.read_ahead
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class FailedAt(NamedTuple):
@@ -43,6 +43,13 @@ class LockstepError(Exception):
 
     exit_code = 1
     place: FailedAt | None = None
+    """The micro-batch, if it failed in one and not in the connection to a peer or to storage."""
+
+    def with_message(self, message: str) -> Self:
+        """The same error with another message. Its place and other attributes are kept; its traceback and causes are not."""
+        changed = type(self)(message)
+        changed.__dict__.update(self.__dict__)
+        return changed
 
 
 class SpecError(LockstepError):

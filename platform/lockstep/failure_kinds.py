@@ -4,7 +4,7 @@
 |---|---|---|
 | peer | another worker, or the network between workers | another attempt |
 | device | a GPU or its driver | another attempt; a node whose devices fail twice is left out |
-| memory | the memory of a node, or of a GPU that others use as well | another attempt |
+| memory | the memory of a node, its threads and processes, or the memory of a GPU that others use as well | another attempt |
 | storage | a disk, a network file system, an object store, or the way to it | another attempt, after a pause |
 | job | anything else: it comes again however often it is tried | the run ends, unless `faults.max_job_errors` allows more |
 
@@ -46,6 +46,9 @@ class Text(NamedTuple):
     what: str
 
 
+GPU_MEMORY = Failure("job", "the memory of the GPU")
+"""A GPU has too little memory for the job."""
+
 TEXTS = (
     # The job's own, though they come from a GPU: the same kernel on the same data fails again.
     Text("job", r"device-side assert triggered", "an assertion in a kernel"),
@@ -57,7 +60,13 @@ TEXTS = (
     Text(
         "memory", r"out of memory.*process \d+ has [\d.]+ \w+ memory in use", "another process uses the GPU"
     ),
-    Text("job", r"(?:CUDA|HIP) out of memory|CUDA error: out of memory", "the memory of the GPU"),
+    Text(GPU_MEMORY.kind, r"(?:CUDA|HIP) out of memory|CUDA error: out of memory", GPU_MEMORY.what),
+    # NCCL allocates its buffers beside torch: what is out of memory is this rank's GPU, not a peer.
+    Text(
+        GPU_MEMORY.kind,
+        r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA (?:calloc|malloc)",
+        GPU_MEMORY.what,
+    ),
     # Devices and their driver.
     Text(
         "device",
@@ -125,6 +134,7 @@ TEXTS = (
         r"unable to (?:mmap|allocate|resize) .*(?:shared memory|shm)|no space left on device \(28\).*shm",
         "the node's shared memory is full",
     ),
+    Text("memory", r"^can't start new thread$", "the node starts no more threads"),
 )
 """The first match counts."""
 
@@ -148,6 +158,7 @@ ERRNOS: dict[int, Failure] = {
         Failure("storage", "a service cannot be reached"),
     ),
     errno.ENOMEM: Failure("memory", "the node has no memory left"),
+    errno.EAGAIN: Failure("memory", "the node starts no more processes"),  # fork's
 }
 """Failures by the number of an OSError. All others, such as ENOENT and EACCES, are the job's."""
 
@@ -173,6 +184,18 @@ NAMES: dict[str, Failure] = {
     "torch._C._DistError": Failure("peer", "the other workers cannot be reached"),
 }
 """Failures by the full name of the exception's class or of one of its base classes."""
+
+_WATCHDOG = re.compile(
+    r"(?:\[[^\[\]]*Rank \d+\] )?"
+    r"(?:Watchdog caught collective operation timeout|Process group watchdog thread terminated with exception): .*"
+)
+
+
+def said_by_watchdog(text: str) -> str | None:
+    """The first line in `text` with which NCCL's watchdog ends its process, by SIGABRT: nothing in it can raise an error. None without one."""
+    found = _WATCHDOG.search(text)
+    return found[0][:300] if found else None
+
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 

@@ -76,17 +76,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as the whole content of `path`, in UTF-8."""
+    """Write `text` as the whole content of `path`, in UTF-8; see `encoded`."""
     with replacing(path) as file:
-        file.write(text.encode("utf-8"))
+        file.write(encoded(text))
+
+
+def encoded(text: str) -> bytes:
+    r"""`text` in UTF-8. A byte of a file name that is not UTF-8, which Python holds as a surrogate, is written as `\udce9`."""
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def append(path: Path, text: str) -> int:
-    """Add `text` to a file, in UTF-8. Returns the size of the file afterwards."""
+    """Add `text` to a file, in UTF-8; see `encoded`. Returns the size of the file afterwards."""
     make_folder(path.parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
-        data = text.encode("utf-8")
+        data = encoded(text)
         while data:
             data = data[os.write(descriptor, data) :]
         return os.fstat(descriptor).st_size
@@ -115,6 +120,14 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     flush(folder.parent)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path leads to something that this process may look at; False too for a name that is too long."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def flush(path: Path) -> None:

@@ -39,7 +39,7 @@ class Position:
         return self.step + 1
 
 
-def is_due(position: Position, *, steps: int | None, epochs: int | None) -> bool:
+def is_due(position: Position, *, steps: int | None, epochs: int | None = None) -> bool:
     """Whether something that is due every `steps` steps, or every `epochs` epochs, is due after the step at `position`."""
     if steps is not None:
         return position.number % steps == 0
@@ -211,7 +211,7 @@ class Stage:
         return (self.ways, self.sums) == (2, 1) or self.sums * (self.ways - 1) * size <= latency
 
 
-SLICE = 16
+SLICE = 64
 """Slices begin at multiples of so many elements, where vectors begin: 64 bytes of fp32."""
 
 

@@ -63,10 +63,10 @@ def seeds(seed: int, *, phases: bool = False, frozen: bool = False) -> dict[str,
 
 
 def rng(stream: str = "") -> np.random.Generator:
-    """A generator of the job's own, keyed like the default ones, for the micro-batch at hand.
+    """A generator for the job's own use, keyed like the default ones by the current micro-batch.
 
-    Two calls with the same `stream` in one micro-batch give the same numbers; name the stream to part them.
-    Raises RuntimeError outside a micro-batch, where there is no key.
+    Two calls with the same `stream` in one micro-batch give the same numbers; use different stream names for independent numbers.
+    Raises RuntimeError outside a micro-batch.
     """
     key = _current.get()
     if key is None:

@@ -144,7 +144,7 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
         recorder.tell(one)
         if step % every:
             continue
-        while recorder.journaled < step - AHEAD:
+        while recorder.state.journaled < step - AHEAD:
             time.sleep(0.01)
         rows = Timed(history.saving())
         pauses.append(sum(saver.save(step, {"model": state, **rows.blocks()}, None, rows.sharing)))
@@ -159,7 +159,7 @@ def trained(storage: Path, steps: int, every: int) -> dict[str, Any]:
         nbytes.append(manifest.size + sum(entry.size for entry in new) + len(manifest.encode()))
         before = before or process.memory_info().rss  # with all that the first save imports
         most = max(most, process.memory_info().rss)
-    while recorder.journaled < steps:
+    while recorder.state.journaled < steps:
         time.sleep(0.05)
     seconds = time.monotonic() - began
     late_s = watch.close()
@@ -218,7 +218,7 @@ def taken_up(storage: Path, run_id: str, steps: int) -> dict[str, Any]:
     ready_s = time.monotonic() - began
     recorder_cpu_s = cpu_of(recorder)
     recorder.tell(Started({"identity": "million"}), history.past())
-    while recorder.journaled < 2:
+    while recorder.state.journaled < 2:
         time.sleep(0.01)
     compared_s = time.monotonic() - began
     watch = Watch(spec.folder / run_id)
@@ -233,7 +233,7 @@ def taken_up(storage: Path, run_id: str, steps: int) -> dict[str, Any]:
         "ended_s": round(time.monotonic() - ending, 1),
         "heartbeat_silent_at_end_s": watch.close(),
         "status": status,
-        "violation": recorder.violation,
+        "violation": recorder.state.violation,
     }
 
 

@@ -18,7 +18,6 @@ from tests.cluster.test_supervisor import accounts, spec, workers
 from tests.processes import named
 
 pytestmark = [
-    pytest.mark.exact,  # test_ray_train.py trains with the public one, test_supervisor.py loses a mailbox
     pytest.mark.usefixtures("cluster"),
     # Ray and MLflow leave sockets and temporary folders to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -27,7 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["public", "driver"])
+@pytest.fixture
 def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(PUBLIC_ONLY, str(int(request.param == "public")))
     yield request.param
@@ -58,7 +57,18 @@ def kill(found: list[Callable[[], list[psutil.Process]]], folder: Path, killed: 
 
 
 # The workers of a lost mailbox are ended from the driver, for which the public trainer has no call.
-@pytest.mark.parametrize("found", [[mailboxes], [workers, mailboxes]], ids=["mailbox", "worker-mailbox"])
+@pytest.mark.parametrize(
+    ("trainer", "found"),
+    [
+        pytest.param("public", [workers], marks=pytest.mark.scenario, id="public-worker"),
+        *(  # test_supervisor.py loses a mailbox and a worker under the driver
+            pytest.param(trainer, found, marks=pytest.mark.exact, id=f"{trainer}-{name}")
+            for trainer in ("public", "driver")
+            for name, found in (("mailbox", [mailboxes]), ("worker-mailbox", [workers, mailboxes]))
+        ),
+    ],
+    indirect=["trainer"],
+)
 def test_what_is_killed_costs_an_attempt_and_no_bit(
     trainer: str, tmp_path: Path, whole: Result, found: list[Callable[[], list[psutil.Process]]]
 ) -> None:

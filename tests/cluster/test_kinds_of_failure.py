@@ -35,6 +35,7 @@ def test_a_node_whose_device_fails_twice_is_left_out(tmp_path: Path) -> None:
     assert found[2]["why"] == "finished"
     (warning,) = [text for text in told["warnings"] if "is left out from now on" in text]
     assert told["failing"][:8] in warning
+    assert Path(told["folder"], "log.txt").read_text().count(f" warning: {warning}\n") == 1
     assert told["weights_digest"] == left_alone(tmp_path, 12).weights_digest
 
 

@@ -24,9 +24,9 @@ from lockstep import train
 from lockstep.checkpoint.names import run_of_name
 from lockstep.checkpoint.runs import steps_of
 from lockstep.checkpoint.storages import open_storage
-from lockstep.clusters import fork_server
 from lockstep.clusters.authentication import LOOPBACK_ONLY
 from lockstep.clusters.local_cluster import LocalCluster, marked
+from lockstep.clusters.ray_internals import fork_server
 from tests.processes import named
 
 ROOT = Path(__file__).parents[2]

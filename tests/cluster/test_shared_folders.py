@@ -182,7 +182,7 @@ def test_a_node_that_does_not_answer_is_told_waited_for_and_named(monkeypatch: p
         return []
 
     monkeypatch.setattr(shared_files, "unseen", silent)
-    monkeypatch.setattr(shared_files, "TOLD_S", 0.5)
+    monkeypatch.setattr(shared_files, "ANNOUNCED_S", 0.5)
     node = {"192.0.2.7": ray.get_runtime_context().get_node_id()}
     said: list[str] = []
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_a_node_that_does_not_answer_is_told_waited_for_and_named(monkeypatch: p
     ):
         shared_files._seen_from(node, {}, 2.0, StopSignal(), said.append)
     (line,) = said
-    assert line.startswith("waiting for 192.0.2.7, where a process starts")
+    assert line.startswith("waiting for 192.0.2.7, starting a process there")
 
     stop = StopSignal()
     threading.Timer(0.5, stop.ask).start()

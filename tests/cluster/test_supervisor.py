@@ -286,6 +286,7 @@ def test_a_rank_that_keeps_the_other_waiting_is_named(tmp_path: Path) -> None:
     assert straggler.startswith(f"rank 1 of 2 on {socket.gethostname()} takes ")
     assert straggler.endswith("for a micro-batch, in steps 1 to 50")
     assert result.warnings == [straggler]
+    assert Path(result.folder, "log.txt").read_text().count(f" warning: {straggler}\n") == 1
     even = train(spec(tmp_path / "even", **changes), local=True)
     assert result.weights_digest == even.weights_digest
     assert columns(result) == columns(even)

@@ -98,9 +98,17 @@ def test_trials_are_runs_below_the_sweep_and_are_not_trained_twice(tmp_path: Pat
         killed.append(victim.pid)
 
     threading.Thread(target=kill_one, daemon=True).start()
-    first = sweep(given)
+    told = tmp_path / "told"
+    first = sweep(given, notify=f"cat >> '{told}'; echo >> '{told}'")
     assert (first.status, first.counts) == ("FINISHED", {"finished": 2})
     assert killed
+    events = [json.loads(line) for line in told.read_text().splitlines()]
+    steps = sum(trial["step"] for trial in first.trials)
+    assert [(one["event"], one["status"], one["step"]) for one in events] == [
+        ("start", "RUNNING", 0),
+        ("end", "FINISHED", steps),
+    ]
+    assert {(one["run_id"], one["folder"]) for one in events} == {(first.sweep_id, first.folder)}
     assert sum(trial["restarts"] for trial in first.trials) == 1
     all_is_given_back()
 
@@ -159,7 +167,7 @@ def test_halving_stops_trials_and_gives_all_back(tmp_path: Path) -> None:
 @pytest.mark.exact
 def test_a_trial_worse_than_the_median_is_pruned(tmp_path: Path) -> None:
     """The grid has its hopeless rates last: three trials have set the median before them."""
-    space = {"optimizer.lr": {"grid": [3e-3, 1e-2, 3e-3, 1e-6, 1e-7]}}
+    space = {"optimizer.lr": {"grid": [3e-3, 1e-2, 5e-3, 1e-6, 1e-7]}}
     median = {"name": "median", "grace_steps": 5, "min_trials": 3}
     result = sweep(document(tmp_path, space=space, trials=None, scheduler=median, concurrency=1))
     assert [trial["status"] for trial in result.trials] == ["finished"] * 3 + ["pruned"] * 2
@@ -278,9 +286,12 @@ def test_a_sweep_for_whose_trials_is_no_room_says_so_and_ends(tmp_path: Path) ->
         with pytest.raises(
             ClusterError, match=r"no trial could be placed for 15 s \(faults.wait_for_workers_s\)"
         ):
-            sweep(given)
+            sweep(given, notify=f"cat > '{tmp_path}/told'")
     finally:
         remove_placement_group(held)
+    failure = json.loads((tmp_path / "told").read_text())
+    assert (failure["event"], failure["status"]) == ("failure", "FAILED")
+    assert failure["error"].startswith("no trial could be placed for 15 s")
     sweep_id = next(tmp_path.glob("runs/*/decisions.jsonl")).parent.name
     result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/runs"], uri="off")
     assert result is not None
@@ -292,7 +303,7 @@ def test_a_sweep_for_whose_trials_is_no_room_says_so_and_ends(tmp_path: Path) ->
 def test_a_sweep_whose_recorders_hang_ends_and_goes_on_when_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.sweeps.watch.NEWS_S", 8.0)
+    monkeypatch.setattr("lockstep.sweeps.watchdog.NEWS_S", 8.0)
     expected = sweep(document(tmp_path / "undisturbed", concurrency=1))
     given = document(tmp_path / "disturbed", concurrency=1)
     given["spec"]["job"]["params"]["pause_s"] = 0.05
@@ -304,7 +315,10 @@ def test_a_sweep_whose_recorders_hang_ends_and_goes_on_when_it_is_resumed(
             process.suspend()
 
     threading.Thread(target=stop_recorders, daemon=True).start()
-    with pytest.raises(SilentError, match="the process of the sweep's recorders did not answer for 8 s"):
+    with pytest.raises(
+        SilentError,
+        match="the process of the sweep's recorders did not answer for 8 s; lockstep resume goes on",
+    ):
         sweep(given)
     sweep_id = next((tmp_path / "disturbed").glob("runs/*/decisions.jsonl")).parent.name
     result = resume_sweep(RunOptions(), sweep_id, [f"record.folder={tmp_path}/disturbed/runs"], uri="off")
@@ -375,8 +389,9 @@ def test_a_signal_ends_trials_with_a_checkpoint_and_the_sweep_goes_on(tmp_path: 
     slow["spec"]["job"]["params"]["pause_s"] = 0.1
     slow["spec"]["checkpoint"]["every"] = {"seconds": 1000}
     process = command(tmp_path / "disturbed", slow)
-    until(lambda: events(tmp_path / "disturbed"), process, tmp_path / "disturbed")
-    time.sleep(4.0)
+    until(
+        lambda: [*(tmp_path / "disturbed").glob("runs/*/environment.json")], process, tmp_path / "disturbed"
+    )
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 143, (tmp_path / "disturbed/log").read_text()
     told = json.loads((tmp_path / "disturbed/log").read_text().splitlines()[-1])

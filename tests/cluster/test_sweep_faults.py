@@ -7,13 +7,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lockstep import sweep
 from lockstep.driver.options import RunOptions
+from lockstep.driver.signals import StopSignal
 from lockstep.errors import SilentError
+from lockstep.spec.sweep import load_sweep
+from lockstep.sweeps import first_trial
 from lockstep.sweeps.resumption import resume_sweep
 from tests.cluster.test_sweep import ROOT, document, outcome
 from tests.processes import named
@@ -119,6 +123,33 @@ def test_what_a_worker_with_a_gpu_meets_before_the_sweep_begins_is_told_in_one_l
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gpu_that_is_waited_for_is_told_and_a_signal_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This cluster has none to give, as one whose GPUs another job holds. Nothing keeps asking for it."""
+    import ray
+
+    monkeypatch.setattr(first_trial, "TELL_S", 0.0)
+    stop, told, cancelled, cancel = StopSignal(), list[str](), list[bool](), ray.cancel
+
+    def say(text: str) -> None:
+        told.append(text)
+        stop.ask()
+
+    def noted(task: Any, *, force: bool) -> None:
+        cancelled.append(force)
+        cancel(task, force=force)
+
+    monkeypatch.setattr(ray, "cancel", noted)
+    spec = load_sweep(document(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        first_trial.first_trial(spec, None, gpu=True, stop=stop, say=say, then="")
+    assert told == [
+        "waiting up to 3600 s (faults.longest_start_s) for a worker with a GPU to prepare the first trial"
+    ]
+    assert cancelled == [True]
 
 
 def test_recorders_that_are_killed_as_they_start_are_told_in_one_line(tmp_path: Path) -> None:

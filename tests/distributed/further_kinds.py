@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import os
+import random
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -1380,6 +1381,40 @@ class CachingKeyedDraws(CachingDraws):
         return self.kept[i]
 
 
+class RareDraws(Kind):
+    """A sample in fifty is augmented, as a generator of the dataset's own decides: it goes on, though its draws seldom show."""
+
+    def data(self, samples: int, seed: int) -> Dataset[Any]:
+        return DrawingRarely(numbers(samples, FEATURES, seed=seed))
+
+
+class DrawingRarely(Augmenting):
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows)
+        self.own = np.random.default_rng(3)
+
+    def __getitem__(self, i: int) -> Any:
+        row = -self.rows[i] if self.own.random() < 0.02 else self.rows[i]
+        return row, int(self.rows[i, :3].argmax())
+
+
+class SeededBySample(Kind):
+    """The same from a generator that each fetch seeds anew, from the sample's index."""
+
+    def data(self, samples: int, seed: int) -> Dataset[Any]:
+        return SeedingAnew(numbers(samples, FEATURES, seed=seed))
+
+
+class SeedingAnew(Augmenting):
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows)
+        self.own = random.Random()
+
+    def __getitem__(self, i: int) -> Any:
+        self.own.seed(i)
+        return self.rows[i] * self.own.random(), int(self.rows[i, :3].argmax())
+
+
 class KeyedDrawsInThreads(Kind):
     """Each sample is made by a thread of a pool, from a seed that the fetch draws for it."""
 
@@ -1563,6 +1598,10 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ComplexWeights: ("parameter 'filter' is torch.complex64", "view_as_complex"),
     CachedDraws: ("data: ", "keeps what it drew", "train_data"),
     CachedKeyedDraws: ("data: ", "keeps what it drew"),
+    RareDraws: (
+        "data: train_data.own is a generator of the job's own",
+        "seed train_data.own from the sample's index",
+    ),
     DrawsInThreads: (
         "data: the first micro-batch, fetched twice under one seed, differs in batch[0]",
         "in threads",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep import Loss
+from lockstep import Loss, Mean
 from tests.distributed.kinds import CLASSES, FEATURES, Kind, held_in, perceptron
 from tests.fading import Fading
+from tests.flat_momentum import FlatMomentum
+from tests.nested import Nested
 
 # --- sound ----------------------------------------------------------------------------------------------------
 
@@ -142,6 +144,64 @@ class LargeMemory(Kind):
         self.counts = state["counts"]
 
 
+class Window(Kind):
+    """A history of losses' scales and its tail, which is a view of it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.history = torch.ones(8)
+        self.newest = self.history[-2:]
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.history[:-1] = self.history[1:].clone()
+        self.newest.fill_(1 + step / 10)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * self.history.mean(), loss.weight, loss.parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history, "newest": self.newest}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.history, self.newest = state["history"], state["newest"]
+
+
+class SeparatesItsWindow(Window):
+    def load_state_dict(self, state: Any) -> None:
+        self.history, self.newest = state["history"].clone(), state["newest"].clone()
+
+
+class MovesBesideItsModel(Kind):
+    """A buffer of the model that the job takes for its own, and takes back by itself."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("heat", torch.ones(1))
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.heat: Any = model.heat
+        self.heat *= 0.9
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * model.heat.sum(), loss.weight, loss.parts)  # type: ignore[operator, union-attr]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"heat": getattr(self, "heat", torch.ones(1))}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.heat = state["heat"]
+
+
+class OneMemory(Kind):
+    """An optimizer whose momenta are in one memory."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return FlatMomentum(model.parameters())
+
+
 class StateOfItsOptimizer(Kind):
     """The job saves what its optimizer keeps to itself."""
 
@@ -154,6 +214,79 @@ class StateOfItsOptimizer(Kind):
 
     def load_state_dict(self, state: Any) -> None:
         self.fading.taken = state["taken"]
+
+
+class StateInLists(Kind):
+    """Its optimizer's state is in lists, in double, and a word."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Nested(model.parameters())
+
+
+class TrainingModeInItsMetrics(Kind):
+    """A metric of the training mode, in which it leaves the model."""
+
+    def model(self) -> nn.Module:
+        return perceptron(FEATURES, CLASSES, nn.Dropout(0.5))
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        x, y = batch
+        model.train()
+        return {"noisy": Mean(F.cross_entropy(model(x), y, reduction="sum"), len(y))}
+
+
+class CachesInEvaluationMode(Kind):
+    """What prediction needs is computed once in evaluation mode, and dropped in training mode."""
+
+    more: ClassVar[dict[str, Any]] = {"evaluate": {"every": {"steps": 1}}}
+
+    def model(self) -> nn.Module:
+        return Cached()
+
+
+class Cached(nn.Linear):
+    cache: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+
+    def train(self, mode: bool = True) -> Cached:
+        if mode:
+            self.cache = None
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return super().forward(x)
+        if self.cache is None:
+            self.cache = self.weight.detach().clone()
+        return F.linear(x, self.cache, self.bias)
+
+
+class MeansInReusedTensors(Kind):
+    """A part that is a buffer, and a metric in a tensor that each micro-batch writes anew."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.right = torch.zeros(())
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("spread", torch.zeros(()))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        scores = model(x)
+        if not model.training:
+            model.spread.copy_(scores.detach().var())  # type: ignore[operator, union-attr]
+        total = F.cross_entropy(scores, y, reduction="sum")
+        return Loss(total, len(y), {"spread": Mean(model.spread, 1)})  # type: ignore[arg-type]
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        x, y = batch
+        self.right.copy_((model(x).argmax(1) == y).sum())
+        return {"right": Mean(self.right, len(y))}
 
 
 # --- what no checkpoint keeps ---------------------------------------------------------------------------------
@@ -290,6 +423,47 @@ class Scripted(Kind):
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             scripted: nn.Module = torch.jit.script(super().model())
         return scripted
+
+
+class Merging(nn.Linear):
+    """A low-rank change, which eval() adds to the weight and train() takes away again: as in loralib."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 8)
+        self.weight.requires_grad = False
+        self.down = nn.Parameter(torch.randn(2, FEATURES))
+        self.up = nn.Parameter(torch.zeros(8, 2))
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            self.weight.data += (self.up @ self.down) * (-1 if mode else 1)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        change = x @ self.down.T @ self.up.T if self.training else 0.0
+        return super().forward(x) + change
+
+
+class MergesInEvaluationMode(Kind):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Merging(), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+class ExpiresCodes(Kind):
+    """A buffer that is written past torch's count of writes, from some sample on that the rehearsal does not meet."""
+
+    more: ClassVar[dict[str, Any]] = {"data": {"drop_last": False, "shuffle": "none"}}
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("shift", torch.zeros(()))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        if model.training and x[0, 0] > 1.2:
+            model.shift.data.add_(0.1)  # type: ignore[operator, union-attr]
+        return super().loss(model, (x + model.shift, y))
 
 
 # --- what the data read ---------------------------------------------------------------------------------------
@@ -477,6 +651,10 @@ EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     WrappedOptimizer: ("job.optimizer: Wraps does not call super().__init__(params, defaults)",),
     WrappedStateThatIsLost: ("taking back the state that it gives after the first update", "KeyError"),
+    MergesInEvaluationMode: ("job.model: parameter '0.weight' has other bits after train() and eval()", "merge_weights=False"),
+    SeparatesItsWindow: ("job.load_state_dict: job/history and job/newest share memory", "copy_"),
+    MovesBesideItsModel: ("job.load_state_dict: job/heat and model/heat share memory", "copy_"),
+    ExpiresCodes: ("buffer 'shift' was written to past torch's count of writes (step 3, rank 0)", "copy_(…)"),
     Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
     NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
     StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),

@@ -854,10 +854,10 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     HiddenInAnAttribute: ("model.last is kept from one micro-batch to the next", "buffer"),
     CountedCalls: ("CountedCalls.calls is kept from one micro-batch to the next",),
     OwnGenerator: ("job.generator is kept from one micro-batch to the next",),
-    OutOfSight: ("the loss, computed again under one seed, has other bits", "out of sight"),
+    OutOfSight: ("the loss, computed again under one seed, has other bits", "hidden state"),
     TotalIsAMean: ("job.loss: total is", "for its halves: a mean, wanted the sum", "reduction='sum'"),
     Scheduled: ("job.optimizer: the optimizer carries a learning-rate scheduler", "schedule"),
-    RateAfterwards: ("job.optimizer: an update left the learning rate of group 0 at 0.01, it was 0.1", "schedule"),
+    RateAfterwards: ("job.optimizer: an update changed the learning rate of group 0 from 0.1 to 0.01", "schedule"),
     UpdateFromTheLoss: ("job.optimizer: the first update of '0.weight'", "ran last"),
     KeptMetric: ("evaluation: job.right and 1 more is kept from one micro-batch to the next", "eval/running", "lockstep.Mean"),
 }  # fmt: skip

@@ -357,7 +357,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     RestingNobody: ("job.frozen_parameters (step 1)", "named '4'"),
     RestingTensors: ("job.frozen_parameters (step 1): got a Parameter, wanted names",),
     AllRest: ("job.frozen_parameters: all parameters rest in step 2", "leave one out"),
-    CountedRests: ("job.frozen_parameters: gave", "asked again", "function of the number of the step"),
+    CountedRests: ("job.frozen_parameters: returned", "called again", "function of the number of the step"),
 }
 """Jobs that are refused, and words of the line that says why."""
 

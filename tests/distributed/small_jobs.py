@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
@@ -326,3 +327,19 @@ class FailsOnOne(Plain):
         if self.fails:
             raise ValueError("only here")
         return super().loss(model, batch)
+
+
+class Checkpointed(Plain):
+    """Uses one layer twice in each forward, by torch's checkpoint: in its older way, or in the one that torch recommends."""
+
+    class Params(Plain.Params):
+        reentrant: bool = True
+
+    params: Params
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        (x, y), layers = batch, list(model.children())
+        hidden = layers[0](x)
+        for _ in range(2):
+            hidden = checkpoint(layers[1], hidden, use_reentrant=self.params.reentrant)
+        return lockstep.Loss(F.cross_entropy(layers[-1](hidden), y, reduction="sum"), len(y))

@@ -129,6 +129,15 @@ class Milestones(Kind):
         return lr_scheduler.SequentialLR(optimizer, [rising, falling], milestones=[1])
 
 
+class LaterMilestones(Kind):
+    """The second scheduler begins after the step at which a run here is stopped."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        rising = lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+        falling = lr_scheduler.MultiStepLR(optimizer, [1, 1, 2], gamma=0.5)
+        return lr_scheduler.SequentialLR(optimizer, [rising, falling], milestones=[2])
+
+
 class FallsWhenNothingImproves(Kind):
     """pytorch/examples' word_language_model: a quarter of the rate where an evaluation is not the best."""
 
@@ -256,6 +265,17 @@ class UnfreezesAfterStep(Kind):
         model[0].requires_grad_(True)  # type: ignore[index]
 
 
+class TiedByItsMemory(Kind):
+    """Two parameters that are one piece of memory, as much code ties weights."""
+
+    more: ClassVar[dict[str, Any]] = {"ema": 0.5}
+
+    def model(self) -> nn.Module:
+        first, second = (nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(2))
+        second.weight.data = first.weight.data
+        return nn.Sequential(first, nn.Tanh(), second, nn.Linear(FEATURES, CLASSES))
+
+
 class FailsAfterStep(Kind):
     def after_step(self, model: nn.Module, step: int) -> None:
         raise ValueError("no such layer")
@@ -327,7 +347,7 @@ class MetricByTheNameOfTheLoss(WholeSet):
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ReplacesAParameter: ("parameter '0.weight' was replaced after the first update", "copy_(…)"),
     UnfreezesAfterStep: ("parameter '0.weight' now asks for a gradient", "requires_grad"),
-    CountingSchedule: ("job.schedule: gave [1.0, 0.5]", "asked again", "LRScheduler"),
+    CountingSchedule: ("job.schedule: returned [1.0, 0.5]", "called again", "LRScheduler"),
     RateBelowZero: ("job.schedule: gave -1.5 for update 2", "at least 0"),
     SchedulerNotReturned: ("job.schedule: made a scheduler and did not return it",),
     PlateauWithoutEvaluation: ("job.schedule: ReduceLROnPlateau goes by eval/loss", "no eval_data"),
@@ -340,6 +360,10 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     OutputsOfNoRow: ("job.outputs: 'loss' is a tensor of no dimension", "a row for each sample"),
     MatrixAsAMetric: ("'confusion' is of 2 dimensions", "figures"),
     MetricByTheNameOfTheLoss: ("job.whole_set_metrics: 'loss' is the name of the loss",),
+    TiedByItsMemory: (
+        "job.model: parameter '2.weight' and parameter '0.weight' are two",
+        "b.weight = a.weight",
+    ),
     FailsAfterStep: ("the job failed (after step 1", "step_kinds.py", "ValueError: no such layer"),
 }
 """Jobs that are refused, and words of the line that says why."""

@@ -59,6 +59,7 @@ class Fall(NamedTuple):
     """Worker number `worker` kills itself in step `step` (counted from 1), when it comes to `place` for the `count`-th time in it.
 
     One that falls `silent` stops and keeps its connections, as a machine that is gone seems to do; its loss is told from outside.
+    With `after`, a thread that writes falls only once training has come to the end of that step.
     """
 
     worker: int
@@ -66,6 +67,7 @@ class Fall(NamedTuple):
     place: str
     count: int = 1
     silent: bool = False
+    after: int = 0
 
 
 class Change(NamedTuple):
@@ -382,6 +384,10 @@ def _watched(
             places.append((step, name))
             for fall in falls:
                 if (fall.step, fall.place) == (step, name) and places.count((step, name)) == fall.count:
+                    if fall.after:
+                        while begun[-1] < fall.after:
+                            time.sleep(0.01)
+                        time.sleep(0.5)
                     if fall.silent:
                         fall_silent()
                     os.kill(os.getpid(), signal.SIGSTOP if fall.silent else signal.SIGKILL)

@@ -30,7 +30,7 @@ class Trusting(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
-                SEEN.add(gradient.data_ptr() % ALIGNMENT)
+                SEEN.add(gradient.data_ptr() % ALIGNMENT["cpu"])
                 trust = parameter.norm() / (gradient.norm() + 1e-6)
                 parameter.sub_(gradient * (group["lr"] * trust.clamp(max=1.0)))
 

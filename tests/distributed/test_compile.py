@@ -98,6 +98,10 @@ def test_a_compiled_run_says_what_was_compiled_and_goes_on_after_a_stop(tmp_path
     )
 
 
+def test_a_compiled_run_has_one_value_on_two_workers(pool: Pool) -> None:
+    assert pool.run(2, train, small()) == [train(small())] * 2
+
+
 CASES = {
     "digits": lambda: document("digits", 6, compile=True),
     "gpt in bf16": lambda: document("gpt", 6, "bf16", compile=True),
@@ -228,7 +232,7 @@ def test_a_loss_that_would_be_compiled_again_and_again_is_refused() -> None:
         calls[0] += 1
         return lockstep.Loss((model(batch) * calls[0]).sum(), 1.0)
 
-    loss = CompiledLosses("strict").of("", counting)
+    loss = CompiledLosses("strict", torch.device("cpu")).of("", counting)
     with (
         mock.patch.dict(compiled._DYNAMO, {"recompile_limit": 2}),
         pytest.raises(JobError, match="compiled more than 2 times") as info,

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import DeterminismError, DriftError, JobError, LockstepError, NumericsError, SpecError
+from lockstep.errors import (
+    DeterminismError,
+    DriftError,
+    JobError,
+    LockstepError,
+    NumericsError,
+    SpecError,
+    TransientStorageError,
+)
 from lockstep.training.step import Stepper
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain, points
@@ -66,6 +75,66 @@ def with_model(model: Callable[[], Any]) -> Plain:
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="sum")
+
+
+# --- the data ---------------------------------------------------------------------------------------------
+
+
+class Points(TensorDataset):
+    """Points whose length and fingerprint may fail."""
+
+    def __init__(self, length: Any = None, own: Any = None) -> None:
+        super().__init__(*points(64))
+        self.length = length
+        if own is not None:
+            self.fingerprint = own
+
+    def __len__(self) -> int:
+        return 64 if self.length is None else self.length()  # type: ignore[no-any-return]
+
+
+class Fails:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self) -> Any:
+        raise self.error
+
+
+def with_data(data: Any) -> Plain:
+    """A job with other data."""
+
+    class Changed(Plain):
+        def train_data(self) -> Any:
+            return data
+
+    return Changed(Plain.Params())
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        (Points(Fails(ValueError("no index\nfile"))), JobError, ("__len__ of Points, train_data", "ValueError: no index file")),
+        (Points(lambda: 3.5), JobError, ("__len__ of Points, train_data", "'float' object")),
+        (Points(own=Fails(FileNotFoundError(2, "none", "list.json"))), JobError, ("in fingerprint of train_data", "list.json")),
+        (Points(own=lambda full: {}), JobError, ("in fingerprint of train_data", "TypeError")),
+        (Points(own=Fails(TimeoutError(110, "timed out"))), TransientStorageError, ("in fingerprint of train_data",)),
+    ],
+)  # fmt: skip
+def test_data_whose_own_methods_fail(data: Any, kind: type[LockstepError], words: tuple[str, ...]) -> None:
+    with told(kind, *words):
+        train_job(document(), with_data(data))
+
+
+def test_an_order_that_is_drawn_anew_in_every_process() -> None:
+    """A resume would visit other samples."""
+
+    class Ordered(Points):
+        def epoch_order(self, seed: int, epoch: int, shuffle: str) -> Any:
+            return np.random.default_rng().permutation(64)
+
+    with told(JobError, "epoch_order of Ordered gives other ids", "epoch 0 again"):
+        train_job(document(), with_data(Ordered()))
 
 
 # --- the loss ---------------------------------------------------------------------------------------------
@@ -164,15 +233,58 @@ def test_exception_in_the_loss_is_told_with_its_place() -> None:
         train_job(document(rehearsal="off"), with_loss(loss))
 
 
-def test_parts_that_change_from_one_micro_batch_to_the_next() -> None:
+def later(change: Callable[[lockstep.Loss], Any]) -> Plain:
+    """A job whose loss is changed from the second step on."""
+    seen = iter(range(100))  # 0 is the rehearsal, 1 and 2 the first step
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        found = lockstep.Loss(cross_entropy(model, x, y), 4, {"early": lockstep.Mean(1.0, 1)})
+        return change(found) if next(seen) > 2 else found
+
+    return with_loss(loss)
+
+
+EARLY, LATE = ({name: lockstep.Mean(1.0, 1)} for name in ("early", "late"))
+
+
+@pytest.mark.parametrize("parts", [LATE, {}, EARLY | LATE], ids=["another", "none", "one more"])
+def test_parts_that_change_from_one_micro_batch_to_the_next(parts: dict[str, Any]) -> None:
+    with told(
+        JobError, "job.loss: parts are", "(step 2, micro-batch 0, rank 0)", "wanted 'early' as in the first"
+    ):
+        train_job(document(rehearsal="off"), later(lambda loss: replace(loss, parts=parts)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda loss: None, ("returned NoneType", "wanted lockstep.Loss(total, weight)")),
+        (lambda loss: loss.total, ("returned Tensor", "wanted lockstep.Loss(total, weight)")),
+        (lambda loss: replace(loss, total=3.0), ("total is float", "the sum of the losses")),
+        (lambda loss: replace(loss, total=loss.total.view(1)), ("total is a tensor of shape (1,)",)),
+        (lambda loss: replace(loss, parts=[]), ("parts is list", "a dict of lockstep.Mean")),
+    ],
+)
+def test_a_later_loss_that_is_none(change: Callable[[lockstep.Loss], Any], words: tuple[str, ...]) -> None:
+    """What the rehearsal looks at is looked at in each micro-batch."""
+    with told(JobError, "job.loss: ", "(step 2, micro-batch 0, rank 0)", *words):
+        train_job(document(rehearsal="off"), later(change))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_later_weight_that_is_no_count(weight: float) -> None:
+    """Though the weights of the step add up to more than 0."""
     seen = iter(range(100))
 
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> lockstep.Loss:
-        parts = {"early" if next(seen) < 3 else "late": lockstep.Mean(1.0, 1)}
-        return lockstep.Loss(cross_entropy(model, x, y), 4, parts)
+    def changed(loss: lockstep.Loss) -> lockstep.Loss:
+        return replace(loss, weight=torch.tensor(weight)) if next(seen) == 1 else loss
 
-    with told(JobError, "step 2, micro-batch 0", "early"):
-        train_job(document(rehearsal="off"), with_loss(loss))
+    with told(
+        JobError,
+        f"job.loss: the weight of step 2, micro-batch 1 is {weight}, wanted a number of samples",
+        "at least 0",
+    ):
+        train_job(document(rehearsal="off"), later(changed))
 
 
 def test_a_part_that_is_a_vector() -> None:
@@ -337,6 +449,15 @@ def test_conditional_parameter_that_does_not_exist() -> None:
         train_job(document(), Changed(Plain.Params()))
 
 
+def test_gradient_that_comes_twice_in_a_backward(pool: Pool) -> None:
+    """By torch's reentrant checkpoint, which DDP does not allow; as the message says, the other way trains."""
+    use = "tests.distributed.small_jobs:Checkpointed"
+    with told(JobError, "gradient came twice", "step 1, micro-batch", "rank", "use_reentrant=False"):
+        pool.run(2, train, document(use))
+    alone = train(document(use, {"reentrant": False}))
+    assert pool.run(2, train, document(use, {"reentrant": False})) == [alone] * 2
+
+
 def test_sparse_gradient_is_refused() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -357,6 +478,63 @@ def test_optimizer_that_leaves_a_parameter_out() -> None:
 
     with told(JobError, "job.optimizer", "'1.weight' and 3 more", "in no group"):
         train_job(document(), Changed(Plain.Params()))
+
+
+class Singular(torch.optim.SGD):
+    """Its third update fails."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["taken"] = group.get("taken", 0) + 1
+        if group["taken"] == 3:
+            raise ValueError("singular\nmatrix")
+        super().step(closure)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_optimizer_that_fails_in_a_later_update(precision: str) -> None:
+    class Changed(Plain):
+        def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            return Singular(model.parameters(), lr=0.1)
+
+    with told(
+        JobError, "the job failed (the update of step 3", "test_mistakes.py", "ValueError: singular matrix"
+    ):
+        train_job(document(precision=precision), Changed(Plain.Params()))
+
+
+def test_a_scheduler_that_ends_before_the_run() -> None:
+    class Changed(Plain):
+        def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
+
+    with told(JobError, "the job failed (the schedule after step 3", "ValueError: Tried to step 3 times"):
+        train_job(document(), Changed(Plain.Params()))
+
+
+def test_a_scheduler_that_fails_after_an_evaluation() -> None:
+    class Particular(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]
+            raise KeyError("plateau")
+
+    class Changed(Plain):
+        def eval_data(self) -> Any:
+            return TensorDataset(*points(8))
+
+        def schedule(self, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+            return Particular(optimizer)
+
+    with told(JobError, "the job failed (the schedule after the evaluation of step 2", "KeyError: 'plateau'"):
+        train_job(document(evaluate={"every": {"steps": 2}}), Changed(Plain.Params()))
+
+
+def test_parameters_in_half_with_a_loss_scaler() -> None:
+    with told(
+        JobError,
+        "job.model: parameter '0.weight' is torch.float16, which precision fp16",
+        "hold it in float32",
+    ):
+        train_job(document(precision="fp16"), with_model(lambda: nn.Sequential(nn.Linear(8, 3)).half()))
 
 
 class Queued(torch.optim.SGD):
@@ -443,6 +621,20 @@ def test_exception_in_evaluation_is_told_with_its_place() -> None:
         train_job(document(), Changed(Plain.Params()))
 
 
+@pytest.mark.parametrize("data", ["train_data", "eval_data"])
+def test_data_that_draw_though_they_promise_not_to(data: str) -> None:
+    class Drawing(TensorDataset):
+        draws_nothing = True
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return x + torch.randn(()), y
+
+    with told(JobError, "data: Drawing says draws_nothing = True", "samples ", "draw in collate"):
+        changed = type("Changed", (Evaluated,), {data: lambda self: Drawing(*points(32))})
+        train_job(document(), changed(Plain.Params()))
+
+
 @pytest.mark.parametrize("processes", [0, 2])
 def test_exception_in_the_data_is_told_with_the_sample(processes: int) -> None:
     """From loader processes as well: no traceback of a worker process in the text."""
@@ -453,6 +645,19 @@ def test_exception_in_the_data_is_told_with_the_sample(processes: int) -> None:
 
     with told(JobError, "data: sample 13 failed", "step 2, micro-batch 1", "ValueError: torn file"):
         train_job(document(data={"shuffle": "none", "loader_processes": processes}), Changed(Plain.Params()))
+
+
+@pytest.mark.parametrize("whose", ["step ", "evaluation micro-batch 1"])
+def test_a_collation_that_returns_none(whose: str) -> None:
+    """As in a torch loop that goes on with the next batch: the samples would be gone, unseen."""
+
+    class Skipping(Evaluated):
+        def collate(self, samples: Any) -> Any:
+            gone = len(samples) == 2 if whose.startswith("eval") else len(samples) == 4
+            return None if gone else super().collate(samples)
+
+    with told(JobError, "job.collate returned None for samples ", f"({whose}", "wanted a batch"):
+        train_job(document(), Skipping(Plain.Params()))
 
 
 class Torn(torch.utils.data.Dataset[Any]):

@@ -24,10 +24,9 @@ from lockstep.checkpoint.reader import listed
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.storage import Reading, Storage
 from lockstep.checkpoint.storages import open_storage
-from lockstep.checkpoint.writer import write_checkpoint
 from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError, LockstepError, SpecError
-from lockstep.training import checkpoints, relay
+from lockstep.training import relay, start
 from lockstep.training.digest import weights_digest
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.relay import Relay
@@ -36,6 +35,7 @@ from tests.distributed.pool import Pool
 from tests.forked import forking
 from tests.network import WIRE, can_simulate, enter, sent_bytes, switched
 from tests.unit.checkpoint.conftest import s3  # noqa: F401
+from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import FACTS, state
 from tests.unit.checkpoint.test_damage import DAMAGES, FILES
 
@@ -102,11 +102,11 @@ def found(storage: str, step: int | None, piece: int = SMALL) -> tuple[Found, tu
 
     warnings: list[str] = []
     with (
-        mock.patch.object(checkpoints, "open_storage", opened),
+        mock.patch.object(start, "open_storage", opened),
         mock.patch.object(relay, "PIECE", piece),
     ):
         try:
-            loaded = checkpoints._load(storage, RUN, step, Group.join(torch.device("cpu")), warnings.append)
+            loaded = start._load(storage, RUN, step, Group.join(torch.device("cpu")), warnings.append)
             outcome = (loaded and (loaded.manifest.step, loaded.checkpoint.shown, told(loaded.sections)),)
         except LockstepError as error:
             outcome = (type(error), str(error))
@@ -119,7 +119,7 @@ def each_for_itself(storage: str, step: int | None) -> tuple[Found, tuple[int, i
     def directly(storage: Storage, group: Group) -> AbstractContextManager[Storage]:
         return nullcontext(storage)
 
-    with mock.patch.object(checkpoints, "read_once", directly):
+    with mock.patch.object(start, "read_once", directly):
         return found(storage, step)
 
 

@@ -258,6 +258,27 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("workers", "after_best"), [(1, 0), (2, 1)])
+def test_the_best_is_kept_whenever_saves_are_due(
+    pool: Pool, tmp_path: Path, workers: int, after_best: int
+) -> None:
+    """A state is saved once it is evaluated and the best so far, also where a stop has put off its evaluation. The control keeps no best."""
+    whole = undisturbed("stopped early", "fp32")
+    best, last = whole.best[0], len(whole.rows)
+    assert 0 < best < last - 1
+
+    def kept(**more: Any) -> list[int]:
+        storage = str(tmp_path / str(len(more)))
+        rule = {"storage": storage, "every": None, "keep_last": 1, **more}
+        spec = document("stopped early", checkpoint=rule)
+        pool.run(workers, train_attempt, spec, RUN, AttemptOrigin(), best + after_best)
+        pool.run(workers, train_attempt, spec, RUN, taken_up(storage, None))
+        return sorted(found.step or 0 for found in checkpoints(folder(storage)))
+
+    assert kept(keep_best={"metric": "eval/loss"}) == [best, last]
+    assert kept() == [last]
+
+
 # --- what breaks when a part of the state is left out ------------------------------------------------------
 
 
@@ -291,7 +312,7 @@ def resumed_without(
     spec = document(job, precision, checkpoint={"storage": storage, "every": None, "keep_every": 1})
     with (
         mock.patch.object(TrainState, "restore", restore),
-        mock.patch("lockstep.training.checkpoints.compare_check"),
+        mock.patch("lockstep.training.start.compare_check"),
     ):
         return train_attempt(spec, RUN, taken_up(storage, step))
 
@@ -401,21 +422,44 @@ def test_a_state_that_is_not_the_counters_is_refused(saved: SavedRuns) -> None:
 # --- damage, identity, forks ------------------------------------------------------------------------------
 
 
+def flip_a_bit(storage: Path, step: int) -> str:
+    """Damage the model of this checkpoint; the file's name."""
+    (file,) = (storage / RUN / f"step-{step:09d}").glob("model*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return file.name
+
+
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(pool: Pool, tmp_path: Path) -> None:
     """G5: the one before it is used, and the bits are the same."""
     whole = undisturbed("digits", "fp32")
     spec = document("digits", checkpoint={"storage": str(tmp_path), "every": {"steps": 2}, "keep_every": 1})
     train_attempt(spec, RUN, AttemptOrigin(), 6)
-    (file,) = (tmp_path / RUN / "step-000000006").glob("model*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    name = flip_a_bit(tmp_path, 6)
     resumed = pool.run(2, train_attempt, spec, RUN, taken_up(str(tmp_path), None))[0]
     (warning,) = resumed.warnings
-    assert file.name in warning
+    assert name in warning
     assert "passed over" in warning
     assert (resumed.rows, resumed.weights_digest) == (whole.rows, whole.weights_digest)
     assert resumed.digests == whole.digests[4:]
+
+
+def test_a_damaged_checkpoint_takes_no_good_ones_place(tmp_path: Path) -> None:
+    """G5: a run that passes over its newest two keeps what it saves, and what it started from."""
+    storage = {"storage": str(tmp_path), "keep_last": 2}
+    spec = document("digits", checkpoint={**storage, "every": {"steps": 2}})
+    train_attempt({**spec, "checkpoint": {**spec["checkpoint"], "keep_last": 3}}, RUN, AttemptOrigin(), 6)
+    flip_a_bit(tmp_path, 4)
+    flip_a_bit(tmp_path, 6)
+    often = document("digits", checkpoint={**storage, "every": {"steps": 1}})
+    train_attempt(often, RUN, taken_up(str(tmp_path), None), 3)
+    assert [found.step for found in checkpoints(folder(str(tmp_path)))] == [6, 4, 3, 2]
+    newest = load_newest(folder(str(tmp_path)), lambda text: None)
+    assert newest is not None and newest.manifest.step == 3
+    rest = train_attempt(often, RUN, taken_up(str(tmp_path), None))
+    assert rest.rows == undisturbed("digits", "fp32").rows
+    assert [found.step for found in checkpoints(folder(str(tmp_path)))] == [8, 7]
 
 
 @pytest.mark.parametrize(

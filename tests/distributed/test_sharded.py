@@ -20,9 +20,9 @@ from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 from lockstep.record.events import Event, StepRow
-from lockstep.training.checkpoints import Start
 from lockstep.training.digest import tree_digest
 from lockstep.training.sharding import ShardedOptimizer
+from lockstep.training.start import Start
 from tests.distributed import test_same_bits
 from tests.distributed.pool import Pool
 from tests.distributed.small_jobs import Plain, Strided
@@ -176,6 +176,28 @@ def test_a_run_is_taken_up_by_any_workers_sharded_or_not(pool: Pool, tmp_path: P
             assert one.identity == wanted.identity
             assert one.digests == wanted.digests[step:]
     assert content(shards) == content(plain)
+
+
+@pytest.mark.parametrize(("precision", "before", "after"), [("fp32", 2, 3), ("bf16", 3, 2)])
+def test_an_interrupted_run_goes_on_on_other_workers(
+    pool: Pool, tmp_path: Path, precision: str, before: int, after: int
+) -> None:
+    """Ragged steps and clipping; the shares of the state begin elsewhere on as many workers as take it up."""
+    document: Document = {
+        "job": {"use": "tests.distributed.small_jobs:Plain", "params": {"samples": 40}},
+        "batch": {"global": 16, "micro": 2},
+        "length": {"epochs": 2},
+        "data": {"drop_last": False},
+        "precision": precision,
+        "clip_norm": 0.5,
+    }
+    wanted = train(document)
+    saving = sharded({**document, "checkpoint": {"storage": str(tmp_path), "every": None}})
+    for one in pool.run(before, train_attempt, saving, RUN, AttemptOrigin(), 3):
+        assert one.digests == wanted.digests[:3]
+    origin = AttemptOrigin(RUN, folder(tmp_path).claim().number, 3)
+    for one in pool.run(after, train_attempt, saving, RUN, origin):
+        assert (one.rows, one.digests, one.identity) == (wanted.rows, wanted.digests[3:], wanted.identity)
 
 
 # --- memory, refusals, controls -------------------------------------------------------------------------------

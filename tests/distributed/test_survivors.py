@@ -272,6 +272,13 @@ def test_a_save_under_way_is_whole_or_made_again(tmp_path: Path, worker: int, pl
     assert (taken_up.weights_digest, taken_up.rows) == (whole.weights_digest, whole.rows)
 
 
+def test_a_rank_that_waits_to_save_again_hears_that_another_is_lost(tmp_path: Path) -> None:
+    """The others wait for rank 0, and it for the lost rank's part of the save before: up to the limit of five minutes."""
+    document = CENTRED | {"checkpoint": {"storage": str(tmp_path), "every": {"steps": 2}, "keep_last": 9}}
+    outlived = outlive(document, 3, [Fall(1, 2, "receipt", after=4)], run_id="run")
+    check(outlived, train(document), [0, 2])
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("step", [4, 6])

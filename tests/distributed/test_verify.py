@@ -187,7 +187,7 @@ def test_what_parts_two_runs_is_found_whoever_recorded_them(pool: Pool, use: str
             saving = {"checkpoint": {"storage": f"{folder}/{name}-{workers}", "every": {"steps": 2}}}
             whole = {**small(), **saving, "job": {"use": f"tests.unit.proof.verified_jobs:{name}"}}
             run = recorded(pool, {**whole, "record": {"uri": "off", "digest_every": 2}}, workers, {})
-            sides.append(Side(name, run.spec, run.fields, run.steps, {}, None, run))
+            sides.append(Side(name, run.spec, run.fields, run.steps, run.evaluations, {}, None, run))
         found = difference(*sides, Path(folder, "aside"))
     if use == "Small":
         assert found.same

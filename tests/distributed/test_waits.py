@@ -103,7 +103,7 @@ def test_whoever_waits_for_a_message_of_a_rank_that_is_lost_is_told(what: str) -
 @pytest.mark.scenario
 @pytest.mark.parametrize("what", ["send", "receive"])
 def test_gloo_does_not_tell_it(what: str) -> None:
-    """The control. Where it fails, gloo has learnt to tell: `training.waits` is then no longer needed."""
+    """The control. Where it fails, gloo has learnt to tell: `communication.waits` is then no longer needed."""
     told, _, _ = lost_in_mid_message(f"{what} by gloo")
     assert "Timed out waiting" in told
 

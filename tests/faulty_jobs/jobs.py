@@ -6,13 +6,13 @@ import copy
 import os
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import lockstep
 
@@ -69,6 +69,22 @@ class SoundTied(Sound):
 
     def model(self) -> nn.Module:
         return Pair(tied=True)
+
+
+class SoundSparse(Sound):
+    """Its inputs are sparse matrices."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(OfSparse(FEATURES, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        x, y = default_collate(samples)
+        return x.to_sparse(), y
+
+
+class OfSparse(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(x, self.weight.t()) + self.bias
 
 
 class SoundNll(Sound):

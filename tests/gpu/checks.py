@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,12 +27,15 @@ from torch import nn
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
 from lockstep.communication.group import Group
+from lockstep.errors import SpecError
 from lockstep.job.loading import load_job
 from lockstep.plan import worker_ranges
 from lockstep.record.events import Event, StepRow
 from lockstep.spec.loading import load_spec
+from lockstep.training import reduction
+from lockstep.training.compiled import cpp_compiler
 from lockstep.training.determinism import determinism, numerics_probe
-from lockstep.training.loop import fit
+from lockstep.training.loop import fit, peak_memory
 from lockstep.training.norm import GradientNorm
 from lockstep.training.requests import NoRequests
 from tests.distributed.test_peak_memory import document as deep
@@ -62,6 +67,12 @@ class Setting:
     device: str
     runner: Runner
     small: bool
+    sends: bool = True
+    """Whether a rank can send to a single other one; gloo cannot send a tensor that lies on a GPU."""
+
+    @classmethod
+    def on(cls, device: str, runner: Processes) -> Setting:
+        return cls(device, runner, device == "cpu", device == "cpu" or runner.backend == "nccl")
 
 
 # --- bits -----------------------------------------------------------------------------------------------------
@@ -92,10 +103,17 @@ def norm(setting: Setting) -> Iterator[Row]:
     yield Row("values of torch's norm of one gradient in them", str(len(by_torch)))
 
 
-def mixed(precision: str, clip: bool, **more: Any) -> Document:
+UNEVEN = {"global": 30, "micro": 5}
+"""Six micro-batches a step: on two workers each has a part of the tree that is no single node."""
+
+
+GLOO = "skipped: gloo sends no CUDA tensor to a single rank"
+
+
+def mixed(precision: str, clip: bool, job: str = "Mixed", **more: Any) -> Document:
     """Eight micro-batches a step, the last step of an epoch ragged."""
     return {
-        "job": {"use": "tests.gpu.jobs:Mixed", "params": {"width": 24}},
+        "job": {"use": f"tests.gpu.jobs:{job}", "params": {"width": 24}},
         "seed": 3,
         "length": {"epochs": 2},
         "batch": {"global": 40, "micro": 5},
@@ -107,76 +125,202 @@ def mixed(precision: str, clip: bool, **more: Any) -> Document:
     }
 
 
-def train_each(documents: list[Document], device: str) -> list[Trained]:
-    return [train(document, device) for document in documents]
+def sharded(document: Document) -> Document:
+    return {**document, "optimizer": {"sharded": True}}
+
+
+class Way(NamedTuple):
+    """A run and how its buckets travel: `in_slices`, none is sent whole, so that single ranks exchange slices of them."""
+
+    document: Document
+    in_slices: bool = False
+
+    def sending(self) -> AbstractContextManager[Any]:
+        return mock.patch.object(reduction, "LATENCY_BYTES", 0) if self.in_slices else nullcontext()
+
+
+def train_each(ways: list[Way], device: str) -> list[Trained]:
+    found = []
+    for way in ways:
+        with way.sending():
+            found.append(train(way.document, device))
+    return found
 
 
 def repeats(setting: Setting) -> Iterator[Row]:
     """One run twice, in two processes, in three precisions."""
-    documents = [mixed(precision, clip=True) for precision in PRECISIONS]
-    (first,), (second,) = (setting.runner.run(1, train_each, documents, setting.device) for _ in range(2))
+    ways = [Way(mixed(precision, clip=True)) for precision in PRECISIONS]
+    (first,), (second,) = (setting.runner.run(1, train_each, ways, setting.device) for _ in range(2))
     for precision, one, other in zip(PRECISIONS, first, second, strict=True):
         yield Row(f"W = 1 twice, {precision}", one.weights_digest[:12], one == other)
 
 
 def workers(setting: Setting) -> Iterator[Row]:
-    """Ragged steps, BatchNorm and conditional parameters on two to four workers and on one, with and without clip."""
+    """Ragged steps, BatchNorm and conditional parameters on two to four workers and on one, with and without clip.
+
+    The buckets are small, so they are sent whole; the same cases, on uneven workers, go in slices as well.
+    """
     cases = [(precision, clip) for precision in PRECISIONS for clip in (False, True)]
-    documents = [mixed(*case) for case in cases]
-    (alone,) = setting.runner.run(1, train_each, documents, setting.device)
-    for size in (2,) if setting.small else (2, 3, 4):
-        ranks = setting.runner.run(size, train_each, documents, setting.device)
-        for i, (precision, clip) in enumerate(cases):
-            same = all(rank[i] == alone[i] for rank in ranks)
-            what = f"W = {size} as W = 1, {precision}{', clipped' if clip else ''}"
-            yield Row(what, alone[i].weights_digest[:12], same)
-    shared = [{**documents[1], "optimizer": {"name": "adamw", "sharded": True}}]
-    same = all(rank[0] == alone[1] for rank in setting.runner.run(2, train_each, shared, setting.device))
-    yield Row("W = 2 with a sharded optimizer", alone[1].weights_digest[:12], same)
-    broken = {
-        rank[0].weights_digest for rank in setting.runner.run(2, _other_order, documents[0], setting.device)
+    ways = {
+        f"{precision}{', clipped' if clip else ''}": Way(mixed(precision, clip)) for precision, clip in cases
     }
-    yield Row("another order of addition gives other bits", "", alone[0].weights_digest not in broken)
+    if setting.sends:
+        ways |= {
+            f"{what}, in slices": Way({**way.document, "batch": UNEVEN}, in_slices=True)
+            for what, way in ways.items()
+        }
+    # The controls: `reduction: native` adds a worker's micro-batches from left to right, and there is one order only for one of each worker.
+    left, one_each = mixed("fp32", False), mixed("fp32", True, batch={"global": 12, "micro": 6})
+    one_each["record"] = {"digest_every": None}  # native sums keep no micro-batch's gradient apart
+    (alone,) = setting.runner.run(1, train_each, [*ways.values(), Way(one_each)], setting.device)
+    native = [Way({**one, "reduction": "native"}, in_slices=True) for one in (left, one_each)]
+    for size in (2,) if setting.small else (2, 3, 4):
+        every = [*ways.values(), *(native if size == 2 else [])]
+        ranks = setting.runner.run(size, train_each, every, setting.device)
+        for i, what in enumerate(ways):
+            same = all(rank[i] == alone[i] for rank in ranks)
+            yield Row(f"W = {size} as W = 1, {what}", alone[i].weights_digest[:12], same)
+        if size == 2:
+            broken = {rank[-2].weights_digest for rank in ranks}
+            yield Row("another order of addition gives other bits", "", alone[0].weights_digest not in broken)
+            same = all(
+                (rank[-1].digests, rank[-1].rows) == (alone[-1].digests, alone[-1].rows) for rank in ranks
+            )
+            yield Row("W = 2, native, one micro-batch each", alone[-1].weights_digest[:12], same)
+    if not setting.sends:
+        yield Row("in slices", GLOO)
 
 
-def _other_order(document: Document, device: str) -> list[Trained]:
-    """The control: `reduction: native` adds a worker's micro-batches from left to right."""
-    return [train({**document, "reduction": "native"}, device)]
+def sharding(setting: Setting) -> Iterator[Row]:
+    """A sharded optimizer on two workers and a whole one on one worker, also for parameters with gaps in their memory."""
+    if not setting.sends:
+        yield Row("a sharded optimizer", GLOO)
+        return
+    strided = {
+        "job": {"use": "tests.distributed.small_jobs:Strided", "params": {"samples": 50}},
+        "batch": {"global": 16, "micro": 2},
+        "data": {"drop_last": False},
+        "clip_norm": 0.5,
+    }
+    cases = {precision: mixed(precision, clip=True) for precision in PRECISIONS}
+    cases |= {"fused": mixed("fp32", True, "Fused"), "parameters with gaps": strided}
+    ways = [Way(document) for document in cases.values()]
+    (alone,) = setting.runner.run(1, train_each, ways, setting.device)
+    ranks = setting.runner.run(2, train_each, [Way(sharded(way.document)) for way in ways], setting.device)
+    for i, what in enumerate(cases):
+        same = all(rank[i] == alone[i] for rank in ranks)
+        yield Row(f"W = 2, sharded, {what}", alone[i].weights_digest[:12], same)
 
 
 def resume(setting: Setting) -> Iterator[Row]:
-    """A run with a checkpoint after each step, taken up after two of them on other workers, which save as well."""
-    whole = setting.runner.run(1, train_each, [mixed("bf16", clip=True)], setting.device)[0][0]
-    total = len(whole.rows)
+    """Runs with a checkpoint after each step, taken up after some of them on other workers, which save as well."""
+    even = mixed("bf16", clip=True)
+    ways, of_whole = {"": Way(even)}, [Way(even)]
+    if setting.sends:
+        uneven, fused = {**even, "batch": UNEVEN}, mixed("bf16", True, "Fused")
+        ways |= {", in slices": Way(uneven, in_slices=True), ", sharded, fused": Way(sharded(fused))}
+        of_whole += [Way(uneven), Way(fused)]
+    (whole,) = setting.runner.run(1, train_each, of_whole, setting.device)
     with tempfile.TemporaryDirectory(prefix="runs-") as storage:
-        saving = mixed("bf16", True, checkpoint={"storage": storage, "every": {"steps": 1}, "keep_every": 1})
-        on_two = setting.runner.run(2, train_attempt, saving, "run", AttemptOrigin(), None, setting.device)
-        yield Row(
-            "W = 2 with a checkpoint after each step", f"{total} steps", all(t == whole for t in on_two)
-        )
-        folder = RunFolder.open(open_storage(storage), "run")
-        for step, size in ((2, 1), (total - 1, 2 if setting.small else 3)):
-            origin = AttemptOrigin("run", folder.claim().number, step)
-            found = setting.runner.run(size, train_attempt, saving, "run", origin, None, setting.device)
-            same = all(one.digests == whole.digests[step:] and one.rows == whole.rows for one in found)
-            yield Row(f"taken up after step {step} on W = {size}", whole.weights_digest[:12], same)
+        saving = [
+            Way(
+                {
+                    **way.document,
+                    "checkpoint": {"storage": f"{storage}/{i}", "every": {"steps": 1}, "keep_every": 1},
+                },
+                way.in_slices,
+            )
+            for i, way in enumerate(ways.values())
+        ]
+        origins = [AttemptOrigin()] * len(saving)
+        on_two = setting.runner.run(2, attempt_each, saving, origins, setting.device)
+        for i, what in enumerate(ways):
+            same = all(rank[i] == whole[i] for rank in on_two)
+            yield Row(f"W = 2, a checkpoint each step{what}", f"{len(whole[i].rows)} steps", same)
+        folders = [RunFolder.open(open_storage(f"{storage}/{i}"), "run") for i in range(len(saving))]
+        for before, size in ((False, 1), (True, 2 if setting.small else 3)):
+            steps = [len(one.rows) - 1 if before else 2 for one in whole]
+            origins = [
+                AttemptOrigin("run", folder.claim().number, step)
+                for folder, step in zip(folders, steps, strict=True)
+            ]
+            ranks = setting.runner.run(size, attempt_each, saving, origins, setting.device)
+            for i, (what, step) in enumerate(zip(ways, steps, strict=True)):
+                same = all(
+                    (rank[i].digests, rank[i].rows) == (whole[i].digests[step:], whole[i].rows)
+                    for rank in ranks
+                )
+                yield Row(
+                    f"taken up after step {step} on W = {size}{what}", whole[i].weights_digest[:12], same
+                )
+    if not setting.sends:
+        yield Row("in slices, and sharded", GLOO)
+
+
+def attempt_each(ways: list[Way], origins: list[AttemptOrigin], device: str) -> list[Trained]:
+    found = []
+    for way, origin in zip(ways, origins, strict=True):
+        with way.sending():
+            found.append(train_attempt(way.document, "run", origin, None, device))
+    return found
+
+
+def compiled(setting: Setting) -> Iterator[Row]:
+    """A compiled perceptron on one worker, and on two, which read the programs that it has compiled; the ragged tail runs eager."""
+    try:
+        cpp_compiler()
+    except SpecError as error:
+        yield Row("compiled", f"skipped: {error}")
+        return
+    document = {
+        "job": {"use": "tests.distributed.small_jobs:Plain", "params": {"samples": 32}},
+        "batch": {"global": 12, "micro": 3},
+        "data": {"drop_last": False},
+        "length": {"epochs": 2},
+        "precision": "bf16",
+        "compile": True,
+    }
+    with tempfile.TemporaryDirectory(prefix="programs-") as folder:
+        ((alone,),) = setting.runner.run(1, train_compiled, [Way(document)], setting.device, folder)
+        ranks = setting.runner.run(2, train_compiled, [Way(document)], setting.device, folder)
+    same = all(rank == [alone] for rank in ranks)
+    yield Row("W = 2 as W = 1, compiled", alone.weights_digest[:12], same)
+
+
+def train_compiled(ways: list[Way], device: str, folder: str) -> list[Trained]:
+    """With inductor's programs in this folder."""
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        return train_each(ways, device)
 
 
 # --- costs ----------------------------------------------------------------------------------------------------
 
 
+WAITS = 2
+"""How often a step of one worker may make the processor wait for the device, in fp32 and bf16: for the step's exchange, and for the
+norm of its gradients. In fp16 torch's loss scaler waits as well."""
+
+
 def synchronisations(setting: Setting) -> Iterator[Row]:
-    """How often a step makes the processor wait for the device."""
-    for precision in PRECISIONS:
-        found = setting.runner.run(1, _waits, mixed(precision, clip=True), setting.device)[0]
-        yield Row(
-            f"synchronisations of a step, {precision}",
-            f"{found:g}" if setting.device == "cuda" else "no device",
-        )
+    """How often a step makes the processor wait for the device; the job itself never does."""
+    document = {**gpt(TINY, steps=16), "batch": {"global": 8, "micro": 2}}
+    document["record"] = {"digest_every": None, "observe_every": None}
+    documents = [{**document, "precision": precision} for precision in PRECISIONS]
+    found = setting.runner.run(1, waits, documents, setting.device)[0]
+    for precision, waited in zip(PRECISIONS, found, strict=True):
+        what = f"synchronisations of a step, {precision}"
+        if setting.device == "cpu":
+            yield Row(what, "no device")
+        else:
+            yield Row(what, f"{waited:g}", None if precision == "fp16" else 0 < waited <= WAITS)
+
+
+def waits(documents: list[Document], device: str) -> list[float]:
+    return [_waits(document, device) for document in documents]
 
 
 def _waits(document: Document, device: str) -> float:
-    """Of a step from the second on, by torch's own count on CUDA."""
+    """Of a step by torch's own count on CUDA: the median, for a few steps also fetch a micro-batch again and compare it."""
     noted: list[int] = []
     spec = load_spec(document)
     with warnings.catch_warnings(record=True) as told:
@@ -185,7 +329,7 @@ def _waits(document: Document, device: str) -> float:
         class Noting(NoRequests):
             def tell(self, event: Event) -> None:
                 if isinstance(event, StepRow):
-                    noted.append(sum("synchronizing" in str(one.message) for one in told))
+                    noted.append(sum("called a synchronizing" in str(one.message) for one in told))
 
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
@@ -196,7 +340,7 @@ def _waits(document: Document, device: str) -> float:
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-    return (noted[-1] - noted[0]) / (len(noted) - 1)
+    return statistics.median(after - before for before, after in pairwise(noted))
 
 
 def memory(setting: Setting) -> Iterator[Row]:
@@ -212,42 +356,53 @@ PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e1
 """Of dense bf16 products, by the beginning of the device's name; from the vendor's data sheets."""
 
 
-def speed(setting: Setting) -> Iterator[Row]:
-    """A GPT of 124 M parameters in bf16 beside a hand-written loop: strict and fast, exact and native."""
-    tiny = {"depth": 1, "heads": 2, "width": 16, "context": 16, "vocabulary": 64, "samples": 64}
-    params, batch, steps = (tiny, (8, 2), 4) if setting.small else ({}, (64, 8), 14)
-    ways = {"Lockstep, strict, exact": ("strict", "exact"), "Lockstep, strict, native": ("strict", "native")}
-    ways["Lockstep, fast, exact"] = ("fast", "exact")
-    document = {
+TINY = {"depth": 1, "heads": 2, "width": 16, "context": 16, "vocabulary": 64, "samples": 64}
+
+
+def gpt(params: dict[str, int], steps: int) -> Document:
+    return {
         "job": {"use": "tests.gpu.jobs:Tokens", "params": params},
         "length": {"steps": steps},
-        "batch": {"global": batch[0], "micro": batch[1]},
         "precision": "bf16",
         "clip_norm": 1.0,
         "rehearsal": "off",
     }
+
+
+def speed(setting: Setting) -> Iterator[Row]:
+    """A GPT of 124 M parameters in bf16 beside a hand-written loop: strict and fast, exact and native; the memory at the peak."""
+    params, batch, steps = (TINY, (8, 2), 4) if setting.small else ({}, (64, 8), 14)
+    ways = {"Lockstep, strict, exact": ("strict", "exact"), "Lockstep, strict, native": ("strict", "native")}
+    ways["Lockstep, fast, exact"] = ("fast", "exact")
+    document = {**gpt(params, steps), "batch": {"global": batch[0], "micro": batch[1]}}
     spec = load_spec(document)
     job = load_job(spec.job.use, spec.job.params)
     assert isinstance(job, Tokens)
-    tokens = batch[0] * job.params.context
+    of_step = batch[0] * job.params.context
     parameters = sum(parameter.numel() for parameter in job.model().parameters())
     flops = 6 * parameters + 12 * job.params.depth * job.params.width * job.params.context  # of a token
     name = torch.cuda.get_device_name() if setting.device == "cuda" else ""
     most = next((flops for begin, flops in PEAK_FLOPS.items() if name.startswith(begin)), None)
 
-    def row(what: str, step_s: float) -> Row:
-        used = (
-            ""
-            if most is None
-            else f", {100 * tokens / step_s * flops / most:.1f} % of {most / 1e12:.0f} TFLOP/s"
-        )
-        return Row(what, f"{1e3 * step_s:.1f} ms a step, {tokens / step_s:,.0f} tokens/s{used}")
+    def row(what: str, cost: Cost) -> Row:
+        rate, used = of_step / cost.step_s, ""
+        if most is not None:
+            used = f", {100 * rate * flops / most:.1f} % of {most / 1e12:.0f} TFLOP/s"
+        peak = f", {cost.peak_bytes / 1e9:.1f} GB"
+        return Row(what, f"{1e3 * cost.step_s:.1f} ms a step, {rate:,.0f} tokens/s{used}{peak}")
 
     yield Row("parameters of the GPT", f"{parameters / 1e6:.1f} M")
     yield row("by hand", setting.runner.run(1, _by_hand, document, setting.device)[0])
-    for what, (kind, reduction) in ways.items():
-        given = {**document, "determinism": kind, "reduction": reduction}
-        yield row(what, setting.runner.run(1, _step_s, given, setting.device)[0])
+    for what, (kind, added) in ways.items():
+        given = {**document, "determinism": kind, "reduction": added}
+        yield row(what, setting.runner.run(1, _by_lockstep, given, setting.device)[0])
+
+
+class Cost(NamedTuple):
+    """Seconds of a step, and the most memory that the process has held: on a CPU all of it."""
+
+    step_s: float
+    peak_bytes: int
 
 
 class Timing(NoRequests):
@@ -261,15 +416,15 @@ class Timing(NoRequests):
             self.steps.append(event.step_s)
 
 
-def _step_s(document: Document, device: str) -> float:
+def _by_lockstep(document: Document, device: str) -> Cost:
     spec, record = load_spec(document), Timing()
     job = load_job(spec.job.use, spec.job.params)
     fit(spec, job, Group.join(torch.device(device)), record.tell, record)
-    return sorted(record.steps)[len(record.steps) // 2]
+    return Cost(statistics.median(record.steps), peak_memory(torch.device(device)))
 
 
-def _by_hand(document: Document, device: str) -> float:
-    """Seconds of a step of the loop that a person writes: autocast, accumulation, clipping, AdamW, the loss read once."""
+def _by_hand(document: Document, device: str) -> Cost:
+    """The loop that a person writes: autocast, accumulation, clipping, AdamW, the loss read once."""
     spec = load_spec(document)
     job = load_job(spec.job.use, spec.job.params)
     model = job.model().to(device)
@@ -294,7 +449,7 @@ def _by_hand(document: Document, device: str) -> float:
         optimizer.step()
         total.item()
         times.append(time.perf_counter() - began)
-    return sorted(times[2:])[len(times[2:]) // 2]
+    return Cost(statistics.median(times[2:]), peak_memory(torch.device(device)))
 
 
 def killed(setting: Setting) -> Iterator[Row]:
@@ -333,5 +488,17 @@ def _until_killed(document: Document, folder: str, device: str) -> tuple[str, fl
 
 CHECKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     check.__name__: check
-    for check in (probe, norm, repeats, workers, resume, synchronisations, memory, speed, killed)
+    for check in (
+        probe,
+        norm,
+        repeats,
+        workers,
+        sharding,
+        resume,
+        compiled,
+        synchronisations,
+        memory,
+        speed,
+        killed,
+    )
 }

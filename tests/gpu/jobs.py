@@ -44,6 +44,13 @@ class Mixed(lockstep.Job):
         return ["second.weight", "second.bias"]
 
 
+class Fused(Mixed):
+    """Its own optimizer is one kernel, which reads the step count where the parameters are."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
 class MixedModel(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

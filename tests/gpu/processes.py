@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 ANSWER_S = 240
+"""How long all ranks of one call may take together."""
 
 
 class Lost(RuntimeError):
@@ -23,15 +26,16 @@ class Lost(RuntimeError):
 class Processes:
     """`run` starts W processes with a group of `backend` and has each call one function."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, answer_s: float = ANSWER_S) -> None:
         self.backend = backend
+        self.answer_s = answer_s
 
     def run(self, workers: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned, by rank. The first exception is raised."""
+        """What each rank returned, by rank. The first exception is raised, one that a rank told before one that was lost."""
         answers = self.answers(workers, function, *args)
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, Lost))
         return answers
 
     def answers(self, workers: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -46,13 +50,18 @@ class Processes:
                 process.start()
                 there.close()
                 pairs.append((process, here))
-            return [_answer(process, pipe) for process, pipe in pairs]
+            deadline = time.monotonic() + self.answer_s  # one for all: a hang of every rank costs it once
+            return [_answer(process, pipe, deadline) for process, pipe in pairs]
 
 
-def _answer(process: Any, pipe: Connection) -> Any:
-    wait([pipe, process.sentinel], timeout=ANSWER_S)
+def _answer(process: Any, pipe: Connection, deadline: float) -> Any:
+    wait([pipe, process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
+    if not pipe.poll():
+        process.kill()
+        process.join()
+        return Lost("no answer in time")
     try:
-        answer = pipe.recv() if pipe.poll() else Lost(f"no answer for {ANSWER_S} s")
+        answer = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(10)
         answer = Lost(f"exit code {process.exitcode}")
@@ -90,9 +99,13 @@ def _serve(
     except Exception as error:  # noqa: BLE001 - carried to the caller
         answer = error
     try:
-        pipe.send(answer)
+        told = pickle.dumps(
+            answer
+        )  # not `send`: it would share tensors out of the memory of a process that ends here
+        pickle.loads(told)
     except Exception as error:  # noqa: BLE001 - what cannot be pickled is told as text
-        pipe.send(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
+        told = pickle.dumps(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
+    pipe.send_bytes(told)
     os._exit(0)  # a group that lost a rank may never end in order
 
 

@@ -50,11 +50,13 @@ def main() -> None:
         print("\n".join(f"skipped: {name}: no CUDA device" for name in names))
         return
     os.environ.update(WORKER_ENVIRONMENT)  # before a process starts
-    backend = backend_for(options.device)
+    processes = Processes(backend_for(options.device))
     device = torch.cuda.get_device_name() if options.device == "cuda" else "a CPU"
-    head = f"{device}, torch {torch.__version__}, Python {sys.version.split()[0]}, ranks by {backend}"
+    head = (
+        f"{device}, torch {torch.__version__}, Python {sys.version.split()[0]}, ranks by {processes.backend}"
+    )
     print(head, flush=True)
-    setting, found = Setting(options.device, Processes(backend), small=options.device == "cpu"), {}
+    setting, found = Setting.on(options.device, processes), {}
     for name in names:
         began, found[name] = time.time(), []
         for row in rows(name, setting):

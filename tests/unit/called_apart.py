@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import LockstepError, SpecError
+from lockstep.record.events import EvaluationRow, StepRow
 
 
 def result(status: str, step: int, number: int | None = None) -> Result:
@@ -27,6 +29,14 @@ def environment(options: RunOptions, names: list[str]) -> Result:
     for name in names:
         options.progress.say(f"{name}={os.environ.get(name)}")
     options.progress.say(f"same set {list({'a', 'b', 'c', 'd', 'e', 'f'})}")
+    return result("FINISHED", 3)
+
+
+def showing(options: RunOptions, rows: tuple[StepRow, EvaluationRow], trials: list[dict[str, Any]]) -> Result:
+    """Show the rows of a step and an evaluation, and then the trials of a sweep."""
+    options.progress.show(*rows, 12)
+    options.progress.show(None, None, None)
+    options.progress.table("1 of 2 trials", trials)
     return result("FINISHED", 3)
 
 

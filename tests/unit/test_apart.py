@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ import pytest
 from lockstep.calls.apart import apart
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
+from lockstep.record.events import EvaluationRow
 from tests.unit import called_apart
+from tests.unit.record.rows import step_row
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +64,22 @@ def test_what_goes_wrong_there_is_raised_here(name: str, told: str) -> None:
     call, kind = called_apart.CALLS[name]
     with pytest.raises(kind, match=told):
         apart(call, RunOptions())
+
+
+def test_rows_and_trials_are_shown_here_as_there() -> None:
+    shown: list[object] = []
+
+    class Shown(Silent):
+        def show(self, *rows: object) -> None:
+            shown.append(rows)
+
+        def table(self, *table: object) -> None:
+            shown.append(table)
+
+    rows = (step_row(7), EvaluationRow(7, 0, {"eval/loss": 0.5}, 0.1, 1.0))
+    trials = [{"trial": 0, "fields": {"optimizer.lr": 0.1}}]
+    apart(partial(called_apart.showing, rows=rows, trials=trials), RunOptions(progress=Shown()))
+    assert shown == [(*rows, 12), (None, None, None), ("1 of 2 trials", trials)]
 
 
 def interrupt(_text: str) -> None:
@@ -107,8 +127,12 @@ def test_a_run_whose_parent_is_killed_stops_as_after_a_signal(tmp_path: Path) ->
 
 
 def test_a_result_is_shown_as_a_table() -> None:
-    shown = called_apart.result("KILLED", 7)._repr_html_()
+    killed = called_apart.result("KILLED", 7)
+    here = replace(killed, folder=str(Path("runs", killed.run_id).absolute()))
+    shown = html.unescape(here._repr_html_())
     assert '<th style="text-align: left">status</th>' in shown
-    assert "eval/&lt;loss&gt;" in shown
-    assert "lockstep.resume(" in shown
+    assert "eval/&lt;loss&gt;" in killed._repr_html_()
+    assert f"lockstep.resume({killed.run_id!r}, uri='off')" in shown
+    there = html.unescape(replace(killed, folder=f"/data/rec/{killed.run_id}")._repr_html_())
+    assert f"lockstep.resume({killed.run_id!r}, ['record.folder=/data/rec'], uri='off')" in there
     assert "look at it" not in shown  # recorded nowhere

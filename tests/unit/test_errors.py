@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import errors
-from lockstep.errors import LockstepError, SpecError, nearest
+from lockstep.errors import FailedAt, LockstepError, SpecError, nearest
 from lockstep.job.frames import place_in_job
 
 
@@ -29,6 +29,15 @@ def test_every_error_survives_pickling(kind: type[LockstepError]) -> None:
     assert str(back) == "seed: got 'x', wanted a whole number"
     assert back.exit_code == kind.exit_code
     assert back.args == ("seed: got 'x', wanted a whole number",)
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_an_error_with_another_message_keeps_all_that_it_says_of_itself(kind: type[LockstepError]) -> None:
+    """The driver reports what failed and where, whatever is added to the line on its way."""
+    error = kind("the job failed")
+    error.place = FailedAt("job", 7, 1, (3, 4))
+    back = pickle.loads(pickle.dumps(error.with_message("the job failed; run 12")))
+    assert (type(back), str(back), back.place) == (kind, "the job failed; run 12", error.place)
 
 
 class TwoArguments(LockstepError):

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def loader_process() -> None:
     list(DataLoader(Broken(), num_workers=1))
 
 
+def no_thread() -> None:
+    """The kernel answers as it does when a machine has all the threads that it may have."""
+    before = threading.stack_size(1 << 46)
+    try:
+        threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
+
+
 @pytest.mark.parametrize(
     ("broken", "kind"),
     [
@@ -87,6 +97,7 @@ def loader_process() -> None:
         (loader_process, "storage"),
         (lambda: bytearray(1 << 62), "memory"),
         (lambda: torch.empty(1 << 58), "memory"),
+        (no_thread, "memory"),
         (lambda: Path("/no/such/file").read_text(), "job"),
         (lambda: Path("/proc/1/mem/x").read_text(), "job"),
         (lambda: torch.ones(2) @ torch.ones(3), "job"),
@@ -152,6 +163,10 @@ SAID: list[tuple[Kind, str]] = [
     ("peer", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:58054"),
     ("peer", "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"),
     ("peer", "NCCL communicator was aborted on rank 1."),
+    ("job", "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"),
+    ("job", "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 2432 bytes"),
+    ("peer", "NCCL error in: NCCLUtils.hpp:317, unhandled cuda error, NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 999 'unknown error'"),
+    ("memory", "can't start new thread"),
     ("memory", "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes. Error code 12 (Cannot allocate memory)"),
     ("memory", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free. Process 4711 has 120.00 GiB memory in use. Including non-PyTorch memory, this process has 8.00 GiB memory in use."),
     ("job", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 138.00 GiB memory in use."),
@@ -186,6 +201,15 @@ def test_torchs_own_kinds_of_exception() -> None:
     assert "lower batch.micro" in str(as_lockstep_error(out, "step 1"))
     assert kind_of(torch.distributed.DistNetworkError("The client socket has timed out")).kind == "peer"
     assert kind_of(torch.distributed.DistStoreError("wait timeout after 300000ms")).kind == "peer"
+
+
+def test_a_gpu_without_room_for_nccl_is_told_as_one_without_room_for_the_job() -> None:
+    """Its buffers lie beside torch's: another attempt would fail in the same way."""
+    for kind, text in SAID:
+        if kind == "job" and "ncclUnhandledCudaError" in text:
+            error = as_lockstep_error(torch.distributed.DistBackendError(text), "step 1, rank 0")
+            assert type(error) is JobError
+            assert str(error).startswith("out of GPU memory (step 1, rank 0): lower batch.micro")
 
 
 @pytest.mark.parametrize("number", sorted(ERRNOS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -9,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from threadpoolctl import ThreadpoolController
 
-from lockstep.errors import JobError, JobImportError, SpecError
+from lockstep.errors import JobImportError, SpecError
 from lockstep.job.interface import Job
-from lockstep.job.loading import dataset_size, load_job
+from lockstep.job.loading import load_job
 
 SOURCE = """
 from enum import Enum
@@ -253,19 +255,46 @@ def test_a_job_without_params_of_its_own_takes_none(module: Write) -> None:
     assert refusal(use, SpecError, width=3) == "job.params.width: unknown key"
 
 
-# --- datasets ---------------------------------------------------------------------------------------------
+THREADS = """
+import torch
+from lockstep.threads import library_threads
+
+def threads():
+    return [torch.get_num_threads(), library_threads()]
+
+IMPORTED = threads()
+
+class Counting(Whole):
+    def __init__(self, params):
+        super().__init__(params)
+        self.made = threads()
+"""
 
 
-def test_the_size_of_a_map_style_dataset_is_its_length() -> None:
-    assert dataset_size(TensorDataset(torch.zeros(5, 2)), "train_data") == 5
+def test_a_job_is_imported_and_made_with_one_thread(module: Write) -> None:
+    """What it computes then, such as a basis, is the same on any number of cores, whatever the libraries have outside."""
+    name = module(SOURCE + THREADS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ThreadpoolController().limit(limits=2, user_api="blas"):
+            job = load_job(f"{name}:Counting", {})
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert (sys.modules[name].IMPORTED, job.made) == ([1, 1], [1, 1])
 
 
-def test_a_dataset_without_a_length_is_refused() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    with pytest.raises(
-        JobError, match=r"^train_data: Stream has no __len__; Lockstep reads map-style datasets"
-    ):
-        dataset_size(Stream(), "train_data")
+def test_a_job_that_was_changed_within_a_second_is_imported_as_it_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes it for unchanged where its size is the same too: the run would train what its identity does not have."""
+    monkeypatch.syspath_prepend(tmp_path)
+    path, second = tmp_path / "edited_at_once.py", 1_700_000_000 * 10**9
+    for width in (3, 4, 5):
+        path.write_text(SOURCE + f"class Edited(Whole):\n    edited = {width}\n")
+        os.utime(path, ns=(second, second + width * 10**8))
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+        assert load_job(f"{path.stem}:Edited", {}).edited == width  # type: ignore[attr-defined]
+        bytecode = Path(importlib.util.cache_from_source(str(path)))
+        os.utime(bytecode, ns=(second, second + width * 10**8 + 1))

@@ -152,7 +152,7 @@ def test_what_a_script_does_when_it_runs_stays_behind(run: Run) -> None:
 def test_a_class_whose_source_cannot_be_had_is_refused() -> None:
     main = ModuleType("__main__")
     exec("class Mine: ...", vars(main))
-    with pytest.raises(JobImportError, match="the source of Mine cannot be had: __main__ is neither"):
+    with pytest.raises(JobImportError, match="the source of Mine is not available: __main__ is neither"):
         main_use(main.Mine, main)
 
 

@@ -236,7 +236,7 @@ def test_gradients_are_added_along_one_tree_whatever_the_workers(micro_batches: 
             assert executed(leaves, ranges) == [(range(leaves), fixed_tree(leaves))], (workers, leaves)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_gradients_are_added_along_one_tree_for_any_contiguous_ranges(data: st.DataObject) -> None:
     """G1: the tree does not lean on how `worker_ranges` chooses; workers without a micro-batch add nothing."""
@@ -354,7 +354,7 @@ def test_a_range_is_no_longer_where_that_saves_nothing() -> None:
                 assert partial_sums(ranges, micro_batches)[0] < partial_sums(even, micro_batches)[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 200).flatmap(lambda m: st.tuples(st.just(m), st.integers(1, m))))
 def test_worker_ranges_are_contiguous_and_none_has_much_more_than_its_share(numbers: tuple[int, int]) -> None:
     assert_fair(worker_ranges(*numbers), *numbers)

@@ -1,6 +1,12 @@
-"""The line of progress: a rate, and so a time left, only once there is one."""
+"""The line of progress: a rate, and so a time left, only once there is one. Where it cannot be shown, nothing else changes."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
 
 from lockstep.driver.progress import FEW_STEPS, Rate, describe
 from tests.unit.record.rows import step_row
@@ -27,3 +33,49 @@ def test_a_resumed_run_does_not_count_the_time_in_between() -> None:
         shown(rate, step, float(step))
     assert "left" not in shown(rate, 20, 90_000.0, attempt=2)
     assert "16:15 left" in shown(rate, 25, 90_005.0, attempt=2)
+
+
+SHOWN = """
+import os, pty, sys, threading, time
+from lockstep.cli.cluster import _say, _show
+from lockstep.driver.progress import Line
+from tests.unit.record.rows import step_row
+exec(sys.argv[1])
+failed = []
+threading.excepthook = failed.append
+line = Line()
+with line.running():
+    exec(sys.argv[2])
+    for step in range(3):
+        line.say("warning: once")
+        line.show(step_row(1 + step), None, 10)
+        line.table("1 of 2 trials", [])
+        time.sleep(0.3)  # the live line is written by a thread of its own
+_say("job demo")
+_show("its output")
+print("trained", failed)
+sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "meanwhile"),
+    [
+        pytest.param("read, write = os.pipe(); os.dup2(write, 2)", "os.close(read)", id="the reader is gone"),
+        pytest.param("os.dup2(os.open('/dev/full', os.O_WRONLY), 2)", "", id="the disk is full"),
+        pytest.param(
+            "master, slave = pty.openpty(); os.dup2(slave, 2)", "os.close(master)", id="the terminal is gone"
+        ),
+    ],
+)
+def test_a_display_that_breaks_ends_nothing_but_itself(begin: str, meanwhile: str) -> None:
+    """The command goes on, answers on standard output, and has its own exit code."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHOWN, begin, meanwhile],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("trained []\n", 130)

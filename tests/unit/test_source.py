@@ -12,7 +12,14 @@ import pytest
 import lockstep
 from lockstep.errors import JobImportError
 from lockstep.job.recorded_source import imported_from, source_digest
-from lockstep.job.source import check_job_source, job_source_digest, job_sources
+from lockstep.job.source import check_job_source, former_source_digest, job_source_digest, job_sources
+
+
+def forget(folder: Path) -> None:
+    """Take the modules out that were imported from below a folder."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(folder)):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -39,6 +46,33 @@ def test_sources_are_the_job_and_what_it_imports_from_its_own_root(project: Path
     assert {path.relative_to(project).as_posix() for path in found.values()} == {
         "__init__.py", "job.py", "data.py", "nets/__init__.py", "nets/conv.py",
     }  # fmt: skip
+
+
+def test_an_installed_job_is_its_own_package_and_not_all_that_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would be torch, file by file; older versions had it so, and their runs are resumed."""
+    found, former = [], []
+    for folder in ("site-packages", "src"):
+        root = tmp_path / folder
+        for package, text in {
+            "installed_job": "import beside_it\nfrom . import nets\nclass Mine: ...\n",
+            "beside_it": "WIDTH = 3\n",
+        }.items():
+            (root / package).mkdir(parents=True)
+            (root / package / "__init__.py").write_text(text)
+        (root / "installed_job" / "nets.py").write_text("import beside_it\n")
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(str(root))
+            importlib.invalidate_caches()
+            found.append(set(job_sources("installed_job:Mine")))
+            former.append(former_source_digest("installed_job:Mine"))
+            assert (job_source_digest("installed_job:Mine") == former[-1]) == (folder == "src")
+    assert found == [
+        {"installed_job", "installed_job.nets"},
+        {"installed_job", "installed_job.nets", "beside_it"},
+    ]
+    assert former[0] == former[1]
 
 
 def test_a_change_anywhere_in_the_source_changes_the_digest(project: Path) -> None:

@@ -556,6 +556,7 @@ def test_another_optimizer_is_refused_while_the_file_has_keys_of_the_first_alone
         ("optimizer.lr=fast", "optimizer.lr: got 'fast', wanted a number"),
         ("optimizer.lr=", "optimizer.lr: got null, wanted a number"),
         ("length.epochs=null", "length: got {'epochs': None}, wanted exactly one of epochs and steps"),
+        ("record.folder=s3://bucket/runs", "record.folder: got 's3://bucket/runs', wanted a folder of the file system; an object store is for checkpoint.storage"),
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_told_what_is_wanted(override: str, message: str) -> None:
@@ -590,6 +591,8 @@ def test_paths_that_mean_the_same_everywhere_stay(monkeypatch: pytest.MonkeyPatc
     assert with_job("checkpoint: {storage: /data/runs}").checkpoint.storage == "/data/runs"
     assert with_job("checkpoint: {storage: 's3://bucket/runs'}").checkpoint.storage == "s3://bucket/runs"
     assert with_job("checkpoint: {storage: ~/runs}").checkpoint.storage == "/home/me/runs"
+    spec = with_job("checkpoint: {storage: 'file:///data/my%20runs'}")
+    assert (spec.checkpoint.storage, spec.record.folder) == ("/data/my runs", "/data/my runs")
 
 
 def test_initial_weights_may_name_a_run(working_directory: Path) -> None:

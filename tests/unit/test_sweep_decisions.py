@@ -41,14 +41,14 @@ def test_a_full_disk_is_waited_for_and_leaves_no_half_line(tmp_path: Path, disk:
     decisions = Decisions(tmp_path, waited.append, told.append)
     decisions.begin(0, {"optimizer.lr": 0.1})
     disk.left = 4  # half of the line, and no more; and once more
-    decisions.stop(0, 8, "asha")
+    decisions.hear(0, 8, 0.5, "asha")
     decisions.end(0, "pruned", 8, 0.5, "asha")
     assert waited == [1.0, 2.0]
     assert told[0] == "OSError: [Errno 28] No space left on device; tried again in 1 s"
     again = Decisions(tmp_path)
     assert again.events == [
         {"trial": 0, "fields": {"optimizer.lr": 0.1}},
-        {"trial": 0, "stop": 8, "reason": "asha"},
+        {"trial": 0, "heard": 8, "metric": 0.5, "stop": 8, "reason": "asha"},
         {"trial": 0, "status": "pruned", "step": 8, "metric": 0.5, "reason": "asha"},
     ]
     assert again.stopped(0, 8) == "asha"
@@ -62,7 +62,7 @@ def test_a_disk_that_stays_full_is_raised_and_what_was_decided_can_be_read(
     decisions.begin(0, {"optimizer.lr": 0.1})
     disk.left = 10_000
     with pytest.raises(OSError, match="No space left"):
-        decisions.stop(0, 8, "asha")
+        decisions.hear(0, 8, 0.5, "asha")
     assert tuple(waited) == PAUSES_S
     disk.left = 0
     assert Decisions(tmp_path).began == {0: {"optimizer.lr": 0.1}}

@@ -86,6 +86,16 @@ def test_a_signal_ends_the_tries(tmp_path: Path) -> None:
         prepared(sweep_of(tmp_path, "nccl"), stop, [])
 
 
+def test_without_a_gpu_for_the_trials_the_first_is_prepared_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's machine may have a GPU that the spec, or the cluster, gives to no worker."""
+    expected = prepared(sweep_of(tmp_path), Stop(), [])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for each in (0, "auto"):
+        assert prepared(sweep_of(tmp_path, workers={"gpus_each": each}), Stop(), []) == expected
+
+
 def test_a_mistake_is_told_at_once(tmp_path: Path) -> None:
     told = list[str]()
     with pytest.raises(JobError, match="a label is out of range"):

@@ -176,13 +176,13 @@ def told_of(sweep: SweepSpec, folder: Path, *results: dict[str, Any]) -> dict[st
     """The row of a trial that gives these results and ends well."""
     folder.mkdir()
     recorders = SimpleNamespace(update_sweep=SimpleNamespace(remote=lambda rows: None))
-    board = SweepTable(sweep, Decisions(folder), recorders, Silent(), StopSignal())
+    table = SweepTable(sweep, Decisions(folder), recorders, Silent(), StopSignal())
     trial = SimpleNamespace(config={"trial": 0, "fields": {"optimizer.lr": 0.1}})
     for result in results:
-        board.on_trial_result(0, [trial], trial, {"run_id": "run-0", **result})
+        table.on_trial_result(0, [trial], trial, {"run_id": "run-0", **result})
     end = {"status": "finished", "reason": "", "weights_digest": "f00", "run_id": "run-0", "done": True}
-    board.on_trial_result(0, [trial], trial, {**results[-1], **end})
-    (row,) = board.table
+    table.on_trial_result(0, [trial], trial, {**results[-1], **end})
+    (row,) = table.trials
     return row
 
 
@@ -210,3 +210,19 @@ def test_a_trial_that_gives_no_metric_says_so_and_what_it_gave(sweep: SweepSpec,
     assert not any(line.startswith("  trial 1") for line in lines)
     ranked = [line.split(" trial ")[1].split()[0] for line in lines if line.startswith("  eval/acc")]
     assert ranked == ["1", "2", "3"], "what is no number is last"
+
+
+def test_a_figure_that_cannot_be_drawn_costs_a_sweep_nothing(
+    sweep: SweepSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """matplotlib's axes overflow near the largest float64, where a trial that diverged may end."""
+    monkeypatch.setattr(SweepRecord, "_keep_best", lambda self, run_id: None)
+    record = SweepRecord(sweep, None)
+    trials = [
+        {**ended(number), "metric": metric, "curve": [(1, 1.0), (10, metric)], "reason": ""}
+        for number, metric in ((0, 0.5), (1, 1.6e308), (2, -1.6e308))
+    ]
+    assert record.end(trials, "FINISHED", "3 trials") is None
+    told = json.loads((record.folder / "run.json").read_text())
+    assert told["status"] == "FINISHED"
+    assert "no figure metric_by_optimizer.lr.png: it cannot be drawn" in told["tags"]["lockstep.note"]

@@ -71,6 +71,88 @@ def test_a_field_may_depend_on_another() -> None:
     assert {fields["schedule.name"] for fields in drawn} == {"cosine", "step"}
 
 
+def test_a_field_may_depend_on_a_value_of_its_section_or_of_the_base() -> None:
+    """A section that is drawn decides, not the base: its optimizer is adamw."""
+    space = {
+        "optimizer": {"choice": [{"name": "sgd"}, {"name": "adamw"}]},
+        "optimizer.lr": {"loguniform": [1e-4, 1e-1]},
+        "clip_norm": {"uniform": [0.5, 2.0], "when": {"optimizer.name": "sgd", "length.steps": None}},
+        "seed": {"randint": [0, 9], "when": {"schedule.name": "step"}},
+    }
+    drawn = [sweep(space, trials=20).sample(i) for i in range(20)]
+    assert {fields["optimizer"]["name"] for fields in drawn} == {"sgd", "adamw"}
+    assert all(("clip_norm" in fields) == (fields["optimizer"]["name"] == "sgd") for fields in drawn)
+    assert not any("seed" in fields for fields in drawn)
+    trial = sweep(space).trial(drawn[0])
+    assert (trial.optimizer.name, trial.optimizer.lr) == (
+        drawn[0]["optimizer"]["name"],
+        drawn[0]["optimizer.lr"],
+    )
+
+
+LR = {"loguniform": [1e-4, 1e-1]}
+
+
+@pytest.mark.parametrize(
+    ("when", "line"),
+    [
+        ({"optimizer.nmae": "adamw"}, "when.optimizer.nmae: unknown key; did you mean 'name'?"),
+        ({"optimizer.name": "AdamW"}, "when.optimizer.name: got 'AdamW', wanted 'adamw', "),
+        ({"optimiser.name": "adamw"}, "when.optimiser: unknown key; did you mean 'optimizer'?"),
+        ({"precision.kind": "fp32"}, "precision"),
+        ({"seed": "1"}, "when.seed: got '1', wanted a whole number; remove the quotes"),
+        ({"job.params.widht": 8}, "in neither the space nor spec; did you mean 'job.params.width'?"),
+        ({"precision": "fp8"}, "when.precision: got 'fp8', wanted one of 'fp32', 'bf16'"),
+        ({"schedule.name": "step"}, "when.schedule.name: got 'step', wanted one of 'cosine', 'linear'"),
+        ({"threads": 4}, "when.threads: got 4, wanted a value of space.threads"),
+        ({"clip_norm": "1"}, "when.clip_norm: got '1', wanted a value of space.clip_norm"),
+        ({"ema": 1}, "it depends on ema, which must come before it"),
+    ],
+)
+def test_a_condition_that_is_never_true_is_one_line(when: dict[str, Any], line: str) -> None:
+    """Else every trial would be one of the base's values; the control is the field without its condition."""
+    space = {
+        "precision": {"choice": ["fp32", "bf16"]},
+        "schedule": {"choice": [{"name": "cosine"}, {"name": "linear"}]},
+        "threads": {"randint": [1, 4]},
+        "clip_norm": {"uniform": [0.5, 2.0]},
+        "job.params.width": {"choice": [8, 16]},
+        "optimizer.lr": LR,
+    }
+    assert sweep(space).total == 8
+    if "ema" in when:
+        space["ema"] = {"choice": [None]}
+    if "precision.kind" in when or "seed" in when:
+        del space["precision"]
+    with pytest.raises(SpecError) as caught:
+        sweep({**space, "optimizer.lr": {**LR, "when": when}})
+    assert line in str(caught.value)
+    assert str(caught.value).startswith("space.optimizer.lr")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("space", "line"),
+    [
+        (
+            {"optimizer.lr": LR, "optimizer": {"choice": [{"name": "sgd"}]}},
+            "space.optimizer.lr: optimizer replaces the section that it is in; put optimizer before it",
+        ),
+        (
+            {"optimizer": {"choice": [{"name": "sgd"}, {"name": "sgd", "lr": 0.5}]}, "optimizer.lr": LR},
+            "space.optimizer.lr: a value of space.optimizer, {'name': 'sgd', 'lr': 0.5}, has it too; leave out one of the two",
+        ),
+    ],
+)
+def test_a_value_that_another_field_of_the_space_replaces_is_one_line(
+    space: dict[str, Any], line: str
+) -> None:
+    """Else the table and the search would have a value that was not trained."""
+    with pytest.raises(SpecError) as caught:
+        sweep(space)
+    assert str(caught.value) == line
+
+
 @pytest.mark.parametrize(
     ("space", "more", "line"),
     [

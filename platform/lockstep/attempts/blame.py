@@ -34,25 +34,25 @@ class Blame:
         return self._suspects.doubts
 
     def end(
-        self, view: RunView, account: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
+        self, view: RunView, summary: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
     ) -> LockstepError | None:
         """Judge an attempt that has ended. Returns the error that ends the run, where the job is to blame.
 
         `saved_step` gives the step of the newest checkpoint.
         """
-        self._count_devices(view, account)
-        self.judge(view, account)
-        return self._fault_of_job or self._failed_alike(view, account, run_id, saved_step)
+        self._count_devices(view, summary)
+        self.judge(view, summary)
+        return self._fault_of_job or self._failed_alike(view, summary, run_id, saved_step)
 
-    def judge(self, view: RunView, account: AttemptSummary) -> frozenset[str]:
+    def judge(self, view: RunView, summary: AttemptSummary) -> frozenset[str]:
         """Judge a difference between the bits of workers, once. Returns the nodes that are left out for it."""
         if view.corrupted is None or view.corrupted == self._judged:
             return frozenset()
         self._judged = view.corrupted
         verdict = self._suspects.judge(view.corrupted, {rank: one.node for rank, one in view.members.items()})
         left_out = self._nodes.computed_wrong(verdict.nodes)
-        account.corrupted.append(str(verdict.found))
-        account.left_out = sorted({*account.left_out, *left_out})
+        summary.corrupted.append(str(verdict.found))
+        summary.left_out = sorted({*summary.left_out, *left_out})
         names = ", ".join(node[:8] for node in sorted(left_out))
         self._warn(f"{verdict.found}{f'; node {names} is left out from now on' if names else ''}")
         if verdict.fault_of_job:
@@ -61,25 +61,26 @@ class Blame:
             self._tell(verdict.found)
         return left_out
 
-    def _count_devices(self, view: RunView, account: AttemptSummary) -> None:
+    def _count_devices(self, view: RunView, summary: AttemptSummary) -> None:
         """Count the nodes on which a device failed; one with too many failures gets no more workers."""
         nodes = {view.members[rank].node for rank in view.device_ranks if rank in view.members}
         failed = sorted(self._nodes.failed(nodes))
-        account.left_out = sorted({*account.left_out, *failed})
+        summary.left_out = sorted({*summary.left_out, *failed})
         for node in failed:
             self._warn(f"node {node[:8]} is left out from now on: its devices have failed twice in this run")
 
     def _failed_alike(
-        self, view: RunView, account: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
+        self, view: RunView, summary: AttemptSummary, run_id: str | None, saved_step: Callable[[], int]
     ) -> LockstepError | None:
         """The error that ends the run where a micro-batch failed as it did before on another worker. It writes a file that reproduces the failure."""
         for broke in view.broken:
-            assert broke.place is not None
+            place = broke.error.place
+            assert place is not None
             member = view.members.get(broke.rank)
             worker = ("" if member is None else member.node, broke.rank)
-            who = self._repeats.failed(broke.place, worker, account.attempt)
+            who = self._repeats.failed(place, worker, summary.attempt)
             if who and run_id is not None:
-                found = repeat(broke.error, broke.place, who, run_id, self._storage, saved_step())
+                found = repeat(broke.error, place, who, run_id, self._storage, saved_step())
                 self._tell(Document(found.name, found.text))
                 return found.error
         return None

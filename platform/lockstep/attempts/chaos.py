@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
+from lockstep.clusters.background import in_background, leaving
 from lockstep.errors import SpecError
 from lockstep.record.events import Joined
 
@@ -61,20 +60,12 @@ class Chaos:
         self._seen = attempt, step
         for number in range(first, step + 1):
             for target in due(self._rates, self._seed, attempt, number):
-                threading.Thread(
-                    target=self._kill,
-                    args=(
-                        target,
-                        list(members()),
-                        recorder(),
-                        random.Random(f"{self._seed}/{attempt}/{number}/{target}"),
-                    ),
-                    name="lockstep-chaos",
-                    daemon=True,
-                ).start()
+                draw = random.Random(f"{self._seed}/{attempt}/{number}/{target}")
+                in_background(self._kill, target, list(members()), recorder(), draw, name="lockstep-chaos")
 
     def _kill(self, target: str, members: Sequence[Joined], recorder: Any, draw: random.Random) -> None:
-        time.sleep(draw.uniform(0.0, LONGEST_DELAY_S))
+        if leaving.wait(draw.uniform(0.0, LONGEST_DELAY_S)):
+            return  # the run is over
         here = ray.get_runtime_context().get_node_id()
         if target == "node":
             members = [

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import ray
 
-from lockstep.attempts.placement import WorkerPlacement, most_of, place, room_for, rooms_for_more
+from lockstep.attempts.placement import (
+    WorkerPlacement,
+    most_of,
+    place,
+    room_for,
+    room_on,
+    rooms_for_more,
+    total,
+)
 from lockstep.attempts.room import RoomRequest
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.nodes import draining_nodes, free_resources, largest_cluster
@@ -49,7 +57,7 @@ def find_place(spec: Spec, without: frozenset[str] = frozenset()) -> WorkerPlace
 
 def _place_outside(spec: Spec, without: frozenset[str]) -> WorkerPlacement:
     drained = draining()
-    fit, unfit, total = set[str](), set[str](), Counter[str]()
+    fit, unfit, resources = set[str](), set[str](), list[dict[str, float]]()
     for node in ray.nodes():
         if not node["Alive"]:
             continue
@@ -57,8 +65,16 @@ def _place_outside(spec: Spec, without: frozenset[str]) -> WorkerPlacement:
             unfit.add(node["NodeID"])
         else:
             fit.add(node["NodeID"])
-            total.update(node["Resources"])
-    return WorkerPlacement(*place(spec, total), frozenset(fit), frozenset(unfit))
+            resources.append(node["Resources"])
+    return WorkerPlacement(*place(spec, resources), frozenset(fit), frozenset(unfit))
+
+
+def _workers_at_most(spec: Spec, without: frozenset[str]) -> int:
+    """How many workers `find_place` would place; 0 where that is fewer than `workers.min`, as while Ray has not noticed yet that a node is gone."""
+    try:
+        return find_place(spec, without).workers
+    except SpecError:
+        return 0
 
 
 def can_grow(spec: Spec) -> bool:
@@ -67,16 +83,21 @@ def can_grow(spec: Spec) -> bool:
     if largest is None:
         return False
     try:
-        place(spec, largest)
+        place(spec, [largest])  # which nodes the autoscaler would add is not known
     except SpecError:
         return False
     return True
 
 
-def most_resources() -> dict[str, float]:
-    """The cluster's resources once its autoscaler has added all the nodes it may; without one, those it has now."""
+def node_resources() -> list[dict[str, float]]:
+    """What each node that is alive has."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def most_resources() -> list[dict[str, float]]:
+    """What the nodes have once the cluster's autoscaler has added all that it may, as if they were one; without one, what each has now."""
     largest = None if unavailable("nodes") else largest_cluster()
-    return dict(ray.cluster_resources()) if largest is None else largest
+    return node_resources() if largest is None else [{**total(node_resources()), **largest}]
 
 
 def spare(each: Mapping[str, float], used: Mapping[str, int]) -> Counter[str]:
@@ -125,9 +146,10 @@ def rooms_left(
     return rooms_for_more(most, each, free_resources(), vacant, fit)
 
 
-def room(spec: Spec, workers: int, each: Mapping[str, float], free: Mapping[str, float]) -> int:
-    """How many workers a run with `workers` could have, if `free` were added."""
-    return max(workers, min(most_of(spec), workers + room_for(each, free)))
+def room(spec: Spec, workers: int, each: Mapping[str, float]) -> int:
+    """How many workers a run with `workers` could have, by what is free on the nodes."""
+    free = [ray.available_resources()] if unavailable("nodes") else list(free_resources().values())
+    return max(workers, min(most_of(spec), workers + room_on(each, free)))
 
 
 class Advice(NamedTuple):
@@ -197,9 +219,9 @@ class ClusterWatch:
             return self._room_to_refill(now)
         if self.workers >= most:
             return None
-        possible = room(self.spec, self.workers, self.each, ray.available_resources())
+        possible = room(self.spec, self.workers, self.each)
         if possible > self.workers:  # part of what is free may be about to go
-            possible = min(possible, find_place(self.spec, self._without).workers)
+            possible = min(possible, _workers_at_most(self.spec, self._without))
         if possible <= self.workers:
             self._roomy_since = None
             return None
@@ -212,8 +234,7 @@ class ClusterWatch:
         """Whether to move for lost workers. Ray still reserves what they held for the attempt, so the nodes' totals count, not what is free."""
         if now - self._left_at < REFILL_S:
             return None
-        with suppress(SpecError):
-            possible = min(find_place(self.spec, self._without).workers, self.workers)
-            if possible > self._left:
-                return f"there is room for {possible} workers in place of the {self._left} that are left"
-        return None
+        possible = min(_workers_at_most(self.spec, self._without), self.workers)
+        if possible <= self._left:
+            return None
+        return f"there is room for {possible} workers in place of the {self._left} that are left"

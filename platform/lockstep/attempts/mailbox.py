@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import ray
 
-from lockstep.clusters.answers import answer_of
+from lockstep.clusters.answers import answer_of, unanswered
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError, SilentError
 from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, TakenOver
+from lockstep.record.recorder_state import RecorderState
 from lockstep.training.roll_call import Answer, Arrival, RollCalls
 
 EVENTS_PER_FETCH = 10_000
@@ -32,8 +33,8 @@ LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, SilentErr
 ANSWER_S = 60.0
 """How long the mailbox may take to answer: nothing that it does waits for anything."""
 
-LOOK_S, STEADY_LOOK_S, STEADY_S = 0.3, 1.0, 30.0
-"""How often the driver and the recorder look into the mailbox, at first and after STEADY_S: a look takes 4 ms of a processor from the workers, on both sides together."""
+LOOK_S, STEADY_LOOK_S = 0.3, 1.0
+"""How often the driver and the recorder look into the mailbox, at first and later: a look takes 4 ms of a processor from the workers, on both sides together."""
 
 NAMED_S = 900.0
 """How long workers wait for the run: its recorder may take minutes to start, and the driver replaces one that hangs."""
@@ -47,23 +48,6 @@ class Asked(NamedTuple):
     """How many checkpoints it has asked for in this attempt."""
     regroup: int = 0
     """The attempt whose workers are to form another group after their next step."""
-
-
-class RecorderState(NamedTuple):
-    """What the recorder says of itself."""
-
-    run_id: str | None = None
-    """None as long as the run does not exist in its store."""
-    url: str = ""
-    folder: str = ""
-    failure: RecordError | None = None
-    violation: str = ""
-    pid: int | None = None
-    """Of the recorder's process, on the driver's node."""
-    fetches: int = 0
-    """Grows as long as the recorder lives and works."""
-    diagnosed: tuple[str, ...] = ()
-    """What the run has shown to be wrong with it, a line each."""
 
 
 class WentOn(NamedTuple):
@@ -95,6 +79,8 @@ class RunStatus(NamedTuple):
     """Whether the workers could form another group in their processes."""
     everyone: Mapping[int, Joined] = {}
     """All that worked since the driver last began an attempt, or are to, by their numbers."""
+    fetches: int = 0
+    """How often events were fetched: it grows as long as the recorder works."""
 
 
 class Fetched(NamedTuple):
@@ -113,7 +99,7 @@ class Mailbox:
         self._asked = Asked()
         self._kept: deque[tuple[int, Event]] = deque()
         """Events that are not in the journal yet, each with its number."""
-        self._told = 0
+        self._last = 0
         self._recorder = RecorderState()
         self._closed = False
         self._named = False
@@ -123,6 +109,7 @@ class Mailbox:
         self._by_number: dict[int, Joined] = {}
         """Its workers and newcomers, by the numbers that they have at roll calls."""
         self._numbers: tuple[int, ...] = ()
+        self._fetches = 0
         self._went_on: WentOn | None = None
         self._early: list[Callable[[], object]] = []
         """Calls of workers that came before the driver's call which begins the first attempt."""
@@ -138,11 +125,11 @@ class Mailbox:
         if not self._first:
             self._early.append(partial(self.tell, attempt, events))
             return self._asked
-        for told in events:
-            event = told
-            if isinstance(told, Broke) and attempt == self._view.attempt:
-                self._calls.end(told.rank)
-                event = replace(told, rank=self._rank_of(told.rank))
+        for reported in events:
+            event = reported
+            if isinstance(reported, Broke) and attempt == self._view.attempt:
+                self._calls.end(reported.rank)
+                event = replace(reported, rank=self._rank_of(reported.rank))
             if attempt == self._view.attempt:
                 self._view.take(event)
             if isinstance(event, Joined) and attempt == self._first:
@@ -242,6 +229,7 @@ class Mailbox:
             calls.waiting,
             calls.able,
             dict(self._by_number),
+            self._fetches,
         )
 
     def ask_stop(self) -> None:
@@ -275,7 +263,7 @@ class Mailbox:
 
     def fetch(self, done: int, sent: int, state: RecorderState) -> Fetched:
         """Events from number `sent` + 1 on; those up to number `done` are in the journal, and forgotten."""
-        self._recorder = state._replace(fetches=self._recorder.fetches + 1)
+        self._recorder, self._fetches = state, self._fetches + 1
         # The run's end is kept until its recorder is done with it: another one would have to write it once more.
         while (
             self._kept
@@ -293,8 +281,8 @@ class Mailbox:
         return Fetched(events, last, self._closed and not left)
 
     def _keep(self, event: Event) -> None:
-        self._told += 1
-        self._kept.append((self._told, event))
+        self._last += 1
+        self._kept.append((self._last, event))
 
 
 class MailboxRollCalls:
@@ -329,9 +317,12 @@ class MailboxRollCalls:
 
 
 def look_every_s(begun_at: float | None) -> float:
-    """How often to look into the mailbox where what is looked at began at this Unix time; None where it has not."""
-    steady = begun_at is not None and time.time() - begun_at > STEADY_S
-    return STEADY_LOOK_S if steady else LOOK_S
+    """How often to look into the mailbox where what is looked at began at this Unix time; None where it has not.
+
+    At first a person waits for the next line. A tenth of the time that it lasts already is later soon enough, up to STEADY_LOOK_S.
+    """
+    lasts_s = 0.0 if begun_at is None else time.time() - begun_at
+    return min(max(LOOK_S, lasts_s / 10), STEADY_LOOK_S)
 
 
 def start_mailbox(environment: dict[str, str]) -> Any:
@@ -350,13 +341,13 @@ def on_this_node(kind: type, environment: dict[str, str], **settings: Any) -> An
 
 
 def wait_until_named(mailbox: Any) -> None:
-    """Wait until the driver has told the run's id. RecordError where the store could not be opened; SilentError after NAMED_S."""
-    _answer(mailbox.named, "the driver, which was to tell the run's id,")
+    """Wait until the driver has reported the run's id. RecordError where the store could not be opened; SilentError after NAMED_S."""
+    _answer(mailbox.named, "the driver, which should have reported the run's id,")
 
 
 def wait_for_run_id(mailbox: Any) -> str:
     """Wait until the run exists; its id. RecordError where the store could not be opened; SilentError after NAMED_S."""
-    return str(_answer(mailbox.run_id, "the recorder, which was to create the run,"))
+    return str(_answer(mailbox.run_id, "the recorder, which should have created the run,"))
 
 
 def _answer(ask: Any, whose: str) -> Any:
@@ -364,7 +355,7 @@ def _answer(ask: Any, whose: str) -> Any:
     until = time.monotonic() + NAMED_S
     while not (found := answer_of(ask.remote(), "the run's mailbox", ANSWER_S)):
         if time.monotonic() > until:
-            raise SilentError(f"{whose} did not answer for {NAMED_S:.0f} s")
+            raise unanswered(whose, NAMED_S)
         time.sleep(0.05)
     if isinstance(found, RecordError):
         raise found

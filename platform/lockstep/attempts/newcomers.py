@@ -14,6 +14,8 @@ import ray
 from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from lockstep.clusters.background import in_background
+
 
 class NewcomerPlace(NamedTuple):
     """Where a newcomer runs: on a node, in the `bundle` of Ray Train's placement group that a lost worker left there, or in free resources."""
@@ -67,9 +69,7 @@ class Newcomers:
             with self._lock:
                 self._actors[number], self.places[number] = actor, place
             work = actor.train.remote(self._config, number, left.pop(place.node, None))
-            threading.Thread(
-                target=self._await, args=(number, work), name="lockstep-newcomer", daemon=True
-            ).start()
+            in_background(self._await, number, work, name="lockstep-newcomer")
 
     def living(self) -> frozenset[int]:
         """The numbers of the newcomers that are not known to have ended."""

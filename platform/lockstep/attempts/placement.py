@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import SpecError
@@ -83,16 +83,32 @@ def most_of(spec: Spec) -> int:
     return min(spec.workers.max, spec.batch.micro_batches)
 
 
-def place(spec: Spec, resources: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-    """How many workers the cluster's resources allow, and the resources of each. SpecError for fewer than `workers.min`."""
+def total(nodes: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The resources of all these nodes together."""
+    found: dict[str, float] = {}
+    for resources in nodes:
+        for kind, amount in resources.items():
+            found[kind] = found.get(kind, 0.0) + amount
+    return found
+
+
+def room_on(each: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:
+    """How many workers with the resources `each` fit on nodes with these resources: none is on two of them."""
+    return sum(room_for(each, resources) for resources in nodes)
+
+
+def place(spec: Spec, nodes: Sequence[Mapping[str, float]]) -> tuple[int, dict[str, float]]:
+    """How many workers fit on nodes with these resources, and the resources of each worker. SpecError for fewer than `workers.min`."""
+    resources = total(nodes)
     wanted, each = spec.workers, each_of(spec, resources)
-    fit = room_for(each, resources)
+    fit = room_on(each, nodes)
     workers = min(most_of(spec), fit)
     if workers < wanted.min:
         have = ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in each)
         need = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
+        split = f" on its {len(nodes)} nodes" if fit < room_for(each, resources) else ""
         raise SpecError(
-            f"workers.min: got {wanted.min} workers of {need} each, but the cluster has {have}, enough for {fit}; "
+            f"workers.min: got {wanted.min} workers of {need} each, but the cluster has {have}, enough for {fit}{split}; "
             "lower workers.min or workers.cpus_each, or add nodes"
         )
     return workers, each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -16,7 +15,6 @@ from lockstep.attempts.mailbox import (
     EVENTS_PER_FETCH,
     LOOK_S,
     Fetched,
-    RecorderState,
     look_every_s,
     on_this_node,
 )
@@ -100,8 +98,8 @@ class RecorderActor:
             self._ends.wait(look_every_s(self._named_at))
 
     def _fetch(self) -> Fetched:
-        done = self._done + self._recorder.journaled
-        state = self._state()
+        state = self._recorder.state
+        done = self._done + state.journaled
         if state.run_id is not None and self._named_at is None:
             self._named_at = time.time()
         asked = self._mailbox.fetch.remote(done, self._sent, state)
@@ -127,20 +125,6 @@ class RecorderActor:
             self._recorder.close()
         except RecordError as error:
             failures.append(error)
-
-    def _state(self) -> RecorderState:
-        recorder = self._recorder
-        if not recorder.opened:
-            return RecorderState(failure=recorder.failure(), pid=os.getpid())
-        return RecorderState(
-            recorder.run_id(),
-            recorder.url(),
-            str(recorder.run_folder()),
-            recorder.failure(),
-            recorder.violation,
-            os.getpid(),
-            diagnosed=recorder.diagnosed,
-        )
 
 
 def _import_ahead(spec: Spec) -> None:

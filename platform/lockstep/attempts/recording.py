@@ -8,12 +8,13 @@ from typing import Any, Self
 
 import ray
 
-from lockstep.attempts.mailbox import ANSWER_S, LOST, RecorderState, RunStatus, start_mailbox
+from lockstep.attempts.mailbox import ANSWER_S, LOST, RunStatus, start_mailbox
 from lockstep.attempts.recorder_actor import start_recorder
 from lockstep.attempts.worker_group import why_lost
 from lockstep.clusters.answers import answer_of, end_actor
 from lockstep.errors import ClusterError, RecordError
 from lockstep.record.events import Event, Joined
+from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 
 SILENT_S = 60.0
@@ -53,7 +54,8 @@ class Recording:
         self._recorders += 1
         self.recorder: Any = start_recorder(self._spec, self._environment, self.run_id, self.mailbox)
         self._work = self.recorder.record.remote()
-        self._state, self._fetched_at = RecorderState(), time.monotonic()
+        self._state = RecorderState()
+        self._fetches, self._fetched_at = 0, time.monotonic()
 
     # --- while the run goes on --------------------------------------------------------------------------------
 
@@ -76,18 +78,18 @@ class Recording:
         asked = self.mailbox.status.remote()
         status: RunStatus = answer_of(asked, "it", ANSWER_S if self._mailbox_pid else STARTING_S)
         self._mailbox_pid = status.mailbox
-        self._note(status.recorder)
+        self._note(status)
         return status
 
     @property
     def _is_hung(self) -> bool:
-        return time.monotonic() - self._fetched_at > (SILENT_S if self._state.fetches else STARTING_S)
+        return time.monotonic() - self._fetched_at > (SILENT_S if self._fetches else STARTING_S)
 
-    def _note(self, state: RecorderState) -> None:
-        if state.fetches != self._state.fetches:
-            self._fetched_at = time.monotonic()
-        self._state = state
-        self.run_id = state.run_id or self.run_id
+    def _note(self, status: RunStatus) -> None:
+        if status.fetches != self._fetches:
+            self._fetches, self._fetched_at = status.fetches, time.monotonic()
+        self._state = status.recorder
+        self.run_id = status.recorder.run_id or self.run_id
 
     def members(self) -> list[Joined]:
         """The workers of the attempt at hand, by rank."""
@@ -167,7 +169,7 @@ class Recording:
 
     @property
     def state(self) -> RecorderState:
-        """What the recorder last said of itself."""
+        """How the record stood when the recorder last fetched events."""
         return self._state
 
     # --- another recorder -------------------------------------------------------------------------------------
@@ -193,5 +195,5 @@ class Recording:
             raise ClusterError(
                 f"{reason}, as {self._recorders - 1} before it were; look at the driver's node"
             )
-        self._say(f"{reason}: another one goes on with the run's journal")
+        self._say(f"{reason}: another recorder continues the run's journal")
         self._start_recorder()

@@ -77,7 +77,7 @@ class Sender:
                 self._flush(time.monotonic())
             newest = self._newest
         if newest is not None:
-            answer_of(newest, "whoever takes the events of this worker", self._answer_s)
+            answer_of(newest, "the receiver of this worker's events", self._answer_s)
 
     def _flush(self, now: float) -> None:
         events, self._waiting = self._waiting, []

@@ -16,8 +16,8 @@ from lockstep.spec.fields import Spec
 PATIENCE_S = 60.0
 """The least time that a node may take to answer, since it must start a process."""
 
-TOLD_S = 15.0
-"""Seconds after which the user is told which nodes are waited for."""
+ANNOUNCED_S = 15.0
+"""Seconds after which the driver says which nodes it waits for."""
 
 
 def local_folders(spec: Spec) -> dict[str, str]:
@@ -92,7 +92,7 @@ def _seen_from(
         for address, node in others.items()
     }
     found: dict[str, list[str]] = {}
-    began, told = time.monotonic(), False
+    began, announced = time.monotonic(), False
     while asked and not stop.asked:
         for answer in ray.wait([*asked], num_returns=len(asked), timeout=min(1.0, limit_s))[0]:
             address = asked.pop(answer)
@@ -114,11 +114,9 @@ def _seen_from(
                 f"{silent} did not say within {limit_s:g} s (faults.wait_for_workers_s) whether the run's folders are seen there; "
                 "look at the nodes with ray list nodes"
             )
-        if asked and waited_s > TOLD_S and not told:
-            say(
-                f"waiting for {silent}, where a process starts that is asked whether it sees the run's folders"
-            )
-            told = True
+        if asked and waited_s > ANNOUNCED_S and not announced:
+            say(f"waiting for {silent}, starting a process there to check the run's folders")
+            announced = True
     return found
 
 

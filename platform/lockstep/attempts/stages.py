@@ -20,7 +20,7 @@ STAGES = (
 """In order; docs/attempts.md explains each."""
 
 
-class Moments:
+class StageEnds:
     """When each stage of an attempt ended, in Unix seconds; the first report counts."""
 
     def __init__(self) -> None:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,29 +22,40 @@ import ray
 from lockstep.attempts.ahead import AHEAD
 from lockstep.attempts.cluster_watch import spare
 from lockstep.attempts.placement import WorkerPlacement
-from lockstep.clusters.fork_server import preloading
+from lockstep.clusters.background import in_background
 from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals.fork_server import preloading
 from lockstep.clusters.ray_internals.nodes import prestart, setup_hook
-from lockstep.errors import first_line
+from lockstep.errors import ClusterError, first_line
 from lockstep.record.events import Joined
 
 IMPORTS, IMPORTED = "LOCKSTEP_IMPORTS", "LOCKSTEP_IMPORTED"
 
 
-def imports_ahead(folder: str, module: str) -> dict[str, str]:
-    """The environment that has a worker's process import, as it starts, what the job needs; empty where Ray has no such way."""
+def imports_ahead(folder: str, module: str, workers: int) -> dict[str, str]:
+    """The environment that has a worker's process import, as it starts, what the job needs, and be ready for the connections to so many workers.
+
+    Empty where Ray has no such way. `workers` is the most that the run may have: all its attempts need the same environment.
+    """
     if unavailable("standbys"):
         return {}
-    imports = {IMPORTS: json.dumps([folder, module]), **preloading(AHEAD)}
+    imports = {IMPORTS: json.dumps([folder, module, workers]), **preloading(AHEAD)}
     return {**setup_hook(f"{__name__}.import_ahead"), **imports}
 
 
 def import_ahead() -> None:
     """Called by Ray in a process that has just started."""
-    folder, module = json.loads(os.environ[IMPORTS])
+    folder, module, workers = json.loads(os.environ[IMPORTS])
     sys.path.insert(0, folder)
     for name in AHEAD:
         importlib.import_module(name)
+    from lockstep.communication.group import ensure_descriptors  # torch: not for the driver
+
+    # Ray forms the first group before the worker's own code runs.
+    with suppress(
+        ClusterError
+    ):  # the attempt may have fewer workers than the run's most: a worker tells it as it joins
+        ensure_descriptors(workers, groups=2)
     with suppress(Exception):  # whatever is wrong with it, `load_job` tells it with its place
         importlib.import_module("lockstep.job.loading").import_job(module)
     os.environ[IMPORTED] = str(time.time())
@@ -85,12 +95,7 @@ class Standbys:
         wanted = used + spare(each, used) - self._idle
         if wanted and not self._failed:
             self._idle += wanted
-            threading.Thread(
-                target=self._start,
-                args=(wanted, members[0].runtime_env),
-                name="lockstep-standby",
-                daemon=True,
-            ).start()
+            in_background(self._start, wanted, members[0].runtime_env, name="lockstep-standby")
 
     def _start(self, wanted: Mapping[str, int], runtime_env: str) -> None:
         addresses = {

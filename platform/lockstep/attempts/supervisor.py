@@ -8,6 +8,7 @@ checkpoint are taken again, with the same values, so the record stays as it is.
 from __future__ import annotations
 
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from lockstep.attempts.blame import Blame
 from lockstep.attempts.chaos import Chaos
 from lockstep.attempts.cluster_watch import ClusterWatch, find_place
 from lockstep.attempts.gauges import Gauges
-from lockstep.attempts.mailbox import LOOK_S, LOST, RecorderState, RunStatus, WentOn, look_every_s
+from lockstep.attempts.mailbox import LOOK_S, LOST, RunStatus, WentOn, look_every_s
 from lockstep.attempts.patience import patiently
 from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import PlannedChange, newcomers_for
@@ -46,8 +47,11 @@ from lockstep.errors import (
     LockstepError,
     RecordError,
     SilentError,
+    SpecError,
+    first_line,
 )
-from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver
+from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver, Warned
+from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 
 NAMING_LOOK_S = 0.1
@@ -88,25 +92,27 @@ class Supervisor:
         """Workers of the attempt at hand, by their numbers, whose loss the others have outlived, and which are told."""
         self._change: PlannedChange | None = None
         """By which workers join or leave the attempt at hand, while it goes on."""
-        self._standbys = Standbys(self._warn)
-        self._blame = Blame(spec.checkpoint.storage, self._warn, recording.tell)
+        self._standbys = Standbys(self._warn_and_record)
+        self._blame = Blame(spec.checkpoint.storage, self._warn_and_record, recording.tell)
         self.chaos: Chaos | None = None
         self._on_run_id = on_run_id
         self._named = False
         self._shown_as, self._gauges = uuid.uuid4().hex, Gauges(spec.name)
-        self._board = Noticeboard(spec.name, spec.record.uri or "", options.began_at)
+        self._noticeboard = Noticeboard(spec.name, spec.record.uri or "", options.began_at)
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
         place = first_place(self.spec, self.stop, self.progress.say)
         try:
             summary, failure = self._attempts(place)
-            self._board.ends(Finished(summary).status, summary["step"])
-        except (KeyboardInterrupt, LockstepError) as error:
+            self._noticeboard.ends(Finished(summary).status, summary["step"])
+        except (KeyboardInterrupt, Exception) as error:
             killed = isinstance(error, KeyboardInterrupt)
-            self._board.ends("KILLED" if killed else "FAILED", 0)
+            self._noticeboard.ends("KILLED" if killed else "FAILED", 0)
             if killed:
                 self._end(Failed("ended at once by a second signal", "", "KILLED"))
+            elif not isinstance(error, LockstepError):
+                self._end(Failed(f"the driver failed: {first_line(error)}", traceback.format_exc()))
             with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
                 self._recording.close()
             if isinstance(error, LockstepError):
@@ -136,26 +142,26 @@ class Supervisor:
         budget = RetryBudget(self.spec.faults)
         while True:
             ended = self._attempt(place)
-            account, error = self.summaries[-1], ended.error
+            current, error = self.summaries[-1], ended.error
             if ended.summary is not None:
                 stopped = ended.summary["stopped"]
-                account.why = self._moving or "stopped" if stopped else "finished"
+                current.why = self._moving or "stopped" if stopped else "finished"
                 self._tell_summaries()
                 if stopped and self._moving and not self.stop.asked:
-                    self.progress.say(f"attempt {account.attempt} ended after a checkpoint: {self._moving}")
+                    self.progress.say(f"attempt {current.attempt} ended after a checkpoint: {self._moving}")
                 else:
                     try:
                         return ended.summary, self._close(ended)
                     except LOST as lost:  # another attempt, which has no step left to take
                         error = self._recording.reopen(lost)
             if error is not None:
-                account.why = str(error)
+                current.why = str(error)
                 self._tell_summaries()
                 decision = budget.decide(
                     outcome_of(error), self._saved_step(), contradicts=self._contradicts(error)
                 )
                 if not decision.again or self.stop.asked:
-                    more = "" if len(self.summaries) == 1 else f" (attempt {account.attempt}; {decision.why})"
+                    more = "" if len(self.summaries) == 1 else f" (attempt {current.attempt}; {decision.why})"
                     if isinstance(error, StaleAttemptError):
                         self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
                     elif self._recording.run_id is not None or isinstance(error, ClusterError):
@@ -164,8 +170,8 @@ class Supervisor:
                         self._verbose
                     ):  # a mistake that was found before there was a run: nothing is left of it
                         self.progress.say(ended.details)
-                    raise error if not more else type(error)(f"{error}{more}")
-                self.progress.say(f"attempt {account.attempt} ended: {error}; {decision.why}")
+                    raise error if not more else error.with_message(f"{error}{more}")
+                self.progress.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
             place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
             self.origin = self._next()
@@ -178,19 +184,19 @@ class Supervisor:
 
     def _attempt(self, place: WorkerPlacement) -> RunView:
         """One attempt, from its start to what it came to: a summary or an error."""
-        account = AttemptSummary(self.origin.attempt, place.workers, time.time())
+        current = AttemptSummary(self.origin.attempt, place.workers, time.time())
         place = self._standbys.first(place)
         mailbox = self._recording.mailbox
         attempt = WorkerGroup(
             self.spec, self.origin, mailbox, place, self.environment, self._shown_as, self._source
         )
         again = bool(self.summaries)
-        self.summaries.append(account)
+        self.summaries.append(current)
         view = RunView(self.origin.attempt)
         try:
             # The first time the mailbox itself still starts: the workers need not wait for it.
             self._recording.begin(self.origin.attempt, place.workers, wait=again)
-            account.from_step = self._saved_step() if again or self.origin.run_id else 0
+            current.from_step = self._saved_step() if again or self.origin.run_id else 0
             self._watch(attempt, place)
             status = self._recording.status()
             view = status.view
@@ -199,25 +205,23 @@ class Supervisor:
         except LOST as lost:
             attempt.end()
             view.error = self._recording.reopen(lost)
-        self._before = attempt.moments.at
+        self._before = attempt.stage_ends.at
         self.summaries[-1].ended = time.time()
         at_fault = self._blame.end(view, self.summaries[-1], self._recording.run_id, self._saved_step)
         view.error = at_fault or view.error
         if view.summary is None and view.error is None:
-            view.error = attempt.error or ClusterError("the workers ended without a result")
+            view.error = view.lost(attempt.error or ClusterError("the workers ended without a result"))
         return view
 
     def _leave(self, nodes: frozenset[str], view: RunView) -> None:
         """Have an attempt that goes on move away from nodes that were found to be wrong before, where there is room elsewhere."""
         used = nodes & {member.node for member in view.members.values()}
-        if (
-            used
-            and view.error is None
-            and self._moving is None
-            and not used & find_place(self.spec, nodes).fit
-        ):
-            self._moving = "a worker on one of its nodes had wrong bits"
-            self._recording.ask_stop()
+        if not used or view.error is not None or self._moving is not None:
+            return
+        with suppress(SpecError):  # for the moment there is no room anywhere: the attempt goes on where it is
+            if not used & find_place(self.spec, nodes).fit:
+                self._moving = "a worker on one of its nodes had wrong bits"
+                self._recording.ask_stop()
 
     def _watch(self, attempt: WorkerGroup, place: WorkerPlacement) -> None:
         """Until the attempt ends: show its progress, hand on a signal, end it where nothing can be recorded."""
@@ -226,19 +230,26 @@ class Supervisor:
         self._outlived = set()
         try:
             self._watch_until_over(attempt, cluster)
+        except (*LOST, LockstepError):
+            raise
+        except Exception:  # a fault of the driver's own: the steps since the last checkpoint are worth one
+            self._recording.ask_stop()
+            if not attempt.over.wait(self.spec.faults.longest_silence_s):
+                attempt.end()
+            raise
         finally:
             cluster.close()
 
     def _watch_until_over(self, attempt: WorkerGroup, cluster: ClusterWatch) -> None:
         attempt.start()
         lost_at, faults = time.monotonic(), self.spec.faults
-        told, patience = False, Patience(faults.longest_silence_s, faults.longest_start_s)
-        while not attempt.over.wait(LOOK_S if self._named else NAMING_LOOK_S):
-            if self.stop.asked and not told:
-                told = True
+        announced, patience = False, Patience(faults.longest_silence_s, faults.longest_start_s)
+        while not attempt.over.wait(min(self._pace_s(attempt), LOOK_S)):
+            if self.stop.asked and not announced:
+                announced = True
                 self._recording.ask_stop()
                 self.progress.say("stopping after the next step; a second signal ends the run at once")
-            if not self._is_due(attempt):
+            if time.monotonic() - self._looked_at < self._pace_s(attempt):
                 continue
             self._looked_at = time.monotonic()
             status = self._recording.status()
@@ -257,14 +268,15 @@ class Supervisor:
             elif time.monotonic() - lost_at > self.spec.faults.longest_silence_s:
                 attempt.give_up()  # a worker has not come to the roll call, and nothing tells why
             self._leave(self._blame.judge(status.view, self.summaries[-1]), status.view)
-            if self._moving is None and not told and self.summaries[-1].last_step:
+            if self._moving is None and not announced and self.summaries[-1].last_step:
                 self._tend(attempt, cluster, status)
 
-    def _is_due(self, attempt: WorkerGroup) -> bool:
-        """Whether to look at the attempt now: seldom where it goes on by itself, and nothing is asked of it."""
+    def _pace_s(self, attempt: WorkerGroup) -> float:
+        """How often to look at the attempt: seldom where it goes on by itself, and nothing is asked of it."""
+        if not self._named:
+            return NAMING_LOOK_S
         asked = self.stop.asked or self._moving or self._change or len(attempt.lost) != len(self._outlived)
-        every_s = look_every_s(attempt.moments.at.get("first_step"))
-        return bool(asked) or every_s == LOOK_S or time.monotonic() - self._looked_at >= every_s
+        return LOOK_S if asked else look_every_s(attempt.stage_ends.at.get("first_step"))
 
     def _tend(self, attempt: WorkerGroup, cluster: ClusterWatch, status: RunStatus) -> None:
         """While it trains: keep standbys for it, and have it save or change its workers as the cluster around it changes."""
@@ -273,7 +285,7 @@ class Supervisor:
             return
         members = [status.view.members[rank] for rank in sorted(status.view.members)]
         after_s = self.spec.faults.standby_after_s
-        if after_s is not None and time.time() - attempt.moments.at["first_step"] > after_s:
+        if after_s is not None and time.time() - attempt.stage_ends.at["first_step"] > after_s:
             self._standbys.fill(self.summaries[-1].attempt, members, cluster.each)
         advice = cluster.advice(members)
         if advice.save is not None:
@@ -304,7 +316,7 @@ class Supervisor:
         if problem is not None:
             self._change = None
             change.give_up(status)
-            self._warn(f"{problem}; all workers are restarted from a checkpoint instead")
+            self._warn_and_record(f"{problem}; all workers are restarted from a checkpoint instead")
             self._moving = change.why
             self._recording.ask_stop()
 
@@ -315,7 +327,7 @@ class Supervisor:
             return
         if not self._named:
             self._named = True
-            self._board.begins(run_id, self.summaries[-1].workers)
+            self._noticeboard.begins(run_id, self.summaries[-1].workers)
             self._on_run_id(run_id)
         self._recording.named()
 
@@ -336,7 +348,7 @@ class Supervisor:
                 "(faults.longest_silence_s is the shortest time for that)"
             )
         else:
-            stage = underway({**attempt.moments.at, **view.stage_ends})
+            stage = underway({**attempt.stage_ends.at, **view.stage_ends})
             attempt.error = SilentError(
                 f"no first step within {bound_s:.0f} s (faults.longest_start_s), so the attempt was ended in its stage {stage}{where}"
             )
@@ -351,32 +363,32 @@ class Supervisor:
         self.progress.show(view.step, view.evaluation, view.total_steps)
         if attempt is not None and status.went_on is not None and view.attempt > self.summaries[-1].attempt:
             self._went_on(attempt, status, status.went_on)
-        account, row = self.summaries[-1], view.step
+        current, row = self.summaries[-1], view.step
         if attempt is not None:
             attempt.run_id = self._recording.run_id
-        if attempt is None or row is None or row.attempt != account.attempt:
+        if attempt is None or row is None or row.attempt != current.attempt:
             return
         if "first_step" not in view.stage_ends:
             return  # a row that was restored, as of the same attempt: a stretch is taken again
-        if len(view.stragglers) > len(account.stragglers):
-            if not account.stragglers:  # once an attempt is enough for a person who looks on
+        if len(view.stragglers) > len(current.stragglers):
+            if not current.stragglers:  # once an attempt is enough for a person who looks on
                 self._warn(view.stragglers[0])
-            account.stragglers = list(view.stragglers)
+            current.stragglers = list(view.stragglers)
             self._tell_summaries()
-        first = not account.last_step
+        first = not current.last_step
         if first:
-            attempt.moments.at |= view.stage_ends
+            attempt.stage_ends.at |= view.stage_ends
             if len(self.summaries) > 1:
-                self._goes_on(self.summaries[-2], account, attempt)
-        account.last_step, self._last_step_at = row.step, row.wall_clock
-        self._board.reached(row.step, account.workers)
+                self._goes_on(self.summaries[-2], current, attempt)
+        current.last_step, self._last_step_at = row.step, row.wall_clock
+        self._noticeboard.reached(row.step, current.workers)
         if attempt.run_id is not None:
-            self._gauges.show(attempt.run_id, row, account.workers)
+            self._gauges.show(attempt.run_id, row, current.workers)
         if first:
             self._tell_summaries()
         if self.chaos is not None:
             self.chaos.look(
-                account.attempt, row.step, self._recording.members, lambda: self._recording.recorder
+                current.attempt, row.step, self._recording.members, lambda: self._recording.recorder
             )
 
     def _went_on(self, attempt: WorkerGroup, status: RunStatus, began: WentOn) -> None:
@@ -384,7 +396,7 @@ class Supervisor:
         before, number = self.summaries[-1], status.view.attempt
         why = [attempt.lost[worker] for worker in sorted(attempt.lost.keys() - self._outlived)]
         self._outlived |= attempt.lost.keys()
-        account = AttemptSummary(
+        current = AttemptSummary(
             number, began.workers, began.at, from_step=began.step, in_memory=True, joined=began.joined
         )
         attempt.let_in(status.numbers)
@@ -393,13 +405,13 @@ class Supervisor:
             self._change = None
             why.append(change.why)
             joined = [status.everyone[worker] for worker in change.members.joining]
-            account.standbys = self._standbys.took(joined, change.began_at)
+            current.standbys = self._standbys.took(joined, change.began_at)
             self._cluster.changed(began.workers)
         else:
             self._cluster.outlived(began.workers)
         before.why = "; ".join(why) or "a connection between workers was lost"
         before.ended, before.last_step = began.at, max(before.last_step, began.step)
-        self.summaries.append(account)
+        self.summaries.append(current)
         self.origin = replace(self.origin, attempt=number)
         self._before = {"detection": began.at}
         more = f", and {began.joined} join them" if began.joined else ""
@@ -408,15 +420,15 @@ class Supervisor:
         )
         self._tell_summaries()
 
-    def _goes_on(self, before: AttemptSummary, account: AttemptSummary, attempt: WorkerGroup) -> None:
+    def _goes_on(self, before: AttemptSummary, current: AttemptSummary, attempt: WorkerGroup) -> None:
         """The first step of an attempt after another: what the loss of that one cost."""
-        moments = attempt.moments.at
-        if account.in_memory:
-            moments = {"first_step": moments["first_step"]}
+        ends = attempt.stage_ends.at
+        if current.in_memory:
+            ends = {"first_step": ends["first_step"]}
         else:
-            account.standbys = self._standbys.took(self._recording.members(), moments["decision"])
-        account.follows(before, self._last_step_at, self._before, moments)
-        self.progress.say(f"attempt {account.attempt} continues {account.cost()}")
+            current.standbys = self._standbys.took(self._recording.members(), ends["decision"])
+        current.follows(before, self._last_step_at, self._before, ends)
+        self.progress.say(f"attempt {current.attempt} continues {current.cost()}")
 
     def _hear(self, recorder: RecorderState) -> None:
         """Tell what the run has shown to be wrong with it. A recorder that took another's place has not told it again."""
@@ -428,8 +440,13 @@ class Supervisor:
         self.progress.say(f"warning: {text}")
         self.warnings.append(text)
 
+    def _warn_and_record(self, text: str) -> None:
+        """Warn of what the driver has found: the workers' warnings and the recorder's are recorded already."""
+        self._warn(text)
+        self._recording.tell(Warned(text))
+
     def _tell_summaries(self) -> None:
-        self._recording.tell(AttemptsSummarised([account.as_dict() for account in self.summaries]))
+        self._recording.tell(AttemptsSummarised([one.as_dict() for one in self.summaries]))
 
     def _saved_step(self) -> int:
         run_id = self._recording.run_id

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from lockstep.attempts.cluster_watch import can_grow, find_place, most_resources
-from lockstep.attempts.placement import WorkerPlacement, each_of
+from lockstep.attempts.placement import WorkerPlacement, each_of, total
 from lockstep.attempts.room import RoomRequest
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, SpecError
@@ -40,8 +40,8 @@ def next_place(spec: Spec, left_out: frozenset[str], stop: StopSignal, say: Say)
 def _when_there_is_room(
     spec: Spec, left_out: frozenset[str], request: RoomRequest, stop: StopSignal, say: Say
 ) -> WorkerPlacement:
-    until, told = time.monotonic() + spec.faults.wait_for_workers_s, False
-    each = each_of(spec, most_resources())
+    until, announced = time.monotonic() + spec.faults.wait_for_workers_s, False
+    each = each_of(spec, total(most_resources()))
     while True:
         try:
             return find_place(spec, left_out)
@@ -51,10 +51,10 @@ def _when_there_is_room(
                 raise ClusterError(
                     f"{error}; waited {spec.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s)"
                 ) from error
-            if not told:
+            if not announced:
                 what = ", ".join(f"{amount:g} {kind}" for kind, amount in each.items())
                 say(
                     f"waiting for workers: {error}; the cluster is asked for {spec.workers.min} of {what} each"
                 )
-                told = True
+                announced = True
             stop.wait(1.0)

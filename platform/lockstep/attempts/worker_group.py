@@ -16,9 +16,10 @@ from typing import Any
 from lockstep.attempts.mailbox import ANSWER_S, LOST
 from lockstep.attempts.newcomers import NewcomerPlace, Newcomers
 from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for
-from lockstep.attempts.stages import Moments
+from lockstep.attempts.stages import StageEnds
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.clusters.answers import answer_of
+from lockstep.clusters.background import in_background
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.record.events import Joined
 from lockstep.spec.fields import Spec
@@ -43,7 +44,7 @@ class WorkerGroup:
         """`shown_as` is the same for all attempts that Ray's dashboard should show as one run."""
         self.over = threading.Event()
         self.error: LockstepError | None = None
-        self.moments = Moments()
+        self.stage_ends = StageEnds()
         self.lost: dict[int, str] = {}
         """Why lost workers are gone although the others go on, by their numbers at roll calls: a worker's first rank, or a newcomer's number."""
         self.can_regroup = True
@@ -69,7 +70,7 @@ class WorkerGroup:
 
     def start(self) -> None:
         self._started = True
-        threading.Thread(target=self._fit, name="lockstep-attempt", daemon=True).start()
+        in_background(self._fit, name="lockstep-attempt")
 
     def end(self) -> None:
         """End its workers, and wait until Ray confirms it. ClusterError where Ray does not. Nothing to do if it was not started."""
@@ -153,7 +154,7 @@ class WorkerGroup:
         return not self._given_up
 
     def _fit(self) -> None:
-        self.moments.at["decision"] = time.time()
+        self.stage_ends.at["decision"] = time.time()
         try:
             with tempfile.TemporaryDirectory(
                 prefix="lockstep-ray-train-", ignore_cleanup_errors=True
@@ -166,7 +167,7 @@ class WorkerGroup:
             if self.error is None and self.lost:
                 self.error = ClusterError("; ".join(self.lost[number] for number in sorted(self.lost)))
             self.newcomers.end()
-            self.moments.note("teardown")
+            self.stage_ends.note("teardown")
             self.over.set()
 
     def _make_trainer(self, storage: str) -> Any:
@@ -188,7 +189,8 @@ class WorkerGroup:
         torch_config = TorchConfig(
             backend="nccl" if gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())
         )
-        ahead = imports_ahead(self._config["folder"], self._spec.job.use.partition(":")[0])
+        module = self._spec.job.use.partition(":")[0]
+        ahead = imports_ahead(self._config["folder"], module, self._spec.workers.max)
         run = {
             "name": f"lockstep-{uuid.uuid4().hex[:12]}",  # Ray would resume a name that it has seen
             "storage_path": storage,
@@ -219,7 +221,7 @@ class WorkerGroup:
             torch_config=torch_config,
             run_config=RunConfig(
                 **run,
-                callbacks=[StageTimes(self.moments.note), Losses(self._outlived, self._others)],
+                callbacks=[StageTimes(self.stage_ends.note), Losses(self._outlived, self._others)],
             ),
             shown=Shown(self._shown_as, self._spec.name, lambda: self.run_id, self._mailbox),
         )

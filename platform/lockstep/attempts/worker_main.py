@@ -17,7 +17,7 @@ from lockstep.attempts.mailbox import MailboxRollCalls, wait_for_run_id, wait_un
 from lockstep.attempts.sender import Sender
 from lockstep.attempts.standby import imported_at
 from lockstep.attempts.watchdog import listening
-from lockstep.attempts.worker_output import output_told
+from lockstep.attempts.worker_output import output_sent
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.job.interface import Job
@@ -54,14 +54,14 @@ class RankZeroRequests:
         return wait_for_run_id(self._mailbox)
 
     def go_on(self) -> bool:
-        """Wait, before the first step, until the run's id is announced: whoever stops the run from then on can resume it."""
+        """Wait, before the first step, until the run's id is announced: from then on a run that is stopped can be resumed."""
         if not self._named:
             wait_until_named(self._mailbox)
             self._named = True
         return True
 
 
-class Place:
+class WorkerPlace:
     """A worker's place in the run: its attempt, and its number, which is the rank that it began with.
 
     The driver gives a newcomer its number; it belongs to no attempt before it is let in.
@@ -111,13 +111,13 @@ def worker_main(config: dict[str, Any]) -> None:
     """
     arrived = time.time()
     group = Group.join(ray.train.torch.get_device())
-    place = Place(config["mailbox"], config["origin"].attempt, group.rank)
+    place = WorkerPlace(config["mailbox"], config["origin"].attempt, group.rank)
     place.sender.tell(listening(group.rank, imported_at()))
     if group.rank == 0:
         place.sender.tell(StageEnded("arrival", arrived))
-    with _told(place.sender, f"rank {group.rank}", group.rank):
+    with _errors_reported(place.sender, f"rank {group.rank}", group.rank):
         seat = place.seated(group, place.attempt, config["origin"])
-        with _surroundings(config, place, group.rank, own_node()) as (spec, job, meeting):
+        with _worker_setup(config, place, group.rank, own_node()) as (spec, job, meeting):
             fit(spec, job, seat.group, seat.tell, seat.requests, seat.origin, meeting)
 
 
@@ -126,30 +126,30 @@ def newcomer_main(config: dict[str, Any], number: int, node: str | None) -> None
 
     `config` is that of the other workers.
     """
-    place = Place(config["mailbox"], config["origin"].attempt, number, newcomer=True)
+    place = WorkerPlace(config["mailbox"], config["origin"].attempt, number, newcomer=True)
     with (
-        _told(place.sender, f"worker {number}", number),
-        _surroundings(config, place, number, node) as (spec, job, meeting),
+        _errors_reported(place.sender, f"worker {number}", number),
+        _worker_setup(config, place, number, node) as (spec, job, meeting),
     ):
         join(spec, job, torch.device("cpu"), meeting, config["origin"])
 
 
 @contextmanager
-def _told(sender: Sender, who: str, number: int) -> Iterator[None]:
+def _errors_reported(sender: Sender, who: str, number: int) -> Iterator[None]:
     """Report the error that ends a worker, and make sure that all its events arrive."""
     try:
         yield
     except Exception as error:
         known = as_lockstep_error(error, who)
-        sender.tell(Broke(type(known)(str(known)), traceback.format_exc(), number, known.place))
+        sender.tell(Broke(known.with_message(str(known)), traceback.format_exc(), number))
         raise
     finally:
         sender.close()
 
 
 @contextmanager
-def _surroundings(
-    config: dict[str, Any], place: Place, number: int, node: str | None
+def _worker_setup(
+    config: dict[str, Any], place: WorkerPlace, number: int, node: str | None
 ) -> Iterator[tuple[Spec, Job, Meeting]]:
     """Set up a worker's surroundings: its output is recorded and its node sampled. Yields the spec, the job, and the meeting with the others."""
     folder, tell = config["folder"], place.sender.tell
@@ -163,5 +163,5 @@ def _surroundings(
     spec, replay = validate(config["spec"]), config["origin"].replay
     source = replay.source if replay is not None else config["source"]
     recorded = imported_from(source) if source else nullcontext()
-    with system_recorded(tell, node), output_told(print_on), recorded, place.meeting() as meeting:
+    with system_recorded(tell, node), output_sent(print_on), recorded, place.meeting() as meeting:
         yield spec, load_job(spec.job.use, spec.job.params), meeting

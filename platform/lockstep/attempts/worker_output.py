@@ -26,10 +26,10 @@ _RAYS_OWN = (b":job_id:", b":actor_name:", b":task_name:")
 
 
 @contextmanager
-def output_told(tell: Callable[[str, str], None], every_s: float = EVERY_S) -> Iterator[None]:
+def output_sent(tell: Callable[[str, str], None], every_s: float = EVERY_S) -> Iterator[None]:
     """Inside the block, call `tell(stream, text)` with what this process prints, from a thread; `stream` is stdout or stderr.
 
-    Output to a terminal or a pipe is not sent: whoever is at the other end has it.
+    Output to a terminal or a pipe is not sent, because the reader at the other end has it.
     """
     files = [file for file in map(_opened, ("stdout", "stderr")) if file is not None]
 

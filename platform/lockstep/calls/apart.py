@@ -1,7 +1,7 @@
 """A call in a process of its own, for an interpreter in which no run can be exact: a notebook's, or one that hashes strings at random.
 
 The process has the environment that `determinism: strict` needs, and ends with its parent: where that is gone, it stops as
-after a signal, and can be resumed. What it shows and what it comes to is told through a pipe; what the job prints goes to
+after a signal, and can be resumed. Its progress and its outcome come through a pipe; what the job prints goes to
 standard error. Of two signals the first asks the run to stop, and the second ends it, as in a terminal.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, assert_never
 
 from lockstep.driver.notebook import in_notebook
 from lockstep.driver.options import RunOptions
@@ -36,11 +36,27 @@ LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A call of the progress: `say`, `show` or `table`."""
+class LineSaid:
+    """The progress prints a line."""
 
-    method: str
-    arguments: tuple[Any, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowsShown:
+    """The progress shows the newest rows."""
+
+    step: StepRow | None
+    evaluation: EvaluationRow | None
+    total_steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialsShown:
+    """The progress shows how a sweep stands."""
+
+    headline: str
+    trials: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +73,10 @@ class Over:
     outcome: Result | LockstepError
 
 
+Message = LineSaid | RowsShown | TrialsShown | Begun | Over
+"""What the process writes into its pipe."""
+
+
 def unfit() -> bool:
     """Whether a run in this process would not be exact, or is in the way of one that is: it needs a process of its own."""
     return not under_torchrun() and (hashes_at_random() or in_notebook())
@@ -66,7 +86,7 @@ def apart(
     call: Callable[..., Result], options: RunOptions, on_run_id: Callable[[str], None] | None = None
 ) -> Result:
     """What `call(options=…)` returns in a process of its own, or raises there. `call` survives pickling."""
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     process = subprocess.Popen(
         [sys.executable, "-c", "from lockstep.calls.apart import main; main()"],
         stdin=subprocess.PIPE,
@@ -75,7 +95,9 @@ def apart(
         start_new_session=True,  # signals of a terminal or a notebook come through this process, once
     )
     assert process.stdin is not None and process.stdout is not None
-    hearing = threading.Thread(target=_hear, args=(process.stdout, told), name="lockstep-hear", daemon=True)
+    hearing = threading.Thread(
+        target=_hear, args=(process.stdout, messages), name="lockstep-hear", daemon=True
+    )
     hearing.start()
     with StopSignal() as stop:
         try:
@@ -83,7 +105,7 @@ def apart(
             with suppress(BrokenPipeError):  # that it has ended is heard below
                 pickle.dump(request, process.stdin)
                 process.stdin.flush()
-            outcome = _outcome(process, told, stop, options, on_run_id)
+            outcome = _outcome(process, messages, stop, options, on_run_id)
         except BaseException:
             _end(process)
             raise
@@ -100,31 +122,37 @@ def apart(
 
 def _outcome(
     process: subprocess.Popen[bytes],
-    told: queue.SimpleQueue[Any],
+    messages: queue.SimpleQueue[Message | None],
     stop: StopSignal,
     options: RunOptions,
     on_run_id: Callable[[str], None] | None,
 ) -> Result | LockstepError:
-    """Pass on what is told and what signals ask for, until the call is over."""
+    """Pass on the messages of the process, and signals to it, until the call is over."""
     asked = False
     while True:
         if stop.number is not None and not asked:
             process.send_signal(stop.number)
             asked = True
         try:
-            message = told.get(timeout=LOOK_S)
+            message = messages.get(timeout=LOOK_S)
         except queue.Empty:
             continue
         match message:
-            case Shown(method, arguments):
-                getattr(options.progress, method)(*arguments)
+            case LineSaid(text):
+                options.progress.say(text)
+            case RowsShown(step, evaluation, total_steps):
+                options.progress.show(step, evaluation, total_steps)
+            case TrialsShown(headline, trials):
+                options.progress.table(headline, trials)
             case Begun(run_id):
                 if on_run_id is not None:
                     on_run_id(run_id)
             case Over(outcome):
                 return outcome
-            case _:  # the pipe has ended
+            case None:  # the pipe has ended
                 return _lost(process.wait())
+            case _:
+                assert_never(message)
 
 
 def _lost(code: int) -> LockstepError:
@@ -136,12 +164,12 @@ def _lost(code: int) -> LockstepError:
     )
 
 
-def _hear(pipe: BinaryIO, told: queue.SimpleQueue[Any]) -> None:
+def _hear(pipe: BinaryIO, messages: queue.SimpleQueue[Message | None]) -> None:
     try:
         while True:
-            told.put(pickle.load(pipe))
+            messages.put(pickle.load(pipe))
     except (EOFError, pickle.UnpicklingError):
-        told.put(None)
+        messages.put(None)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -167,33 +195,33 @@ def _environment() -> dict[str, str]:
 # --- the process ------------------------------------------------------------------------------------------------
 
 
-class Telling:
-    """The progress of a run, told to the parent."""
+class PipeProgress:
+    """The progress of a run, which the parent shows."""
 
     def __init__(self, pipe: BinaryIO) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
 
-    def tell(self, message: Shown | Begun | Over) -> None:
+    def send(self, message: Message) -> None:
         with self._lock:
             pickle.dump(message, self._pipe)
             self._pipe.flush()
 
     def say(self, text: str) -> None:
-        self.tell(Shown("say", (text,)))
+        self.send(LineSaid(text))
 
     def show(self, step: StepRow | None, evaluation: EvaluationRow | None, total_steps: int | None) -> None:
-        self.tell(Shown("show", (step, evaluation, total_steps)))
+        self.send(RowsShown(step, evaluation, total_steps))
 
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None:
-        self.tell(Shown("table", (headline, trials)))
+        self.send(TrialsShown(headline, trials))
 
 
 def main() -> None:
-    """Make the call that the parent sends, and tell what it comes to."""
+    """Make the call that the parent sends, and send its outcome."""
     asked, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the job prints is no message
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    telling, over = Telling(pipe), threading.Event()
+    progress, over = PipeProgress(pipe), threading.Event()
     end_on_second_signal()
     try:
         call, options, named = pickle.load(asked)
@@ -201,17 +229,17 @@ def main() -> None:
             target=_stop_with_parent, args=(asked, over), name="lockstep-parent", daemon=True
         ).start()
         if named:
-            call = partial(call, on_run_id=lambda run_id: telling.tell(Begun(run_id)))
-        result = call(options=replace(options, progress=telling))
+            call = partial(call, on_run_id=lambda run_id: progress.send(Begun(run_id)))
+        result = call(options=replace(options, progress=progress))
         over.set()
-        telling.tell(Over(result))
+        progress.send(Over(result))
     except LockstepError as error:
-        telling.tell(Over(error))
+        progress.send(Over(error))
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)  # whatever still runs here is not waited for
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
-        telling.tell(Over(LockstepError(f"the run broke: {first_line(error)}")))
+        progress.send(Over(LockstepError(f"the run broke: {first_line(error)}")))
 
 
 def _stop_with_parent(asked: BinaryIO, over: threading.Event) -> None:

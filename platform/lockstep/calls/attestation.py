@@ -10,19 +10,12 @@ from typing import Any
 
 from lockstep.calls.verification import verify
 from lockstep.driver.options import RunOptions
-from lockstep.errors import SpecError
+from lockstep.errors import SpecError, StorageError
 from lockstep.files import replaced
 from lockstep.proof import signatures
+from lockstep.proof.ending import DIGEST_OF, Disagreement
 from lockstep.proof.recorded_run import RecordedRun, folder_of, named_run, recorded_run
-from lockstep.proof.statement import (
-    Disagreement,
-    contradictions,
-    disagreements,
-    final_weights,
-    parsed,
-    plain,
-    statement,
-)
+from lockstep.proof.statement import contradictions, disagreements, parsed, plain, statement
 from lockstep.proof.verification import Verified
 from lockstep.spec.locations import tracking_uri
 
@@ -88,11 +81,12 @@ def attest(
 ) -> Attested:
     """State what a finished run is, in the file `out`, signed with the private `key` where one is given.
 
-    SpecError where there is no such run, it is not finished, its record contradicts itself, or the key is none.
+    SpecError where there is no such run, it is not finished, its record contradicts itself, or the key is none. StorageError where the
+    weights cannot be read, or the file cannot be written.
     """
     run, summary, folder = _finished(run_id, uri, Path(storage).absolute())
     stated = statement(run, summary, folder)
-    wrong = next(contradictions(run, summary, stated), None) or final_weights(run, folder)
+    wrong = next(contradictions(run, summary, folder), None)
     if wrong is not None:
         raise SpecError(
             f"attest: the record of run {run_id} contradicts itself: {wrong.what} is {wrong.stated} and was found as {wrong.found}; "
@@ -103,8 +97,11 @@ def attest(
         envelope = signatures.signed(payload, key)
         payload, signed_by = json.dumps(envelope).encode() + b"\n", envelope["signatures"][0]["keyid"]
     path = out or Path(f"{run_id[:8]}.intoto.json")
-    with replaced(path) as aside:
-        Path(aside).write_bytes(payload)
+    try:
+        with replaced(path) as aside:
+            aside.write_bytes(payload)
+    except OSError as error:
+        raise StorageError(f"out: cannot write {str(path)!r}: {error.strerror or error}") from error
     segments = stated["predicate"]["ledger"]["segments"]
     return Attested(run_id, str(path), signed_by, len(run.steps), segments[-1]["sha256"])
 
@@ -137,11 +134,7 @@ def check_statement(
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     run, summary, folder = _finished(stated_run, uri, Path(storage).absolute())
     found = statement(run, summary, folder)
-    wrong = (
-        next(disagreements(stated, found), None)
-        or next(contradictions(run, summary, found), None)
-        or final_weights(run, folder)
-    )
+    wrong = next(disagreements(stated, found), None) or next(contradictions(run, summary, folder), None)
     if signature == "bad" or wrong is not None:
         return Checked(stated_run, signed_by, signature, wrong, seed, None)
     options.progress.say(f"the record is as stated; stretches are drawn with seed {seed}")
@@ -179,5 +172,10 @@ def _finished(run_id: str, uri: str | None, storage: Path) -> tuple[RecordedRun,
     if found.status != "FINISHED":
         raise SpecError(
             f"attest: run {run_id} is {found.status}, wanted one that is finished; resume it first"
+        )
+    lacking = [name for name in ("identity", DIGEST_OF["final"]) if not found.summary.get(name)]
+    if lacking:
+        raise SpecError(
+            f"attest: the summary of run {run_id} has no {lacking[0]}; `lockstep record check {run_id} --repair` writes it again"
         )
     return run, found.summary, folder_of(run_id, run.spec, storage)

@@ -6,26 +6,26 @@ command has long been told.
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 
 from lockstep.calls.held import leads
+from lockstep.calls.lost_storage import attempts_recorded, refuse_lost
 from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import adopt, check_step, claim, steps_of, whole_steps
+from lockstep.checkpoint.runs import adopt, aside, check_step, claim, on_disk, steps_of, whole_steps
 from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result, result_of
 from lockstep.errors import SpecError, StorageError
+from lockstep.files import private
 from lockstep.job.identity import changed_fields
 from lockstep.job.loading import check_params
 from lockstep.job.recorded_source import imported_from
 from lockstep.proof.recorded_run import recorded_main
 from lockstep.record.redaction import redacted_fields
-from lockstep.record.run_store import Recorded
+from lockstep.record.run_store import StoredRun
 from lockstep.record.stores import find_copies, find_run
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -45,20 +45,26 @@ def continue_run(
     refuse_changes(run_id, load_spec(found.spec), spec)
     if found.status == "FINISHED":
         return finished(found, spec, step, options)
-    if "://" not in spec.checkpoint.storage and leads():
-        fetch_copy(spec, store, run_id, step, options.progress)
-    origin = claim(spec.checkpoint.storage, run_id, step) if leads() else AttemptOrigin(run_id, step=step)
+    origin = AttemptOrigin(run_id, step=step)
+    if leads():
+        lost = not steps_of(spec.checkpoint.storage, run_id)
+        if on_disk(spec.checkpoint.storage) is not None:
+            fetch_copy(spec, store, run_id, step, options.progress)
+        refuse_lost(spec, run_id, copies=False)
+        used = attempts_recorded(spec, run_id, told=lost)  # else the storage itself knows them
+        origin = claim(spec.checkpoint.storage, run_id, step, used + 1)
     newest = next(iter(steps_of(spec.checkpoint.storage, run_id)), None)
-    start = (
-        f"its checkpoint of step {step or newest}"
-        if step or newest
-        else "the beginning: it has no checkpoint"
-    )
+    if step is not None:
+        start = f"its checkpoint of step {step}"
+    elif newest is not None:  # a damaged one is passed over when it is read
+        start = f"its newest good checkpoint (the newest is of step {newest})"
+    else:
+        start = "the beginning: it has no checkpoint"
     options.progress.say(f"run {run_id} goes on from {start}")
     return run_attempt(spec, origin, options, hold=hold)
 
 
-def finished(found: Recorded, spec: Spec, step: int | None, options: RunOptions) -> Result:
+def finished(found: StoredRun, spec: Spec, step: int | None, options: RunOptions) -> Result:
     """The result of a run that is left as it is. SpecError where it has no checkpoint of `step`, RecordError where it is not what it says."""
     run_id = found.run_id
     refuse_doubtful(found, spec.record.uri or "", spec.folder)
@@ -120,15 +126,13 @@ def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: 
             continue
         if step is None and whole is not None and copy.step <= whole:
             return
-        run_folder = Path(storage, run_id)
-        run_folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=run_folder, prefix=".download-") as folder:
-            copy.download(Path(folder))
+        with private(spec.record.private), aside(storage, run_id) as folder:
+            copy.download(folder)
             try:
-                verify(checkpoint_at(folder))
+                verify(checkpoint_at(str(folder)))
             except StorageError as error:
                 progress.say(f"warning: the copy of step {copy.step} in the record is passed over: {error}")
                 continue
-            adopt(storage, run_id, copy.step, Path(folder))
+            adopt(storage, run_id, copy.step, folder)
         progress.say(f"the checkpoint of step {copy.step} was downloaded from the record")
         return

@@ -11,6 +11,7 @@ from lockstep.checkpoint.run_folder import Replay
 from lockstep.checks.preflight import find_initial_weights
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
+from lockstep.job.imports import files_here, recorded_beside
 from lockstep.job.source import check_job_source, job_sources
 from lockstep.proof.difference import Difference, Side, Unwatched, difference
 from lockstep.proof.recorded_run import recorded_run
@@ -46,7 +47,9 @@ def _side(name: str, steps: int, uri: str | None, storage: Path, options: RunOpt
     if name.endswith((".yaml", ".yml")):
         return _of_spec(name, steps, uri, options)
     run = recorded_run(name, tracking_uri(uri), storage)
-    return Side(name, run.spec, run.fields, run.steps, run.source, job_source(run, options), run)
+    return Side(
+        name, run.spec, run.fields, run.steps, run.evaluations, run.source, job_source(run, options), run
+    )
 
 
 def _of_spec(name: str, steps: int, uri: str | None, options: RunOptions) -> Side:
@@ -60,5 +63,5 @@ def _of_spec(name: str, steps: int, uri: str | None, options: RunOptions) -> Sid
         module.replace(".", "/")
         + ("/__init__.py" if path.name == "__init__.py" else ".py"): path.read_bytes()
         for module, path in job_sources(spec.job.use).items()
-    }
-    return Side(name, spec, found.fields, found.steps, source, None)
+    } | files_here(spec.job.use, recorded_beside(found.fields))
+    return Side(name, spec, found.fields, found.steps, found.evaluations, source, None)

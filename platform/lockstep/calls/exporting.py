@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,9 @@ import safetensors.torch
 from torch import nn
 
 from lockstep.calls.verification import job_source
+from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.driver.options import RunOptions
-from lockstep.errors import ExportError, JobError, SpecError
+from lockstep.errors import ExportError, JobError, LockstepError, SpecError
 from lockstep.export import arrays
 from lockstep.export.artifact import FORMATS, Artifact, Format, description, files_of, place, read
 from lockstep.export.example import example_of
@@ -24,16 +27,17 @@ from lockstep.files import private
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
-from lockstep.proof.recorded_run import folder_of, named_run, recorded_run
-from lockstep.proof.statement import DIGEST_OF
+from lockstep.proof.ending import DIGEST_OF
+from lockstep.proof.recorded_run import RecordedRun, folder_of, named_run, recorded_run
 from lockstep.randomness import seed_all
-from lockstep.record.run_store import Recorded
+from lockstep.record.run_store import StoredRun
 from lockstep.record.stores import keep_files
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.locations import tracking_uri
+from lockstep.training.beside import beside_path, beside_weights, by_kind, load_beside, put_beside
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
+from lockstep.training.digest import tree_digest, weights_digest
 from lockstep.training.failure import as_lockstep_error
 
 
@@ -58,10 +62,10 @@ class Predicted:
     artifact: Artifact
 
     def as_dict(self) -> dict[str, Any]:
-        told = self.artifact.model_dump(
+        facts = self.artifact.model_dump(
             mode="json", include={"run", "step", "weights", "weights_digest", "format"}
         )
-        return {"path": self.path, "rows": self.rows, "batch": self.batch, **told}
+        return {"path": self.path, "rows": self.rows, "batch": self.batch, **facts}
 
 
 def export(
@@ -95,7 +99,7 @@ def export(
             file = export_weights(weights, folder)
         else:
             file = _export_model(
-                weights, wanted, store, folder, inputs, options, fixed=fixed_batch, rtol=rtol
+                weights, wanted, store, folder, found.summary, inputs, options, fixed=fixed_batch, rtol=rtol
             )
     _keep(store, run_id, file, f"export/{wanted}")
     return Exported(str(file), read(file))
@@ -126,6 +130,10 @@ def predict(
         )
     check_installed(wanted)
     arrays.check_suffix("inputs", given)
+    if out is not None and Path(out).exists() and given.exists() and given.samefile(out):
+        raise SpecError(
+            f"output: got {str(out)!r}, the file of the inputs, which it would replace; name another"
+        )
     found, spec, folder = _found(run_id, tracking_uri(uri), Path(storage).absolute())
     path = place(folder, wanted, _name(found, best=best))
     command = f"lockstep export {run_id} --format {wanted}{' --best' if best else ''}"
@@ -167,11 +175,13 @@ def _format(given: str) -> Format:
     raise SpecError(f"format: got {given!r}, wanted {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
 
 
-def _found(run_id: str, store: str, storage: Path) -> tuple[Recorded, Spec, Path]:
+def _found(run_id: str, store: str, storage: Path) -> tuple[StoredRun, Spec, Path]:
     """A run's record, its spec and its folder. SpecError where there is no such run, or no folder of it here."""
     found = named_run(run_id, store, storage)
     if owner := found.summary.get("reused_from"):
-        raise SpecError(f"run {run_id} stands for run {owner}, whose weights it has; name that one")
+        raise SpecError(
+            f"run {run_id} reuses the result of run {owner} and has no weights of its own; give run {owner}"
+        )
     spec = load_spec(found.spec)
     folder = folder_of(run_id, spec, storage)
     if not folder.is_dir():
@@ -181,7 +191,7 @@ def _found(run_id: str, store: str, storage: Path) -> tuple[Recorded, Spec, Path
     return found, spec, folder
 
 
-def _name(found: Recorded, *, best: bool) -> str:
+def _name(found: StoredRun, *, best: bool) -> str:
     """Which file of weights is meant. SpecError where the run has none."""
     if best:
         if not found.summary.get(DIGEST_OF["best"]):
@@ -196,7 +206,7 @@ def _name(found: Recorded, *, best: bool) -> str:
     return "ema" if found.summary.get(DIGEST_OF["ema"]) else "final"
 
 
-def _weights(found: Recorded, folder: Path, *, best: bool) -> Weights:
+def _weights(found: StoredRun, folder: Path, *, best: bool) -> Weights:
     """The weights of a run, which are those of its record: else ExportError."""
     name = _name(found, best=best)
     path = folder / "weights" / f"{name}.safetensors"
@@ -218,6 +228,7 @@ def _export_model(
     form: Format,
     store: str,
     folder: Path,
+    summary: Mapping[str, Any],
     inputs: str | Path | None,
     options: RunOptions,
     *,
@@ -225,12 +236,13 @@ def _export_model(
     rtol: float | None,
 ) -> Path:
     run = recorded_run(weights.run, store, folder.parent)
+    beside = _beside(run, summary, weights, folder)
     source = job_source(run, options)
     with imported_from(source) if source else nullcontext():
         job = load_job(run.spec.job.use, run.spec.job.params)
 
         def make() -> nn.Module:
-            return _model(job, run.spec.seed, weights)
+            return _model(job, run.spec.seed, weights, beside)
 
         if form == "pretrained":
             return export_pretrained(weights, job, make, folder)
@@ -247,16 +259,62 @@ def _export_model(
         return export_model(weights, Model(make, example, further), form, folder, fixed=fixed, rtol=rtol)
 
 
-def _model(job: Job, seed: int, weights: Weights) -> nn.Module:
-    """The job's model in eval mode; what its state_dict leaves out is drawn as it was for the run."""
+def _beside(
+    run: RecordedRun, summary: Mapping[str, Any], weights: Weights, folder: Path
+) -> Mapping[str, Any] | None:
+    """What the run's model computed with besides the weights. None where a run of an older version has left nothing that says so.
+
+    Such a run's checkpoint of that step has it as well.
+    """
+    name, told = "best" if weights.name == "best" else "final", summary.get("beside") or {}
+    if name in told:
+        if told[name] is None:
+            return {}
+        path = folder / "weights" / f"{name}.safetensors"
+        if (digest := tree_digest(found := load_beside(path))) != told[name]:
+            raise ExportError(
+                f"weights: {str(beside_path(path))!r} has the digest {digest}, and the run's record {told[name]}; restore the file"
+            )
+        return found
+    if weights.step not in run.checkpoints:
+        return None
+    with tempfile.TemporaryDirectory() as aside:
+        try:
+            sections = run.checkpoint(weights.step, Path(aside))[1].sections
+        except BadCheckpointError:
+            return None
+    model: Any = sections["model"]
+    return by_kind(model["state"], model["unlisted_buffers"], sections["job"])  # type: ignore[arg-type]
+
+
+def _model(job: Job, seed: int, weights: Weights, beside: Mapping[str, Any] | None) -> nn.Module:
+    """The job's model in eval mode, as the run left it: with the weights, and what it computed with besides."""
     seed_all(seed, "model")
     try:
         model = job.model()
     except (Exception, SystemExit) as error:  # the job's own code
         raise as_lockstep_error(error, "while its model was made") from error
+    if beside is None and (unknown := beside_weights(model, job)):
+        raise ExportError(
+            f"weights: run {weights.run} is of an older version, and the value of {_named(unknown)}, is in no file of its weights and in no "
+            f"checkpoint of step {weights.step}; export safetensors, or train it again"
+        )
     try:
-        model.load_state_dict(weights.state)
-    except RuntimeError as error:
+        put_beside(model, job, weights.state, beside or {})
+    except LockstepError:
+        raise
+    except (Exception, SystemExit) as error:  # the job's own code
         text = " ".join(str(error).split())
         raise JobError(f"job.model: the weights of run {weights.run} do not fit it: {text}") from error
     return model.eval()
+
+
+def _named(beside: Mapping[str, Any]) -> str:
+    """What is beside the weights, for a person."""
+    named = {
+        "buffers": "buffer {!r}",
+        "extra": "extra state {!r}",
+        "job": "the job's state {!r}",
+    }
+    kind, tree = next(iter(beside.items()))
+    return named[kind].format(next(iter(tree)))

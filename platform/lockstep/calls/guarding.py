@@ -105,7 +105,7 @@ def _bisect(
             f"guard: commit {good[:12]} does not train as {answer.base[:12]} does; give one that does"
         )
     found = first_changed([*line, NOT_COMMITTED], same)
-    passed_over = f"of {len(found.untold)} before it nothing can be told: they cannot be trained"
+    passed_over = f"commits right before it that cannot be trained, and may be the cause: {len(found.untold)}"
     if found.commit == NOT_COMMITTED:
         answer.note = "no commit has the change: it is in the working tree alone"
     else:

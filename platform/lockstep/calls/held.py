@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.holder import Hold, holding, refuse_held
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.names import run_of_name
+from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.progress import Progress
 from lockstep.errors import LockstepError, StorageError
+from lockstep.files import is_there
 from lockstep.process import under_torchrun
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.redaction import redacted_fields
@@ -32,14 +35,43 @@ def leads() -> bool:
     return not under_torchrun() or os.environ.get("RANK", "0") == "0"
 
 
+@contextmanager
 def held_run(
-    spec: Spec, run_id: str, progress: Progress, *, takeover: bool = False
-) -> AbstractContextManager[Hold | None]:
-    """Hold a run that exists. SpecError where another command does, unless it is taken over."""
+    spec: Spec, run_id: str, progress: Progress, *, takeover: bool = False, recorded: str | None = None
+) -> Iterator[Hold | None]:
+    """Hold a run that exists. SpecError where another command does, unless it is taken over.
+
+    Where its checkpoints were moved, it is held in the storage that is `recorded` too, as long as it can be read and has the run: that
+    is where other commands look.
+    """
     if not leads():
-        return nullcontext()
+        yield None
+        return
     storage = open_storage(spec.checkpoint.storage)
-    return holding(storage, run_id, f"run {run_id}", takeover=takeover, say=progress.say)
+    hold = partial(holding, folder=run_id, what=f"run {run_id}", takeover=takeover, say=progress.say)
+    with ExitStack() as stack:
+        before = None if recorded is None else open_storage(recorded)
+        beside = None
+        if before is not None and _has(before, run_id) and not _same(before, storage, run_id):
+            beside = stack.enter_context(hold(before))
+        own = stack.enter_context(hold(storage))
+        if beside is not None:
+            own.go_with(beside)
+        yield own
+
+
+def _has(storage: Storage, run_id: str) -> bool:
+    with suppress(StorageError):
+        return RunFolder.open(storage, run_id).run_id == run_id
+    return False
+
+
+def _same(one: Storage, other: Storage, run_id: str) -> bool:
+    """Whether a run that is in the first storage is the very same folder in the other one."""
+    if isinstance(one, LocalStorage) and isinstance(other, LocalStorage):
+        with suppress(OSError):
+            return (one.root / run_id).samefile(other.root / run_id)
+    return one.shown == other.shown
 
 
 def refuse_held_run(run_id: str, overrides: Sequence[str]) -> None:
@@ -50,7 +82,7 @@ def refuse_held_run(run_id: str, overrides: Sequence[str]) -> None:
     if not leads():
         return
     where = lies_where(overrides)
-    kind = "sweep" if (where.folder / run_id / SWEEP_FILE).exists() else "run"
+    kind = "sweep" if is_there(where.folder / run_id / SWEEP_FILE) else "run"
     for storage in _storages(where, run_id):
         refuse_held(storage, run_id, f"{kind} {run_id}")
 
@@ -83,7 +115,7 @@ def _storages(where: Spec, run_id: str) -> Iterator[Storage]:
     """Where the run may be held: a sweep is beside its record, a run beside its checkpoints."""
     recorded = where.folder / run_id / "spec.yaml"
     places = {where.checkpoint.storage: None, str(where.folder): None}
-    if recorded.exists():
+    if is_there(recorded):
         with suppress(LockstepError):  # one that cannot be read is told by what goes on with it
             document = read_document(recorded)
             if "checkpoint.storage" not in redacted_fields(document):

@@ -107,7 +107,7 @@ def _in_order(inspection: Inspection) -> list[Seat]:
 
 
 def _micro_batch(inspection: Inspection, m: int, phase: str, ids: list[int]) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    found: dict[str, Any] = {
         "micro_batch": m,
         **({"phase": phase} if phase else {}),
         "samples": ids,
@@ -116,5 +116,5 @@ def _micro_batch(inspection: Inspection, m: int, phase: str, ids: list[int]) -> 
     if (m, phase) in inspection.looks:
         look = inspection.looks[m, phase]
         for name, seen in (("modules", look.modules), ("gradients", look.gradients)):
-            told[name] = [{"what": one.what, **one.statistics} for one in seen]
-    return told
+            found[name] = [{"what": one.what, **one.statistics} for one in seen]
+    return found

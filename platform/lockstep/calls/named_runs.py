@@ -1,4 +1,4 @@
-"""Runs that whoever starts them gives a name: the same command begins the run, and later goes on with it.
+"""Runs with a name that the user gives: the same command starts the run, and later resumes it.
 
 What retries a command, Kubernetes or a queue, can't know the run id that the first try was given. So the name is kept
 beside the checkpoints, `<storage>/named-<name>/run_id`, as soon as the run exists. First the run is held, and only then
@@ -24,14 +24,14 @@ from lockstep.spec.loading import load_spec
 
 
 def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: bool = False) -> Result:
-    """Go on with the run of this name in `spec`'s storage, or begin it; without a name begin one.
+    """Resume the run of this name in `spec`'s storage, or start it; without a name start a new run.
 
-    A run that is finished is left as it is. SpecError where the run that has the name is another one than `spec` says, or
-    another command is at work on it; with `takeover` that one is asked to end.
+    A finished run is left as it is. SpecError if the run of that name has another spec, or if another command
+    holds it; with `takeover` that command is asked to end.
     """
     if name is None and takeover:
         raise SpecError(
-            "takeover: a new run is nobody else's; give the name of the run with --run, or use `lockstep resume`"
+            "takeover: a new run has no holder to take over from; give the name of the run with --run, or use `lockstep resume`"
         )
     if name is None:
         from lockstep.calls.training import run_attempt

@@ -23,9 +23,18 @@ def change_pin(run_id: str, step: int, *, uri: str | None, folder: Path, remove:
     run = RunFolder.open(open_storage(load_spec(found.spec).checkpoint.storage), run_id)
     if remove:
         unpin(run, step, ASKED)
-    elif step in saved_steps(run):
-        pin(run, step, ASKED)
     else:
-        kept = ", ".join(map(str, saved_steps(run))) or "none"
-        raise SpecError(f"pin: run {run_id} has no checkpoint of step {step}; it has {kept}")
+        _check_saved(run, step)
+        pin(run, step, ASKED)
+        try:
+            _check_saved(run, step)  # retention may have deleted it before there was a pin
+        except SpecError:
+            unpin(run, step, ASKED)
+            raise
     return sorted(pinned(run))
+
+
+def _check_saved(run: RunFolder, step: int) -> None:
+    if step not in (saved := saved_steps(run)):
+        kept = ", ".join(map(str, saved)) or "none"
+        raise SpecError(f"pin: run {run.run_id} has no checkpoint of step {step}; it has {kept}")

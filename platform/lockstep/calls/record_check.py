@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.reader import load_newest, shared_files
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import RecordError
+from lockstep.errors import NoSuchRunError, RecordError, StorageError
 from lockstep.record.check import (
     COPIED,
-    Difference,
+    InStore,
+    RecordDifference,
+    check_folder,
     check_journal,
     check_ledger,
     check_store,
 )
+from lockstep.record.events import Finished
+from lockstep.record.folder_store import run_in_folder, write_run
 from lockstep.record.history import History
 from lockstep.record.journal import Journal
 from lockstep.record.ledger import Rows
 from lockstep.record.mlflow_store import in_mlflow
-from lockstep.record.sync import check_there, spec_of, sync
+from lockstep.record.replay import PROCESS, lost_end
+from lockstep.record.stores import find_history, find_observations, find_run
+from lockstep.record.sync import check_there, refuse_continued, spec_of, sync
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 
 
-def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[Difference]:
+def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[RecordDifference]:
     """What is not as it should be of the run in `folder`, and with `repair` what of it is mended now.
 
-    SpecError where the folder has no journal, RecordError where another process records the run or the store does not answer.
+    SpecError where the folder has no journal, and with `repair` where the run was continued in another folder. RecordError where another process records the run or the store does not answer.
     """
     check_there(folder)
     spec = spec_of(folder, uri)
-    found: list[Difference] = []
+    found: list[RecordDifference] = []
     history = _history(spec, folder.name, found)
     journal = Journal(folder, read_only=not repair)
     try:
+        if repair:
+            refuse_continued(folder, journal, spec)
         found += check_journal(journal, history, repair=repair)
-        whole = not journal.missing_steps()
+        whole, store = not journal.missing_steps(), _store(spec, folder)
+        if whole and isinstance(store, InStore):
+            found += _check_end(spec, folder, journal, store, repair=repair)
+            if lost_end(journal.events, store.status, store.process):
+                return found  # the tables and the store have more than the journal
         if whole:
             found += check_ledger(folder, journal, repair=repair)
-        differences = _in_store(spec, folder, journal)
+        differences = _differences(spec, folder, journal, store)
+        if repair and not isinstance(store, InStore) and _is_off(spec):
+            write_run(folder, spec.name, journal)
     finally:
         journal.close()
     if not (repair and (differences or any(one.mended for one in found))):
@@ -48,24 +64,77 @@ def check_record(folder: Path, uri: str | None, *, repair: bool) -> list[Differe
     try:
         sync(folder, uri, again=True)
     except RecordError as error:
-        found.append(Difference("store", str(error)))
+        found.append(RecordDifference("store", str(error)))
     journal = Journal(folder, read_only=True)
     try:
-        left = _in_store(spec, folder, journal)
+        left = _differences(spec, folder, journal, _store(spec, folder))
     finally:
         journal.close()
     return [*found, *(one._replace(mended=one not in left) for one in differences)]
 
 
-def _in_store(spec: Spec, folder: Path, journal: Journal) -> list[Difference]:
-    uri = spec.record.uri or RECORD_OFF
-    if uri == RECORD_OFF or journal.missing_steps():
+def _is_off(spec: Spec) -> bool:
+    """Whether the run is recorded in its folder alone."""
+    return (spec.record.uri or RECORD_OFF) == RECORD_OFF
+
+
+def _store(spec: Spec, folder: Path) -> InStore | RecordDifference:
+    """What the store has of the run; what is wrong with its run.json where it is recorded in its folder alone."""
+    if not _is_off(spec):
+        return in_mlflow(spec.record.uri or "", folder.name, COPIED)
+    try:
+        run = run_in_folder(folder.parent, folder.name)
+    except NoSuchRunError:
+        raise
+    except RecordError as error:
+        what = str(error).removeprefix(f"run {folder.name}: its ").partition(";")[0]
+        return RecordDifference("folder", what)
+    return InStore(run["status"], {}, {}, run["tags"].get(PROCESS))
+
+
+def _check_end(
+    spec: Spec, folder: Path, journal: Journal, store: InStore, *, repair: bool
+) -> Iterator[RecordDifference]:
+    """An end that the journal has lost; `repair` adds it, and the rows before it, from the summary and the tables that were written then."""
+    if not lost_end(journal.events, store.status, store.process):
+        return
+    if repair:
+        with suppress(RecordError, StorageError):
+            _add_end(spec.record.uri or RECORD_OFF, folder, journal, store)
+    mended = not lost_end(journal.events, store.status, store.process)
+    yield RecordDifference("journal", f"has lost the run's end: the run is {store.status}", mended)
+
+
+def _add_end(uri: str, folder: Path, journal: Journal, store: InStore) -> None:
+    """Nothing is added where a step before the end is lost everywhere."""
+    where = uri, folder.name, folder.parent
+    summary, history, observations = find_run(*where).summary, find_history(*where), find_observations(*where)
+    end = Finished(summary, sorted((folder / "weights").glob("*.safetensors")))
+    last = max(journal.last_step, *(row.step for row in history.steps[-1:]))
+    if end.status != store.status or summary.get("step") != last:
+        return
+    journal.add([row for row in history.steps if not journal.has_step(row.step)])
+    journal.add([row for row in history.evaluations if journal.evaluation(row.step) is None])
+    journal.add([row for row in observations if not journal.has_observation(row.step)])
+    if not journal.missing_steps():
+        journal.add([end])
+
+
+def _differences(
+    spec: Spec, folder: Path, journal: Journal, store: InStore | RecordDifference
+) -> list[RecordDifference]:
+    """How the store differs from the journal; for a run that is recorded in its folder alone how its files do."""
+    whole = not journal.missing_steps()
+    if not isinstance(store, InStore):
+        return [store, *(check_folder(folder, journal, None) if whole else ())]
+    if not whole:
         return []
-    store = in_mlflow(uri, folder.name, COPIED)
+    if spec.record.uri in (None, RECORD_OFF):
+        return list(check_folder(folder, journal, store))
     return list(check_store(folder, journal, store, scaled=spec.precision == "fp16"))
 
 
-def _history(spec: Spec, run_id: str, found: list[Difference]) -> Rows | None:
+def _history(spec: Spec, run_id: str, found: list[RecordDifference]) -> Rows | None:
     """The rows that the newest good checkpoint has; those that are passed over are told."""
     storage = open_storage(spec.checkpoint.storage)
     try:
@@ -74,7 +143,7 @@ def _history(spec: Spec, run_id: str, found: list[Difference]) -> Rows | None:
         return None
 
     def tell(text: str) -> None:
-        found.append(Difference("checkpoint", text))
+        found.append(RecordDifference("checkpoint", text))
 
     newest = load_newest(run, tell)
     if newest is None:

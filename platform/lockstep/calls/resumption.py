@@ -1,6 +1,6 @@
 """Taking up a run that has ended early, or starting another one from its state.
 
-First the run is held, and only then what goes on with it is imported (`continuation`): whoever is refused has not waited for torch.
+The run is held before the code that continues it is imported (`continuation`), so a command that is refused has not waited for torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from lockstep.calls.apart import apart, unfit
-from lockstep.calls.held import held_run, lies_where, refuse_held_run
+from lockstep.calls.held import held_run, leads, lies_where, refuse_held_run
+from lockstep.calls.lost_storage import refuse_lost
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import check_step, steps_of
 from lockstep.driver.notebook import default_progress
@@ -19,7 +20,8 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.record.run_store import Recorded
+from lockstep.record.redaction import redacted_fields
+from lockstep.record.run_store import StoredRun
 from lockstep.record.stores import find_run
 from lockstep.spec.fields import Fork, Spec
 from lockstep.spec.loading import load_spec
@@ -45,10 +47,10 @@ def resume(
     """Continue a run from its newest good checkpoint, or from that of `step`, as the same run in the record.
 
     `overrides` may change placement: workers, storage, loader processes. With `fork` they may change anything, and a
-    new run starts from the state. A run that is finished is left as it is, and its result returned. The run is looked
-    up in the MLflow store at `uri`; for `off` in the folder that `record.folder` or `checkpoint.storage` names.
-    SpecError where another command works on the run; with `takeover` that one is asked to end after its next step, and
-    stopped where it does not answer. `notify` is as for `train`. Raises LockstepError.
+    new run starts from the state. A finished run is left as it is, and its result is returned. The run is looked
+    up in the MLflow store at `uri`; with `off`, in the folder that `record.folder` or `checkpoint.storage` names.
+    SpecError if another command holds the run; with `takeover` that command is asked to end after its next step, and is
+    cut off if it does not answer. `notify` is as for `train`. Raises LockstepError.
     """
     options = RunOptions(
         progress=progress or default_progress(),
@@ -99,13 +101,19 @@ def resume_with(
         refuse_changes(run_id, recorded_spec, spec)  # before the one that works on it is asked to end
         if found.status == "FINISHED":
             return finished(found, spec, step, options)
-    with held_run(spec, run_id, options.progress, takeover=takeover) as hold:
+    if leads():
+        refuse_lost(spec, run_id)  # before anything is made where the storage should be
+    hidden = "checkpoint.storage" in redacted_fields(found.spec)
+    recorded = None if hidden else recorded_spec.checkpoint.storage
+    with held_run(spec, run_id, options.progress, takeover=takeover, recorded=recorded) as hold:
         from lockstep.calls.continuation import continue_run
 
         return continue_run(run_id, spec, hold, options, step=step)
 
 
-def recorded_and_asked(run_id: str, overrides: Sequence[str], uri: str | None) -> tuple[Recorded, Spec, Spec]:
+def recorded_and_asked(
+    run_id: str, overrides: Sequence[str], uri: str | None
+) -> tuple[StoredRun, Spec, Spec]:
     """A run as its store has it, its spec, and that with overrides. SpecError where there is no such run."""
     store = tracking_uri(uri)
     found = find_run(store, run_id, lies_where(overrides).folder)

@@ -52,12 +52,12 @@ def train(
 ) -> Result:
     """Train one run to its end.
 
-    `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `job` is the class of the job, in the place of
-    `job.use` in the spec; one of a notebook or of the script that runs has its source recorded. `local` trains without Ray, in this
-    process (or as one rank under torchrun), or where that is a notebook's or hashes strings at random, in one of its own; else
-    `address` names the Ray cluster. A SIGTERM or SIGINT stops the run after the next step, and its result says KILLED. `on_run_id` is called once the run exists. `chaos`, such
-    as `worker:0.02`, kills parts of the run on purpose. `notify` is a command, words or a text for the shell, that is told of
-    the run's start, failure and end. Raises LockstepError.
+    `spec` is a Spec, a YAML file or plain data; `overrides` are `key=value` strings. `job` is the class of the job and replaces
+    `job.use` in the spec; the source of a class that a notebook or the running script defines is recorded. `local` trains without Ray,
+    in this process or as one rank under torchrun; in a notebook, or if Python hashes strings at random, the run gets its own process.
+    Without `local`, `address` names the Ray cluster. A SIGTERM or SIGINT stops the run after the next step, and its result says KILLED.
+    `on_run_id` is called once the run exists. `chaos`, such as `worker:0.02`, kills parts of the run on purpose. `notify` is a
+    command, a list of words or a text for the shell, that is run at the run's start, failure and end. Raises LockstepError.
     """
     source = None
     if job is not None:

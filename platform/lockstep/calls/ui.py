@@ -69,7 +69,7 @@ def guarded(host: str, given: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not given.get(USERS) and len(given.get(PASSWORD, "")) < SHORTEST_PASSWORD:
         raise SpecError(
-            f"host: {host!r} can be reached from other machines, and whoever reaches MLflow may read and delete what is "
+            f"host: {host!r} can be reached from other machines, and anyone who reaches MLflow can read and delete what is "
             f"recorded; export {PASSWORD} of {SHORTEST_PASSWORD} characters or more for the user admin, or {USERS}, or stay on 127.0.0.1"
         )
     environment = {"MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}

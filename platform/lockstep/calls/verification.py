@@ -19,6 +19,7 @@ from lockstep.clusters.reachability import LOCAL, cluster_address
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
 from lockstep.errors import JobImportError, SpecError
+from lockstep.job.imports import FIELD, files_here, recorded_beside, source_fields
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import job_source_digest
 from lockstep.proof.recorded_run import RecordedRun, recorded_run
@@ -70,23 +71,27 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as aside:
         take: Take = replay_here if options.local else _on_ray(options, workers, Path(aside))
         with imported_from(source) if source else nullcontext():
-            return verify_stretches(run, stretches, _told(take, run, options), Path(aside), source)
+            return verify_stretches(run, stretches, _announced(take, run, options), Path(aside), source)
 
 
 def job_source(run: RecordedRun, options: RunOptions) -> Mapping[str, bytes] | None:
     """The recorded files of the run's job; None where those on the path are the same, with what lies beside them."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    beside = recorded_beside(run.fields)
     try:
-        here = job_source_digest(run.spec.job.use)
+        here = {"job.source": job_source_digest(run.spec.job.use)}
+        here |= source_fields(files_here(run.spec.job.use, beside))
     except (JobImportError, ImportError, SyntaxError, OSError):
-        here = ""
-    if here == run.fields.get("job.source"):
+        here = {}
+    if here == {
+        name: run.fields.get(name) for name in ("job.source", *(f"{FIELD}{path}" for path in beside))
+    }:
         return None
     if not run.source:
-        options.progress.say("the run has no source/: the job's source here is used, which is another one")
+        options.progress.say("the run has no source/: the job's source here is used, and it differs")
         return None
-    options.progress.say("the job's source here is another one: the recorded one is used")
+    options.progress.say("the job's source here differs: the recorded source is used")
     return run.source
 
 
@@ -116,14 +121,14 @@ def _stretches(
     return [stretch(run.checkpoints, run.last_step, first, steps, forked_at=run.forked_at)]
 
 
-def _told(take: Take, run: RecordedRun, options: RunOptions) -> Take:
-    """`take`, which says what it begins."""
+def _announced(take: Take, run: RecordedRun, options: RunOptions) -> Take:
+    """`take`, which says first which steps are taken again."""
 
-    def told(spec: Spec, replay: Replay, watch: Watching) -> Replayed:
+    def announced(spec: Spec, replay: Replay, watch: Watching) -> Replayed:
         options.progress.say(taken_again(run, replay.step, replay.until))
         return take(spec, replay, watch)
 
-    return told
+    return announced
 
 
 # --- on Ray -----------------------------------------------------------------------------------------------------
@@ -143,6 +148,7 @@ def _on_ray(options: RunOptions, workers: int | None, aside: Path) -> Take:
                 fields,
                 {row.step: row for row in history.steps if row.step > replay.step},
                 {row.step: row for row in history.evaluations if row.step > replay.step},
+                result.as_dict(),
             )
 
     return take

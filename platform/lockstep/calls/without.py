@@ -11,17 +11,17 @@ from lockstep.calls.held import leads
 from lockstep.calls.resumption import recorded_and_asked
 from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import whole_steps
+from lockstep.checkpoint.runs import on_disk, whole_steps
 from lockstep.data.sampler import FirstUse, LeftOut
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.errors import SpecError
-from lockstep.job.loading import dataset_size, load_job
+from lockstep.job.loading import load_job
 from lockstep.record.stores import find_copies, find_history
 from lockstep.spec.fields import Fork, Spec
 from lockstep.spec.sample_ids import parse, written
 from lockstep.training.job_data import make_sampler, open_data
-from lockstep.training.setup import make_plan
+from lockstep.training.setup import check_ids, make_plan
 
 
 def resume_without(
@@ -76,11 +76,8 @@ def _first_use(spec: Spec, wanted: LeftOut, run_id: str) -> FirstUse:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
-    plan = make_plan(spec, dataset_size(train_data, "train_data"))
-    if wanted.last >= plan.samples:
-        raise SpecError(
-            f"without: got id {wanted.last}, wanted samples of train_data, which has {plan.samples}, counted from 0"
-        )
+    plan = make_plan(spec, train_data)
+    check_ids(wanted, train_data, "without")
     found = make_sampler(spec, plan, train_data).first_use(wanted)
     if found is None:
         raise SpecError(
@@ -93,7 +90,7 @@ def _forked(options: RunOptions, run_id: str, recorded: Spec, spec: Spec, first:
     """The spec of the run without the samples: from the newest checkpoint with at most `first` steps, or from where the run itself began."""
     storage, store = recorded.checkpoint.storage, spec.record.uri or ""
     whole = [step for step in whole_steps(storage, run_id) if step <= first]
-    local = "://" not in storage  # an object store has no copies put into it
+    local = on_disk(storage) is not None  # an object store has no copies put into it
     copies = [copy.step for copy in find_copies(store, run_id) if copy.step <= first] if local else []
     newest = max([*whole, *copies], default=None)
     if newest is not None and newest not in whole and leads():

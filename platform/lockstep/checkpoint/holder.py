@@ -89,6 +89,8 @@ class Hold:
         self.taker: Holder | None = None
         """The process that has taken the run over."""
         self._when_taken: Callable[[], None] = lambda: None
+        self._beside: list[Hold] = []
+        """The holds of the same run in other places."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="lockstep-hold", daemon=True)
         self._thread.start()
@@ -96,6 +98,18 @@ class Hold:
     def reached(self, step: int, attempt: int) -> None:
         """Report how far the run is."""
         self.holder = replace(self.holder, step=step, attempt=attempt)
+        for other in self._beside:
+            other.reached(step, attempt)
+
+    def go_with(self, other: Hold) -> None:
+        """Count as taken over where `other` is, which holds the same run in another place; and report there how far it is."""
+
+        def taken() -> None:
+            self.taker = self.taker or other.taker
+            self._when_taken()
+
+        self._beside.append(other)
+        other.when_taken(taken)
 
     def when_taken(self, action: Callable[[], None]) -> None:
         """Call `action` as soon as another command has taken the run over, from the thread that beats."""
@@ -112,7 +126,7 @@ class Hold:
     def taken_over(self) -> str:
         """The message that says who has taken the run over."""
         taker = self.taker.shown if self.taker is not None else "another command"
-        return f"{self.what} was taken over by {taker} (--takeover) after step {self.holder.step}; this command has ended, that one goes on"
+        return f"{self.what} was taken over by {taker} (--takeover) after step {self.holder.step}; this command has ended, the other one continues"
 
     def release(self) -> None:
         """Release the run, so that the next command need not wait."""
@@ -253,13 +267,13 @@ def _await_end(
 ) -> None:
     """Wait until the holder that was asked to end has ended, stops updating its counter, or has used up its time."""
     began = moved = time.monotonic()
-    told = False
+    announced = False
     while time.monotonic() - began < GRACE_S:
         holder = _holder(text)
         if holder is None or holder.gone or time.monotonic() - moved > WATCH_S:
             return
-        if not told:
-            told = True
+        if not announced:
+            announced = True
             say(f"{what} is taken over from {holder.shown}, which ends after its next step")
         time.sleep(_LOOK_S)
         now = _read(storage, folder, number)
@@ -271,7 +285,7 @@ def _refused(what: str, holder: Holder | None, heard: str) -> SpecError:
     who = "another process" if holder is None else holder.shown
     step = "" if holder is None else f" at step {holder.step}"
     return SpecError(
-        f"{what} is held by {who}{step}, {heard}; let that one go on, or take over from it with --takeover"
+        f"{what} is held by {who}{step}, {heard}; let it continue, or take over from it with --takeover"
     )
 
 

@@ -39,7 +39,7 @@ class LocalStorage:
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
         target = self.root / path
         aside = self.root / staging / path.replace("/", ".")
-        with _told("write", target):
+        with _storage_errors("write", target):
             try:
                 written = _write(aside, pieces)
                 make_folder(target.parent)
@@ -54,7 +54,7 @@ class LocalStorage:
     def create(self, path: str, content: bytes) -> None:
         target = self.root / path
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-        with _told("create", target):
+        with _storage_errors("create", target):
             make_folder(target.parent)
             try:
                 _write(aside, [content])
@@ -66,7 +66,7 @@ class LocalStorage:
     def put(self, path: str, content: bytes) -> None:
         target = self.root / path
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-        with _told("write", target):
+        with _storage_errors("write", target):
             make_folder(target.parent)
             try:
                 aside.write_bytes(content)
@@ -75,16 +75,16 @@ class LocalStorage:
                 aside.unlink(missing_ok=True)
 
     def read(self, path: str) -> bytes:
-        with _told("read", self.root / path):
+        with _storage_errors("read", self.root / path):
             return (self.root / path).read_bytes()
 
     @contextmanager
     def open(self, path: str) -> Iterator[Reading]:
-        with _told("read", self.root / path), (self.root / path).open("rb", buffering=0) as file:
+        with _storage_errors("read", self.root / path), (self.root / path).open("rb", buffering=0) as file:
             yield file
 
     def list(self, folder: str) -> list[Item]:
-        with _told("list", self.root / folder):
+        with _storage_errors("list", self.root / folder):
             try:
                 with os.scandir(self.root / folder) as entries:
                     return sorted(_item(entry) for entry in entries)
@@ -98,12 +98,12 @@ class LocalStorage:
         }
 
     def exists(self, path: str) -> bool:
-        with _told("look at", self.root / path):
+        with _storage_errors("look at", self.root / path):
             return (self.root / path).exists()
 
     def delete(self, path: str, *, staging: str | None = None) -> None:
         target = self.root / path
-        with _told("delete", target):
+        with _storage_errors("delete", target):
             if staging is not None:
                 aside = self.root / staging / f"{path.replace('/', '.')}.deleted"
                 target.replace(aside)
@@ -112,7 +112,7 @@ class LocalStorage:
             target.unlink()
 
     def delete_folder(self, folder: str) -> None:
-        with _told("delete", self.root / folder):
+        with _storage_errors("delete", self.root / folder):
             try:
                 (self.root / folder).rmdir()
             except OSError as error:
@@ -123,7 +123,7 @@ class LocalStorage:
         target = self.root / folder
         # Until it is renamed it may be cleared like an ended one, but only by an attempt, so only if another has begun.
         made = target.with_name(f"{ENDED}{target.name}-{owner}")
-        with _told("create", target):
+        with _storage_errors("create", target):
             make_folder(target.parent)
             (made / owner).mkdir(parents=True, exist_ok=True)
             try:
@@ -144,7 +144,7 @@ class LocalStorage:
 
     def end_staging(self, folder: str) -> None:
         target = self.root / folder
-        with _told("delete", target):
+        with _storage_errors("delete", target):
             if not target.name.startswith(ENDED):
                 ended = target.with_name(f"{ENDED}{target.name}-{uuid.uuid4().hex[:8]}")
                 target.replace(ended)
@@ -199,7 +199,7 @@ def _item(entry: os.DirEntry[str]) -> Item:
 
 
 @contextmanager
-def _told(verb: str, path: Path) -> Iterator[None]:
+def _storage_errors(verb: str, path: Path) -> Iterator[None]:
     """Turn the system's errors into StorageError, one line each."""
     try:
         yield

@@ -25,7 +25,7 @@ def give_name(storage: Storage, name: str, run_id: str) -> None:
     except TakenError as error:
         owner = run_of_name(storage, name)
         raise SpecError(
-            f"run: {name!r} is the name of run {owner} by now, which another command began; start one of them"
+            f"run: {name!r} already belongs to run {owner}, which another command began; start one of them"
         ) from error
 
 

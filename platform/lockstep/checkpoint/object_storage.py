@@ -44,7 +44,7 @@ class ObjectStorage:
         parts = urlsplit(uri)
         if parts.scheme == "s3" and find_spec("boto3") is None:
             raise SpecError(
-                f"checkpoint.storage: {parts.scheme}:// needs boto3, so that of two commands one begins an attempt; "
+                f"checkpoint.storage: {parts.scheme}:// needs boto3, to make sure that only one of two commands starts an attempt; "
                 "pip install 'lockstep-train[stores]'"
             )
         self._uri = uri
@@ -58,7 +58,7 @@ class ObjectStorage:
         self._conditions = parts.scheme == "s3"
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], *, staging: str) -> Written:
-        with self._told("write", path):
+        with self._storage_errors("write", path):
             try:
                 with self._files.open_output_stream(self._at(path)) as stream:
                     return hashed(pieces, stream.write)
@@ -74,16 +74,16 @@ class ObjectStorage:
             self._create_alone(path, content)
 
     def put(self, path: str, content: bytes) -> None:
-        with self._told("write", path), self._files.open_output_stream(self._at(path)) as stream:
+        with self._storage_errors("write", path), self._files.open_output_stream(self._at(path)) as stream:
             stream.write(content)
 
     def read(self, path: str) -> bytes:
-        with self._told("read", path), self._files.open_input_stream(self._at(path)) as stream:
+        with self._storage_errors("read", path), self._files.open_input_stream(self._at(path)) as stream:
             return cast(bytes, stream.read())
 
     @contextmanager
     def open(self, path: str) -> Iterator[Reading]:
-        with self._told("read", path), self._files.open_input_file(self._at(path)) as file:
+        with self._storage_errors("read", path), self._files.open_input_file(self._at(path)) as file:
             yield file
 
     def list(self, folder: str) -> list[Item]:
@@ -103,17 +103,17 @@ class ObjectStorage:
     def exists(self, path: str) -> bool:
         import pyarrow.fs as pafs
 
-        with self._told("look at", path):
+        with self._storage_errors("look at", path):
             found = self._files.get_file_info(self._at(path)).type
             return bool(found != pafs.FileType.NotFound)
 
     def delete(self, path: str, *, staging: str | None = None) -> None:
-        with self._told("delete", path):
+        with self._storage_errors("delete", path):
             self._files.delete_file(self._at(path))
 
     def delete_folder(self, folder: str) -> None:
         if not self.list(folder) and self.exists(folder):
-            with self._told("delete", folder):
+            with self._storage_errors("delete", folder):
                 self._files.delete_dir(self._at(folder))
 
     def begin_staging(self, folder: str, owner: str) -> None:
@@ -193,7 +193,7 @@ class ObjectStorage:
     def _infos(self, folder: str, *, recursive: bool = False) -> Sequence[pafs.FileInfo]:
         import pyarrow.fs as pafs
 
-        with self._told("list", folder):
+        with self._storage_errors("list", folder):
             selector = pafs.FileSelector(self._at(folder), allow_not_found=True, recursive=recursive)
             return cast("Sequence[pafs.FileInfo]", self._files.get_file_info(selector))
 
@@ -208,7 +208,7 @@ class ObjectStorage:
         return kind(f"checkpoint.storage: cannot {verb} {self._shown(path)!r}: {_one_line(error)}")
 
     @contextmanager
-    def _told(self, verb: str, path: str) -> Iterator[None]:
+    def _storage_errors(self, verb: str, path: str) -> Iterator[None]:
         """Turn pyarrow's errors into StorageError, one line each."""
         import pyarrow as pa
 

@@ -1,7 +1,8 @@
 """Deletes what retention decides: the manifest first, then the files, and only as the current attempt.
 
-Before anything is deleted, one checkpoint that stays is known to be whole. The cost of a save does not grow with the number of
-checkpoints that are kept: an attempt lists them once, and then knows what it has saved and deleted itself.
+Before anything is deleted, one checkpoint that stays is known to be whole, and those that the attempt has passed over do not
+count. The cost of a save does not grow with the number of checkpoints that are kept: an attempt lists them once, and then
+knows what it has saved and deleted itself.
 """
 
 from __future__ import annotations
@@ -24,34 +25,38 @@ class Catalogue:
 
     Listing costs one request for a thousand files and one for each manifest. After that, each save adds what it has
     published. A file that is lost later is noticed by a reader of the checkpoint, and by the next attempt.
+
+    `since` is the step that the attempt starts from. The newer checkpoints that it finds may have been passed over as damaged:
+    their hashes are compared before the first deletion. An older one is good if its files have the right sizes.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
+    def __init__(self, attempt: Attempt, since: int = 0) -> None:
+        self.attempt, self.since = attempt, since
         self._known: dict[int, Known] | None = None
         self.essential: list[int] = []
         """After `prune`: the newest good step, the best one and the pinned ones, newest first."""
 
     def prune(self, keep: Keep, *, whole: int | None = None) -> list[int]:
         """Delete the checkpoints that `keep` does not ask for, as the function `prune` does. Returns the deleted steps."""
-        known = self._read() if self._known is None else self._known
-        if whole is None:
-            known = _verified(self.attempt, known)
-        elif (found := self._looked_at(whole)) is None:
+        own = None if whole is None else self._looked_at(whole)
+        if whole is not None and own is None:
             return []
-        else:
-            known[whole] = found
-        self._known = known
+        known = self._known = self._read(whole) if self._known is None else self._known
+        if own is not None:
+            known[own.step] = own
         keep = replace(keep, pinned=keep.pinned | pinned(self.attempt.run))
         self.essential = essential(known.values(), keep)
-        steps = surplus(known.values(), keep)
-        ended = False
+        steps = [step for step in surplus(known.values(), keep) if step != whole]
+        deleted, ended = [], False
         for step in steps:
+            if step in pinned(self.attempt.run):  # since the pins were read
+                continue
             ended |= apply(self.attempt, [step])
             del known[step]
+            deleted.append(step)
         if ended:
             _clear_shared(self.attempt)
-        return steps
+        return deleted
 
     def _looked_at(self, step: int) -> Known | None:
         """The checkpoint that this attempt has just published, without reading its files back; None where a file is missing."""
@@ -63,11 +68,14 @@ class Catalogue:
             return None
         return Known(step, True, manifest.facts.metrics)
 
-    def _read(self) -> dict[int, Known]:
-        """Every checkpoint of this format; whether it is good is judged by names and sizes only."""
+    def _read(self, whole: int | None) -> dict[int, Known]:
+        """Every checkpoint of this format. One before `since`, and `whole`, is judged by names and sizes only."""
         known = {}
         for step, sizes in listed(self.attempt.run):
-            found = [_known(self.attempt, step, name, sizes) for name in layout.manifests(sizes)]
+            hashes = step > self.since and step != whole
+            found = [
+                _known(self.attempt, step, name, sizes, hashes=hashes) for name in layout.manifests(sizes)
+            ]
             best = next((one for one in found if one is not None and one.good), None)
             if best is not None or (found and None not in found):
                 known[step] = best or Known(step, good=False)
@@ -77,8 +85,8 @@ class Catalogue:
 def prune(attempt: Attempt, keep: Keep, *, whole: int | None = None) -> list[int]:
     """Delete the checkpoints that `keep` does not ask for. Returns the deleted steps.
 
-    Pinned ones stay as well. `whole` is a step that this process has just written, which is not read back. Without it, checkpoints are
-    verified from the newest on until one is whole. One of a newer format is neither counted nor deleted.
+    Pinned ones stay as well. `whole` is a step that this process has just written, which stays and is not read back. All others are
+    verified. One of a newer format is neither counted nor deleted.
     """
     return Catalogue(attempt).prune(keep, whole=whole)
 
@@ -160,27 +168,15 @@ def _folders(attempt: Attempt, only: Collection[int] | None) -> list[tuple[int, 
     ]
 
 
-def _verified(attempt: Attempt, known: Mapping[int, Known]) -> dict[int, Known]:
-    """`known`, after checkpoints were read from the newest on until one is whole."""
-    found = dict(known)
-    for step in sorted(found, reverse=True):
-        for checkpoint in checkpoints_of(attempt.run, step) if found[step].good else ():
-            try:
-                manifest = verify(checkpoint)
-            except (BadCheckpointError, LostFileError):
-                continue
-            found[step] = Known(step, True, manifest.facts.metrics)
-            return found
-        found[step] = Known(step, good=False)
-    return found
-
-
-def _known(attempt: Attempt, step: int, name: str, sizes: Mapping[str, int]) -> Known | None:
-    """A checkpoint judged by its manifest and the sizes of its files; None for one of a newer format."""
+def _known(attempt: Attempt, step: int, name: str, sizes: Mapping[str, int], *, hashes: bool) -> Known | None:
+    """A checkpoint judged by its manifest and the sizes, or `hashes`, of its files; None for one of a newer format."""
     checkpoint = Checkpoint.of(attempt.run, step, name)
     try:
-        manifest = checkpoint.manifest()
-        check_sizes(checkpoint, manifest.files, sizes)
+        if hashes:
+            manifest = verify(checkpoint, shared=False)
+        else:
+            manifest = checkpoint.manifest()
+            check_sizes(checkpoint, manifest.files, sizes)
     except NewerFormatError:
         return None
     except (BadCheckpointError, LostFileError):

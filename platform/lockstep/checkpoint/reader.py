@@ -60,10 +60,12 @@ class Checkpoint:
         except LostFileError as error:
             raise BadCheckpointError(f"checkpoint {self.shown}: it has no {self.name}") from error
         except BadCheckpointError as error:
-            raise type(error)(f"checkpoint {self.shown}: {self.name}: {error}") from error
+            raise error.with_message(f"checkpoint {self.shown}: {self.name}: {error}") from error
         for what, wanted, got in (("run", self.run_id, manifest.run), ("step", self.step, manifest.step)):
             if wanted is not None and got != wanted:
-                raise self.bad(self.name, f"it is of {what} {got}, and lies where {what} {wanted} should")
+                raise self.bad(
+                    self.name, f"it belongs to {what} {got}, but is in the place of {what} {wanted}"
+                )
         return manifest
 
     def path(self, name: str) -> str:
@@ -185,25 +187,16 @@ def shared_files(loaded: Loaded, warn: Callable[[str], None]) -> Iterator[bytes]
             warn(f"{error}; the record has its steps, or is not whole")
 
 
-def newest_good(run: RunFolder, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole, verified to the last byte; None where there is none.
+def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
+    """The content of the newest checkpoint that is whole, read only once; None where there is none.
 
     Each skipped one is reported to `warn`, with the bad file and what is wrong with it. Any other
     StorageError is raised: a store that cannot be reached is no reason to start from an older state.
     """
-    return _newest(run, warn, lambda checkpoint: (verify(checkpoint), checkpoint)[1])
-
-
-def load_newest(run: RunFolder, warn: Callable[[str], None]) -> Loaded | None:
-    """The content of the newest checkpoint that is whole, read only once; otherwise as `newest_good`."""
-    return _newest(run, warn, load)
-
-
-def _newest(run: RunFolder, warn: Callable[[str], None], read: Callable[[Checkpoint], T]) -> T | None:
     for step in run.steps():  # one at a time: of thousands, the first is nearly always good
         for checkpoint in checkpoints_of(run, step):
             try:
-                return read(checkpoint)
+                return load(checkpoint)
             except (BadCheckpointError, LostFileError) as error:
                 warn(f"{error}; this checkpoint is passed over")
     return None

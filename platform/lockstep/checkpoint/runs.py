@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.checkpoint.errors import BadCheckpointError, LostFileError, StaleAttemptError
 from lockstep.checkpoint.holder import ensure_held
 from lockstep.checkpoint.layout import SHARED, is_shared, manifests, step_folder
+from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.pins import ALIAS, pin_exactly
 from lockstep.checkpoint.reader import Checkpoint, checkpoints_of, listed, verify
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
@@ -95,13 +97,36 @@ def pin_aliased(storage: str, run_id: str, steps: frozenset[int]) -> None:
         pin_exactly(RunFolder.open(open_storage(storage), run_id), steps, ALIAS)
 
 
+def on_disk(storage: str) -> Path | None:
+    """The folder of a storage on a disk; None for an object store."""
+    place = open_storage(storage)
+    return place.root if isinstance(place, LocalStorage) else None
+
+
+@contextmanager
+def aside(storage: str, run_id: str) -> Iterator[Path]:
+    """A new folder in that of a run, on the storage's own disk, for files that `adopt` may take; what it does not take is deleted."""
+    root = on_disk(storage)
+    assert root is not None
+    folder = root / run_id / f".download-{uuid.uuid4().hex}"
+    folder.mkdir(parents=True)  # with the mode of every other folder there, which a temporary one has not
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def adopt(storage: str, run_id: str, step: int, files: Path) -> None:
     """Make a verified folder of files the run's checkpoint of `step`, by one rename; it is on the storage's own disk.
 
-    First the files that it shares are moved beside the run's checkpoints.
+    First the files that it shares are moved beside the run's checkpoints. Who may read a file, and write it, is who may do so with a
+    folder that is made there.
     """
-    run = opened(storage, run_id)
-    place, shared = Path(storage, run.path(step_folder(step))), Path(storage, run.path(SHARED))
+    run, root = opened(storage, run_id), on_disk(storage)
+    assert root is not None
+    place, shared = root / run.path(step_folder(step)), root / run.path(SHARED)
+    for file in files.iterdir():
+        file.chmod(files.stat().st_mode & 0o666)
     for file in [file for file in files.iterdir() if is_shared(file.name)]:
         make_folder(shared)
         flush(file)

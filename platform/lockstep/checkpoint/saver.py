@@ -70,7 +70,7 @@ class Saved(NamedTuple):
     """The newest checkpoint, the best one and the pinned ones, newest first: step, and folder for a person."""
 
 
-class Failed(NamedTuple):
+class SaveFailed(NamedTuple):
     """A save that was given up. `error` is its last failure."""
 
     step: int
@@ -84,6 +84,7 @@ class AsyncSaver:
 
     All `ranks` request the same saves in the same order, and rank 0 publishes them. Writing a part and
     publishing it are each tried `tries` times, with a pause of `pause_s` seconds that doubles each time.
+    `since` is the step that the attempt starts from, as for a `Catalogue`.
     """
 
     def __init__(
@@ -93,11 +94,12 @@ class AsyncSaver:
         rank: int = 0,
         ranks: int = 1,
         keep: Keep | None = None,
+        since: int = 0,
         tries: int = 3,
         pause_s: float = 1.0,
         parts_timeout_s: float = 300.0,
         on_saved: Callable[[Saved], None] | None = None,
-        on_failure: Callable[[Failed], None] | None = None,
+        on_failure: Callable[[SaveFailed], None] | None = None,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         self.attempt = attempt
@@ -106,21 +108,16 @@ class AsyncSaver:
         self.tries, self.pause_s, self.parts_timeout_s = tries, pause_s, parts_timeout_s
         self.last: Saved | None = None
         """The newest save that is done."""
-        self.failure: Failed | None = None
+        self.failure: SaveFailed | None = None
         """The failure of the newest save, or None if it succeeded."""
         self._on_saved, self._on_failure, self._alive = on_saved, on_failure, alive
-        self._catalogue = Catalogue(attempt)
+        self._catalogue = Catalogue(attempt, since)
         self._uncleared: set[int] | None = None
         """Steps in which a failed save may have left something; None until the leftovers of earlier attempts are cleared."""
         self._copied: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._abandoned = threading.Event()
-
-    def reserve(self, sections: Mapping[str, Tree | Block]) -> None:
-        """Make the buffers before the first save, which then takes no longer than later ones."""
-        self.wait()
-        self._copied = snapshot(sections, self._copied, rank=self.rank, ranks=self.ranks)
 
     def save(
         self,
@@ -132,8 +129,8 @@ class AsyncSaver:
         """Copy the state and begin to write it. Returns as soon as the sections may change again.
 
         The writer thread calls `sharing` on the rank that publishes, and again after a failed try.
-        Raises JobError for what no checkpoint can hold, and RuntimeError after `close`. Any other failure
-        is reported instead.
+        Raises JobError for what no checkpoint can hold, and RuntimeError after `close` and where the machine starts no thread. Any
+        other failure is reported instead.
         """
         began = time.perf_counter()
         self.settle()
@@ -149,8 +146,9 @@ class AsyncSaver:
             self._copied = None
             work = _Save(self, step, error, Facts(), sharing)
         work.pause = Pause(waited_s, time.perf_counter() - began - waited_s)
-        self._thread = threading.Thread(target=work.run, name=f"lockstep-save-{step}")
-        self._thread.start()
+        thread = threading.Thread(target=work.run, name=f"lockstep-save-{step}")
+        thread.start()
+        self._thread = thread
         return work.pause
 
     def settle(self) -> None:
@@ -185,7 +183,7 @@ class AsyncSaver:
         if self._on_saved is not None:
             self._on_saved(saved)
 
-    def _failed(self, failed: Failed) -> None:
+    def _failed(self, failed: SaveFailed) -> None:
         self.failure = failed
         if self._uncleared is not None:
             self._uncleared.add(failed.step)
@@ -208,8 +206,8 @@ class _Save:
         try:
             checkpoint = self._write()
         except Exception as error:  # noqa: BLE001  the last line of a thread: any failure is reported, and ends no run
-            told = error if isinstance(error, LockstepError) else StorageError(f"checkpoint: {error!r}")
-            self._give_up(told)
+            reported = error if isinstance(error, LockstepError) else StorageError(f"checkpoint: {error!r}")
+            self._give_up(reported)
             return
         written_s = time.perf_counter() - began
         deleted, warning = self._prune() if checkpoint is not None else ((), None)
@@ -282,4 +280,4 @@ class _Save:
         if saver.rank > 0 and not isinstance(error, StaleAttemptError):
             with suppress(StorageError):  # if it fails, rank 0 finds out by its timeout
                 post_failure(saver.attempt, self.step, saver.rank, str(error))
-        saver._failed(Failed(self.step, self.pause, self.used, error))
+        saver._failed(SaveFailed(self.step, self.pause, self.used, error))

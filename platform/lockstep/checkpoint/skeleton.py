@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lockstep.checkpoint.tree import Tree
 
-_WORDS = frozenset({"$tensor", "$tuple", "$map", "$float", "$int"})
+_WORDS = frozenset({"$tensor", "$view", "$same", "$tuple", "$map", "$float", "$int"})
 
 
 def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
@@ -30,7 +30,7 @@ def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
         return tensors[name]
 
     try:
-        tree = _decode(skeleton, tensor)
+        tree = _Decoding(tensor).decode(skeleton)
     except RecursionError:
         raise BadCheckpointError("the skeleton is nested too deep") from None
     if unused:
@@ -38,37 +38,54 @@ def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Tree:
     return tree
 
 
-def _decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensor) for item in value]
-    if not isinstance(value, dict):
-        return value
-    word = next(iter(value), "")
-    if not word.startswith("$"):
-        if any(key.startswith("$") for key in value):
-            raise BadCheckpointError("the skeleton mixes words and keys")
-        return {key: _decode(item, tensor) for key, item in value.items()}
-    if word not in _WORDS:
-        raise BadCheckpointError(f"the skeleton holds the unknown word {word!r}")
-    try:
-        return _decode_word(word, value, tensor)
-    except (ValueError, TypeError, KeyError, struct.error, RuntimeError) as error:
-        raise BadCheckpointError(f"the skeleton's {word} cannot be read: {error}") from error
+class _Decoding:
+    """Decodes one skeleton."""
 
+    def __init__(self, tensor: Callable[[str], Tensor]) -> None:
+        self._tensor = tensor
+        self._ended: list[Any] = []
+        """The lists and mappings so far, in the order in which they end."""
 
-def _decode_word(word: str, value: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
-    content = value[word]
-    if word == "$tensor":
-        return _reordered(tensor(content), value.get("order"))
-    if len(value) > 1:
-        raise ValueError("it stands beside other keys")
-    if word == "$tuple":
-        return tuple([_decode(item, tensor) for item in content])
-    if word == "$map":
-        return {_decode(key, tensor): _decode(item, tensor) for key, item in content}
-    if word == "$float":
-        return struct.unpack(">d", bytes.fromhex(content))[0]
-    return int(content, 16)
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return self._end([self.decode(item) for item in value])
+        if not isinstance(value, dict):
+            return value
+        word = next(iter(value), "")
+        if not word.startswith("$"):
+            if any(key.startswith("$") for key in value):
+                raise BadCheckpointError("the skeleton mixes words and keys")
+            return self._end({key: self.decode(item) for key, item in value.items()})
+        if word not in _WORDS:
+            raise BadCheckpointError(f"the skeleton holds the unknown word {word!r}")
+        try:
+            return self._word(word, value)
+        except (ValueError, TypeError, KeyError, IndexError, struct.error, RuntimeError) as error:
+            raise BadCheckpointError(f"the skeleton's {word} cannot be read: {error}") from error
+
+    def _end(self, container: Any) -> Any:
+        self._ended.append(container)
+        return container
+
+    def _word(self, word: str, value: dict[str, Any]) -> Any:
+        content = value[word]
+        if word == "$tensor":
+            return _reordered(self._tensor(content), value.get("order"))
+        if word == "$view":
+            return _viewed(self._tensor(content), value)
+        if len(value) > 1:
+            raise ValueError("it stands beside other keys")
+        if word == "$same":
+            if type(content) is not int or content < 0:
+                raise ValueError(f"{content} is no number of a list or mapping")
+            return self._ended[content]
+        if word == "$tuple":
+            return tuple([self.decode(item) for item in content])
+        if word == "$map":
+            return self._end({self.decode(key): self.decode(item) for key, item in content})
+        if word == "$float":
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+        return int(content, 16)
 
 
 def _reordered(tensor: Tensor, order: list[int] | None) -> Tensor:
@@ -78,3 +95,22 @@ def _reordered(tensor: Tensor, order: list[int] | None) -> Tensor:
     if sorted(order) != list(range(tensor.dim())):
         raise ValueError(f"{order} is no order of its dimensions")
     return tensor.permute([order.index(dimension) for dimension in range(len(order))])
+
+
+def _viewed(base: Tensor, word: dict[str, Any]) -> Tensor:
+    """The view of a contiguous tensor's memory that a word describes. It lies within that memory."""
+    import torch
+
+    from lockstep.checkpoint.tree import DTYPES
+
+    dtype, at, shape, strides = DTYPES[word["dtype"]], word["at"], word["shape"], word["strides"]
+    if not all(type(number) is int and number >= 0 for number in (at, *shape, *strides)):
+        raise ValueError("it has no place")
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    stop = at + (last + 1) * dtype.itemsize
+    if stop > base.nbytes or 0 in shape:
+        raise ValueError(f"it ends at byte {stop} of {base.nbytes}")
+    row = base.view(-1).view(torch.uint8)[at:stop].view(dtype)
+    view = row.as_strided(shape, strides, row.storage_offset())
+    view = view.conj() if word.get("conj") else view
+    return torch._neg_view(view) if word.get("neg") else view

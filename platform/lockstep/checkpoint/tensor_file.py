@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.plain_json import parsed
-from lockstep.checkpoint.tree import DTYPES
+from lockstep.checkpoint.tree import DTYPES, NAMES
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 
 
@@ -32,7 +31,7 @@ def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
         tensor, begin = tensors[name], end
         end += tensor.nbytes
         contents[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -82,7 +81,9 @@ def _tensors(
         if not all(type(number) is int and number >= 0 for number in (begin, stop, *shape)):
             raise ValueError(f"{name!r} has no sizes")
         if begin != end or stop > remaining or stop - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r} lies at other bytes than it fills")
+            raise ValueError(
+                f"the byte range of {name!r} leaves a gap, overlaps another or has the wrong size"
+            )
         end = stop
         tensor = torch.empty(shape, dtype=dtype)
         fill(_bytes(tensor))

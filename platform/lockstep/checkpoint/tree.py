@@ -3,13 +3,17 @@
 A tree is a tensor, None, a truth value, a number, text, or a list, tuple or mapping of trees; keys are plain
 values. `pack` copies no tensor: it gives a skeleton, which is plain JSON, and the tensors by name. `skeleton.unpack`
 gives back the same tree: types and order of keys, every bit of a float or a tensor, whole numbers of any size, a
-tuple as a tuple. Tensors that share the same memory are stored once and are one tensor again. A tensor that is
+tuple as a tuple. Tensors that share the same memory are stored once and are one tensor again; those that overlap are views
+of one stored memory again, and a list or mapping that is in several places is one object again. A tensor that is
 dense in another order of dimensions (channels last) keeps that order. Nothing that is read can run code.
 
 In the skeleton a JSON object is a mapping with text keys, unless its only key begins with `$`:
 
     {"$tensor": "state/0/exp_avg"}                 the tensor of that name
     {"$tensor": "conv.weight", "order": [0, 2, 3, 1]}      … stored with its dimensions in this order
+    {"$view": "flat", "dtype": "F32", "at": 8, "shape": [3], "strides": [1]}
+                                                   a view of the memory of that tensor, from byte 8 on
+    {"$same": 4}                                   list or mapping number 4, in the order in which they end
     {"$tuple": […]}    {"$map": [[key, value], …]}         a tuple; a mapping with any other keys
     {"$float": "7ff8000000000001"}                 the bits of a float that is not finite
     {"$int": "0x8000000000000000"}                 a whole number beyond 64 bits
@@ -19,8 +23,9 @@ from __future__ import annotations
 
 import math
 import struct
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,7 +59,8 @@ DTYPES = {
 }
 """Element types by their names in safetensors."""
 
-_STORED = frozenset(DTYPES.values())
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _DEEPEST = 100
 _NO_NAMES = ("", "__metadata__")  # safetensors keeps the second for itself
@@ -89,25 +95,133 @@ class Packed(NamedTuple):
 def pack(tree: Tree, where: str = "tree") -> Packed:
     """Take a tree apart. JobError, with the place after `where`, for what is not a tree."""
     packing = _Packing(where)
-    return Packed(packing.encode(tree, "", 0), packing.tensors)
+    skeleton = packing.encode(tree, "", 0)
+    if packing.overlaps():
+        packing = _Packing(where, _blocks(_spans(tree, where)))
+        skeleton = packing.encode(tree, "", 0)
+    return Packed(skeleton, packing.tensors)
 
 
 def plain(tree: Tree, where: str) -> Any:
-    """A tree without tensors as JSON. JobError for anything else."""
-    packed = pack(tree, where)
-    if packed.tensors:
-        raise JobError(f"checkpoint: {where} holds a tensor ({min(packed.tensors)!r}), wanted plain values")
-    return packed.skeleton
+    """A tree without tensors as JSON, each value in its place. JobError for anything else."""
+    packing = _Packing(where, by_value=True)
+    skeleton = packing.encode(tree, "", 0)
+    if packing.tensors:
+        raise JobError(f"checkpoint: {where} holds a tensor ({min(packing.tensors)!r}), wanted plain values")
+    return skeleton
+
+
+Shared = set[frozenset[tuple[str, int]]]
+"""Which tensors of a tree share memory: for each piece of it their places, and the bytes at which they begin there."""
+
+
+def sharing(tree: Tree, where: str) -> Shared:
+    """What is shared within a tree; each place begins with `where`."""
+    pieces = [
+        frozenset((f"{where}{one.path}", one.start - block.start) for one in block.spans)
+        for block in _blocks(_spans(tree, where))
+    ]
+    return {piece for piece in pieces if len(piece) > 1}
+
+
+class _Span(NamedTuple):
+    """The bytes from the first to the last element of a tensor, and its place in the tree."""
+
+    start: int
+    stop: int
+    tensor: Tensor
+    path: str
+
+    @property
+    def dense(self) -> bool:
+        """Whether the tensor is all of these bytes, each of them once, as they are."""
+        tensor = self.tensor
+        whole = tensor.nbytes == self.stop - self.start and not (tensor.is_conj() or tensor.is_neg())
+        return whole and _in_order_of_memory(tensor)[0].data_ptr() == self.start
+
+
+class _Block(NamedTuple):
+    """Memory that is seen by several tensors, or several times by one."""
+
+    start: int
+    stop: int
+    spans: list[_Span]
+
+    def base(self) -> tuple[str, Tensor] | None:
+        """A contiguous tensor of all of it, and the place whose name it takes. None where no storage has all of it."""
+        for span in self.spans:
+            if (span.start, span.stop) == (self.start, self.stop) and span.dense:
+                return span.path, _in_order_of_memory(span.tensor)[0]
+        for span in self.spans:
+            storage = span.tensor.untyped_storage()
+            begin = storage.data_ptr()
+            if begin <= self.start and self.stop <= begin + storage.nbytes():
+                row = torch.empty(0, dtype=torch.uint8, device=span.tensor.device)
+                return self.spans[0].path, row.set_(
+                    storage, self.start - begin, (self.stop - self.start,), (1,)
+                )
+        return None
+
+
+def _spans(tree: Tree, where: str) -> list[_Span]:
+    """Where the tensors of a tree are, in its order."""
+    packing = _Packing(where, spans=[])
+    packing.encode(tree, "", 0)
+    return packing.spans or []
+
+
+def _blocks(spans: list[_Span]) -> list[_Block]:
+    """The pieces of memory in which spans overlap, in the order of addresses; their spans in the order of the tree."""
+    found: list[tuple[int, list[int]]] = []
+    stop = 0
+    for i in sorted(range(len(spans)), key=lambda i: spans[i].start):
+        if not found or spans[i].start >= stop:
+            found.append((spans[i].start, []))
+        found[-1][1].append(i)
+        stop = max(stop, spans[i].stop)
+    blocks = [
+        _Block(start, max(spans[i].stop for i in members), [spans[i] for i in sorted(members)])
+        for start, members in found
+    ]
+    return [one for one in blocks if len(one.spans) > 1 or one.spans[0].tensor.nbytes > one.stop - one.start]
 
 
 class _Packing:
-    """Packs one tree. It takes some 3 µs a tensor, which every saving step pays."""
+    """Packs one tree. It takes some 3 µs a tensor, which every saving step pays.
 
-    def __init__(self, where: str) -> None:
+    It is told of the `blocks` in which tensors overlap, once another one has noted in `spans` where all of them are.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        blocks: Sequence[_Block] = (),
+        *,
+        spans: list[_Span] | None = None,
+        by_value: bool = False,
+    ) -> None:
         self.tensors: dict[str, Tensor | Elsewhere] = {}
+        self.spans = spans
         self._where = where
-        self._at: dict[int, list[str]] = {}
-        """Names of the tensors by the address at which they begin."""
+        self._at: dict[int, tuple[int, str | None]] = {}
+        """Where a tensor ends and its name, if its own memory is stored, by the address at which it begins."""
+        self._overlap = False
+        self._by_value = by_value
+        self._ended: dict[int, int] = {}
+        """The numbers of lists and mappings by their ids, in the order in which they end."""
+        self._blocks = blocks
+        self._starts = [block.start for block in self._blocks]
+        self._bases: dict[int, tuple[str, Tensor]] = {}
+        """Name and memory of a block, by the address at which it begins."""
+
+    def overlaps(self) -> bool:
+        """Whether tensors share memory and are not the same."""
+        stop = 0
+        for start in sorted(self._at):
+            if self._overlap or start < stop:
+                return True
+            stop = self._at[start][0]
+        return False
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         """`path` is the keys that lead to `value`, each with a `/` before it."""
@@ -124,13 +238,19 @@ class _Packing:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if depth > _DEEPEST:
             raise self._refused(path, "nested too deep, or holds itself")
-        if kind is list:
-            return [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
         if kind is tuple:
             return {"$tuple": [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]}
-        if kind is dict or kind is OrderedDict:
-            return self._mapping(value, path, depth + 1)
-        raise self._refused(path, f"a {kind.__module__}.{kind.__qualname__}")
+        if kind is not list and kind is not dict and kind is not OrderedDict:
+            raise self._refused(path, f"a {kind.__module__}.{kind.__qualname__}")
+        if (number := self._ended.get(id(value))) is not None:
+            return {"$same": number}
+        if kind is list:
+            found: Any = [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
+        else:
+            found = self._mapping(value, path, depth + 1)
+        if not self._by_value:
+            self._ended[id(value)] = len(self._ended)
+        return found
 
     def _mapping(self, mapping: Mapping[Any, Any], path: str, depth: int) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in mapping):
@@ -148,18 +268,69 @@ class _Packing:
         return self.encode(key, path, 0)
 
     def _tensor(self, tensor: Tensor, path: str) -> Any:
-        if tensor.dtype not in _STORED or tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor.dtype not in NAMES or tensor.layout is not torch.strided or tensor.is_meta:
             raise self._refused(path, f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}")
         if tensor.requires_grad:
             tensor = tensor.detach()
+        start, held = tensor.data_ptr(), tensor
+        if self._blocks and (block := self._block_at(start)) is not None and tensor.numel():
+            return self._view(tensor, block, path)
         if tensor.is_neg() or tensor.is_conj():
             tensor = tensor.resolve_conj().resolve_neg()
         tensor, order = _in_order_of_memory(tensor)
-        name = self._same_memory(tensor)
-        if name is None:
-            name = self._named(path, tensor)
-            self._at.setdefault(tensor.data_ptr(), []).append(name)
+        copied = tensor is not held and tensor.data_ptr() != start
+        nbytes = tensor.nbytes
+        reach = _reach(held) if copied else nbytes
+        if self.spans is not None and reach:
+            self.spans.append(_Span(start, start + reach, held, path))
+        if reach and (known := self._at.get(start)) is not None:
+            if known[1] is not None and not copied and self._same(self.tensors[known[1]], tensor):
+                return _tensor_word(known[1], order)
+            self._overlap = True
+        name = self._named(path, tensor)
+        if reach:
+            self._overlap |= nbytes > reach
+            self._at[start] = start + reach, None if copied else name
         return _tensor_word(name, order)
+
+    def _same(self, stored: Tensor | Elsewhere, tensor: Tensor) -> bool:
+        """Whether a stored tensor is another one that begins at the same address."""
+        assert isinstance(stored, Tensor)
+        return (stored.dtype, stored.shape, stored.device) == (tensor.dtype, tensor.shape, tensor.device)
+
+    def _block_at(self, start: int) -> _Block | None:
+        i = bisect_right(self._starts, start) - 1
+        return self._blocks[i] if i >= 0 and start < self._blocks[i].stop else None
+
+    def _view(self, tensor: Tensor, block: _Block, path: str) -> Any:
+        """A tensor that shares a block with others. The block is stored once, under the name of the first that is all of it, if any."""
+        if block.start not in self._bases:
+            base = block.base()
+            if base is None:
+                others = [span.path for span in block.spans if span.path != path]
+                raise self._refused(
+                    path,
+                    f"a tensor in the memory of {self._where}{others[0]}, but no view of the same tensor",
+                )
+            self._bases[block.start] = self._named(base[0], base[1]), base[1]
+        name, memory = self._bases[block.start]
+        dense, order = _in_order_of_memory(tensor)
+        turned = tensor.is_conj() or tensor.is_neg()
+        if not turned and (dense.data_ptr(), dense.dtype, dense.shape) == (
+            memory.data_ptr(),
+            memory.dtype,
+            memory.shape,
+        ):
+            return _tensor_word(name, order)
+        return {
+            "$view": name,
+            "dtype": NAMES[tensor.dtype],
+            "at": tensor.data_ptr() - block.start,
+            "shape": list(tensor.shape),
+            "strides": list(tensor.stride()),
+            **({"conj": True} if tensor.is_conj() else {}),
+            **({"neg": True} if tensor.is_neg() else {}),
+        }
 
     def _elsewhere(self, value: Elsewhere, path: str) -> Any:
         return _tensor_word(self._named(path, value), value.order)
@@ -171,15 +342,6 @@ class _Packing:
             name = self._free_name(name)
         self.tensors[name] = tensor
         return name
-
-    def _same_memory(self, tensor: Tensor) -> str | None:
-        """The name of a stored tensor with the same memory, if any. An empty tensor has no memory to share."""
-        for name in self._at.get(tensor.data_ptr(), ()):
-            other = self.tensors[name]
-            assert isinstance(other, Tensor)
-            if (other.dtype, other.shape, other.device) == (tensor.dtype, tensor.shape, tensor.device):
-                return name if tensor.numel() else None
-        return None
 
     def _free_name(self, wanted: str) -> str:
         wanted = "tensor" if wanted in _NO_NAMES else wanted
@@ -199,6 +361,14 @@ class _Packing:
 
 def _tensor_word(name: str, order: list[int] | None) -> dict[str, Any]:
     return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.element_size()
 
 
 def _in_order_of_memory(tensor: Tensor) -> tuple[Tensor, list[int] | None]:

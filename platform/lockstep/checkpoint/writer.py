@@ -20,9 +20,8 @@ from lockstep.checkpoint.manifest import Facts, FileEntry, Manifest, SharedFile,
 from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.run_folder import Attempt
-from lockstep.checkpoint.snapshot import Block, Snapshot, snapshot
+from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.tensor_file import tensor_pieces
-from lockstep.checkpoint.tree import Tree
 from lockstep.errors import StorageError
 
 _LONGEST_PAUSE_S = 1.0
@@ -35,20 +34,6 @@ class Part(NamedTuple):
     rank: int
     structure: str
     files: list[FileEntry]
-
-
-def write_checkpoint(
-    attempt: Attempt,
-    step: int,
-    sections: Mapping[str, Tree | Block],
-    facts: Facts | None = None,
-    shared: Mapping[str, bytes] | None = None,
-) -> Checkpoint:
-    """Write and publish a whole checkpoint from one process; `shared` has the files that it shares, by name."""
-    copied = snapshot(sections)
-    part = write_part(attempt, step, copied)
-    entries = [share(attempt, name, content) for name, content in (shared or {}).items()]
-    return commit(attempt, step, [part], facts or Facts(), entries)
 
 
 def write_part(attempt: Attempt, step: int, copied: Snapshot) -> Part:

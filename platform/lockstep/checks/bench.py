@@ -203,7 +203,7 @@ def _measured(spec: Spec, workers: int, steps: int, start: Start) -> Speed:
         ]
         failed = first_failure(run_together(starts))
         if failed is not None:
-            raise _told(failed.code, failed.said, workers)
+            raise _worker_error(failed.code, failed.said, workers)
         return speed_of(json.loads(Path(out, bench_worker.RESULT).read_text(encoding="utf-8")))
 
 
@@ -221,7 +221,7 @@ def speed_of(found: Mapping[str, Any]) -> Speed:
     )
 
 
-def _told(code: int, said: str, workers: int) -> LockstepError:
+def _worker_error(code: int, said: str, workers: int) -> LockstepError:
     """The line of a worker that failed, with the exit code that it had."""
     if not said or code < 0:
         return ClusterError(f"bench: one of {workers} workers ended with exit code {code} {said}".rstrip())

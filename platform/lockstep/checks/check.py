@@ -21,7 +21,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.determinism import determinism
 
 
-class Trial:
+class Examination:
     """A specimen with what several checks look at, computed when the first of them asks."""
 
     def __init__(self, spec: Spec) -> None:
@@ -93,31 +93,31 @@ class Check(NamedTuple):
     """A check, and those without whose pass it has nothing to look at."""
 
     name: str
-    look: Callable[[Trial], list[Finding]]
+    look: Callable[[Examination], list[Finding]]
     needs: tuple[str, ...] = ()
 
 
 CHECKS: Sequence[Check] = (
-    Check("storage", lambda trial: of_run.storage(trial.specimen)),
-    Check("record", lambda trial: of_run.record(trial.specimen)),
-    Check("shards", lambda trial: of_data.shards(trial.specimen)),
-    Check("data", lambda trial: of_data.data(trial.specimen), ("shards",)),
-    Check("leakage", lambda trial: of_data.leakage(trial.specimen), ("data",)),
-    Check("model", lambda trial: of_model.model(trial.specimen), ("data",)),
-    Check("optimizer", lambda trial: of_run.optimizer(trial.specimen), ("model",)),
-    Check("schedule", lambda trial: of_run.schedule(trial.specimen), ("optimizer",)),
-    Check("loss", Trial.loss, ("data", "model", "optimizer")),
-    Check("modes", lambda trial: of_model.modes(trial.first), ("loss",)),
-    Check("labels", Trial.labels, ("loss",)),
-    Check("chance", Trial.chance, ("labels",)),
-    Check("zero_grad", lambda trial: zero_grad(trial.specimen), ("loss",)),
-    Check("same bits", lambda trial: of_run.same_bits(trial.specimen), ("loss", "modes", "zero_grad")),
-    Check("evaluation", lambda trial: of_run.evaluation(trial.specimen), ("loss", "modes", "same bits")),
-    Check("gradients", lambda trial: of_model.gradients(trial.first, trial.learning), ("loss", "same bits")),
-    Check("overfit", Trial.overfit, ("loss", "same bits", "gradients")),
-    Check("resume", lambda trial: of_run.resume(trial.specimen), ("loss", "same bits", "evaluation")),
-    Check("loader", lambda trial: of_data.loader(trial.specimen, trial.first.compute_s), ("loss",)),
-    Check("memory", Trial.memory, ("loss", "same bits", "gradients")),
+    Check("storage", lambda exam: of_run.storage(exam.specimen)),
+    Check("record", lambda exam: of_run.record(exam.specimen)),
+    Check("shards", lambda exam: of_data.shards(exam.specimen)),
+    Check("data", lambda exam: of_data.data(exam.specimen), ("shards",)),
+    Check("leakage", lambda exam: of_data.leakage(exam.specimen), ("data",)),
+    Check("model", lambda exam: of_model.model(exam.specimen), ("data",)),
+    Check("optimizer", lambda exam: of_run.optimizer(exam.specimen), ("model",)),
+    Check("schedule", lambda exam: of_run.schedule(exam.specimen), ("optimizer",)),
+    Check("loss", Examination.loss, ("data", "model", "optimizer")),
+    Check("modes", lambda exam: of_model.modes(exam.first), ("loss",)),
+    Check("labels", Examination.labels, ("loss",)),
+    Check("chance", Examination.chance, ("labels",)),
+    Check("zero_grad", lambda exam: zero_grad(exam.specimen), ("loss",)),
+    Check("same bits", lambda exam: of_run.same_bits(exam.specimen), ("loss", "modes", "zero_grad")),
+    Check("evaluation", lambda exam: of_run.evaluation(exam.specimen), ("loss", "modes", "same bits")),
+    Check("gradients", lambda exam: of_model.gradients(exam.first, exam.learning), ("loss", "same bits")),
+    Check("overfit", Examination.overfit, ("loss", "same bits", "gradients")),
+    Check("resume", lambda exam: of_run.resume(exam.specimen), ("loss", "same bits", "evaluation")),
+    Check("loader", lambda exam: of_data.loader(exam.specimen, exam.first.compute_s), ("loss",)),
+    Check("memory", Examination.memory, ("loss", "same bits", "gradients")),
 )
 
 
@@ -128,14 +128,14 @@ def check(spec: Spec, say: Callable[[Finding], None] = lambda finding: None) -> 
     """
     found: list[Finding] = []
     not_reached: list[str] = []
-    trial = Trial(spec)
+    exam = Examination(spec)
     with determinism(spec.determinism, spec.threads), others_out_of_sight():
         for one in CHECKS:
             lost = {finding.name for finding in found if finding.result == "failure"} | set(not_reached)
             if lost & set(one.needs):
                 not_reached.append(one.name)
                 continue
-            for finding in _looked(one, trial):
+            for finding in _looked(one, exam):
                 found.append(finding)
                 say(finding)
     return Report(found, not_reached)
@@ -147,10 +147,10 @@ def _by_phase(first: FirstStep) -> str:
     )
 
 
-def _looked(check: Check, trial: Trial) -> list[Finding]:
+def _looked(check: Check, exam: Examination) -> list[Finding]:
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's own: what matters is a finding
-            return check.look(trial)
+            return check.look(exam)
     except SpecError:
         raise
     except LockstepError as error:

@@ -6,10 +6,10 @@ from typing import Any
 
 from lockstep.data.dataset import is_table
 from lockstep.data.leakage import Leakage, find_leakage, leaked_rows
-from lockstep.job.loading import dataset_size, load_job
+from lockstep.job.loading import load_job
 from lockstep.plan import Plan, nodes
 from lockstep.spec.fields import Spec
-from lockstep.training.job_data import check_rules, make_sampler, open_data
+from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.setup import make_plan
 
 LEAKAGE_S = 20.0
@@ -24,7 +24,7 @@ def dry_run(spec: Spec) -> dict[str, Any]:
     job = load_job(spec.job.use, spec.job.params)
     train_data, eval_data = open_data(job, spec.seed)
     check_rules(spec, eval_data)
-    plan = make_plan(spec, dataset_size(train_data, "train_data"))
+    plan = make_plan(spec, train_data)
     check_order(train_data, plan, spec)
     last = plan.position(plan.steps_per_epoch - 1)
     most = min(spec.workers.max, plan.micro_batches)
@@ -48,8 +48,10 @@ def dry_run(spec: Spec) -> dict[str, Any]:
 
 
 def check_order(train_data: Any, plan: Plan, spec: Spec) -> None:
-    """Draw the first micro-batch's samples, without fetching them. Raises the SpecError that training would."""
-    next(iter(make_sampler(spec, plan, train_data, range(1))))
+    """Draw the first micro-batch's samples, without fetching them. Raises what training would raise for their order."""
+    sampler = make_sampler(spec, plan, train_data, range(1))
+    sampler.check_order()
+    next(iter(sampler))
 
 
 def _leakage(train_data: Any, eval_data: Any, seed: int) -> dict[str, int] | None:
@@ -72,7 +74,7 @@ def _spread(plan: Plan, workers: int) -> dict[str, Any]:
     ranges = plan.ranges(workers)
     return {
         "workers": workers,
-        "micro_batches": [f"{r.start}-{r.stop - 1}" for r in ranges],
+        "micro_batch_ranges": [f"{r.start}-{r.stop - 1}" for r in ranges],
         "accumulation_steps": [len(r) for r in ranges],
         "sums": [len(nodes(r, plan.micro_batches)) for r in ranges],
     }
@@ -107,7 +109,7 @@ def as_text(report: dict[str, Any]) -> str:
         shares = ", ".join(
             f"worker {rank}: {own} ({steps} accumulation steps, sends {sums})"
             for rank, (own, steps, sums) in enumerate(
-                zip(spread["micro_batches"], spread["accumulation_steps"], spread["sums"], strict=True)
+                zip(spread["micro_batch_ranges"], spread["accumulation_steps"], spread["sums"], strict=True)
             )
         )
         lines.append(f"on {spread['workers']} worker{'s' if spread['workers'] > 1 else ' '}      {shares}")

@@ -172,7 +172,7 @@ def _variant(specimen: Specimen) -> dict[str, Any]:
 def estimated(specimen: Specimen) -> Estimate:
     """The estimate of a specimen's own spec, without variants."""
     spec, plan, device = specimen.spec, specimen.plan, specimen.device
-    key = specimen.micro_batches()[0]
+    key = specimen.step_keys()[0]
     whole = measured(specimen, key)
     half = (
         measured(specimen, key._replace(ids=key.ids[: len(key.ids) // 2], due=()))
@@ -224,7 +224,7 @@ def measured(specimen: Specimen, key: MicroBatch) -> Measured:
     except JobError:
         if len(key.ids) == specimen.plan.micro_batch:
             raise
-        return measured(specimen, specimen.micro_batches()[0])  # a job may need whole micro-batches
+        return measured(specimen, specimen.step_keys()[0])  # a job may need whole micro-batches
     for optimizer in optimizers:
         try:
             optimizer.step()  # it makes its state

@@ -82,6 +82,6 @@ def as_text(report: Report) -> str:
 
 def _rows(finding: Finding) -> list[str]:
     head = f"{finding.result:<8} {finding.name:<11} "
-    told = [finding.evidence] + ([f"→ {finding.remedy}"] if finding.remedy else [])
-    lines = [line for text in told for line in textwrap.wrap(text, _WIDTH - len(head)) or [""]]
+    texts = [finding.evidence] + ([f"→ {finding.remedy}"] if finding.remedy else [])
+    lines = [line for text in texts for line in textwrap.wrap(text, _WIDTH - len(head)) or [""]]
     return [head + lines[0], *(" " * len(head) + line for line in lines[1:])]

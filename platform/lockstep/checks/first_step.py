@@ -62,7 +62,7 @@ def walk(specimen: Specimen) -> FirstStep:
     modules, found = specimen.modules(specimen.job, state.model), FirstStep()
     found.phases = {module.phase.name: PhaseSeen() for module in modules}
     silent = {name for module in modules for name in module.names if name not in module.conditional}
-    for key in specimen.micro_batches():
+    for key in specimen.step_keys():
         spent = 0.0
         for module in modules:
             batch, modes, phase = specimen.fetch(key), modes_of(state.model), found.phases[module.phase.name]

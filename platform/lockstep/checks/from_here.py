@@ -12,7 +12,7 @@ from lockstep.checks.specimen import Specimen
 from lockstep.errors import LockstepError
 from lockstep.job.loading import others_out_of_sight
 from lockstep.spec.fields import Spec
-from lockstep.training.determinism import determinism, numerics_probe
+from lockstep.training.determinism import determinism, numerics_probe, numpy_probe
 from lockstep.training.digest import weights_digest
 from lockstep.training.phase_step import LossModule
 
@@ -38,7 +38,7 @@ def look_from_here(spec: Spec) -> Sight:
             problems[what] = str(error)
 
     def computed() -> None:
-        state, key = specimen.fresh(), specimen.micro_batches()[0]
+        state, key = specimen.fresh(), specimen.step_keys()[0]
         facts["training samples"] = str(specimen.plan.samples)
         facts["initial weights"] = weights_digest(state.model.state_dict())
         loss = specimen.backward(LossModule(state.job, state.model), state, specimen.fetch(key), key)
@@ -49,7 +49,7 @@ def look_from_here(spec: Spec) -> Sight:
         tried("record", lambda: record_answers(spec))
         tried("data and model", computed)
         if spec.determinism == "strict":
-            facts["numerics probe"] = numerics_probe(specimen.device)
+            facts["numerics probe"] = f"{numerics_probe(specimen.device)} {numpy_probe()}"
     return Sight(problems, facts)
 
 

@@ -33,10 +33,10 @@ def import_problem(use: str, params: Mapping[str, Any], limit_s: float) -> str |
         return f"job.use: {use!r} was not imported within {limit_s:.0f} s"
     if done.returncode == 0:
         return None
-    told = [line for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode == _REFUSED and told:
-        return told[-1]
-    return f"job.use: the process that imported {use!r} ended with {done.returncode}{f': {told[-1]}' if told else ''}"
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode == _REFUSED and lines:
+        return lines[-1]
+    return f"job.use: the process that imported {use!r} ended with {done.returncode}{f': {lines[-1]}' if lines else ''}"
 
 
 def _main() -> None:

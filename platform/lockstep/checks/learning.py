@@ -66,7 +66,7 @@ def learn(specimen: Specimen, first: FirstStep, faster: float = 1.0) -> Learning
     """Take the updates on the first micro-batch, from a fresh state, and see what becomes of its loss."""
     spec = specimen.spec
     exact = spec.model_copy(update={"reduction": "exact"})
-    state, key = specimen.fresh(), specimen.micro_batches()[0]
+    state, key = specimen.fresh(), specimen.step_keys()[0]
     for group in state.optimizer.param_groups:
         group["lr"] *= faster
     full = {

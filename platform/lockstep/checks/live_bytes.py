@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lockstep.training.memory import tensors_in
 
 
 @dataclass(slots=True)
@@ -52,11 +53,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)}
+        given = {id(storage) for storage in _storages((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage(), given)
+        for storage in _storages(result):
+            self._note(storage, given)
         return result
 
     def _note(self, storage: Any, given: set[int]) -> None:
@@ -72,3 +72,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._known[key] = weakref.ref(storage, freed)
         self.now += size
         self.most = max(self.most, self.now)
+
+
+def _storages(value: Any) -> list[Any]:
+    return [tensor.untyped_storage() for leaf in tree_leaves(value) for tensor in tensors_in(leaf)]

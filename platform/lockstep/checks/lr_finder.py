@@ -49,16 +49,16 @@ class RateRange:
     def reasoning(self) -> str:
         """Why this rate is suggested, in words."""
         least, last = self._least, len(self.rates) - 1
-        told = f"the smoothed loss goes from {self.smoothed[0]:.4g} to {self.smoothed[least]:.4g}, its least, at a rate of {self.rises_from:.2g}"
+        text = f"the smoothed loss goes from {self.smoothed[0]:.4g} to {self.smoothed[least]:.4g}, its least, at a rate of {self.rises_from:.2g}"
         if least == 0:
-            told = f"the smoothed loss rises from the first rate on, {self.rises_from:.2g}: lower --lowest to see where it falls"
+            text = f"the smoothed loss rises from the first rate on, {self.rises_from:.2g}: lower --lowest to see where it falls"
         elif least == last:
-            told += ", the last one: raise --highest to see where it rises"
+            text += ", the last one: raise --highest to see where it rises"
         else:
-            told += " and rises from there on"
+            text += " and rises from there on"
         if self.diverged is not None:
-            told += f"; at {self.diverged:.2g} it has diverged (a loss that is not finite, or {DIVERGED:g} times the least)"
-        return f"{told}; a tenth of {self.rises_from:.2g} leaves room for noise and for a longer run: optimizer.lr={self.suggestion:g}"
+            text += f"; at {self.diverged:.2g} it has diverged (a loss that is not finite, or {DIVERGED:g} times the least)"
+        return f"{text}; a tenth of {self.rises_from:.2g} leaves room for noise and for a longer run: optimizer.lr={self.suggestion:g}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -100,9 +100,9 @@ def lr_find(
     steps: int = 100,
 ) -> RateRange:
     """Train `steps` steps with a rate that rises from `lowest` to `highest`, in this process. Raises LockstepError."""
-    if not 0 < lowest < highest or steps < 10:
+    if not 0 < lowest < highest or not math.isfinite(highest / lowest) or steps < 10:
         raise SpecError(
-            f"lr-find: got rates {lowest:g} … {highest:g} in {steps} steps, wanted 0 < lowest < highest in at least 10"
+            f"lr-find: got rates {lowest:g} … {highest:g} in {steps} steps, wanted 0 < lowest < highest, with a finite ratio, in at least 10"
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

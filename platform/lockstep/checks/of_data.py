@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 from lockstep.checks.dry_run import leakage_of
 from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.checks.specimen import Specimen, Timed
+from lockstep.data.dataset import orders_itself
+from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatch
-from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
+from lockstep.training.job_data import dataset_size
 from lockstep.training.memory import tensors_in
 
 MOST_SAMPLES = 1 << 22
@@ -39,13 +41,13 @@ FETCHES = 5
 def data(specimen: Specimen) -> list[Finding]:
     """The first and the last micro-batch of an epoch, and of the evaluation: fetched, collated, and finite."""
     plan = specimen.plan
-    keys = [specimen.micro_batches()[0], specimen.micro_batches(specimen.epoch_steps - 1)[-1]]
+    keys = [specimen.step_keys()[0], specimen.step_keys(specimen.epoch_steps - 1)[-1]]
     last = specimen.evaluation_count - 1
     held_out = [specimen.evaluation_micro_batch(i) for i in sorted({0, last}) if last >= 0]
     for key in [*keys, *held_out]:
         for tensor in tensors_in(specimen.fetch(key)):
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                place = "the evaluation" if key in held_out else f"step {key.step + 1}"
+                place = "the evaluation" if key in held_out else f"step {key.step_number}"
                 return [
                     failed(
                         "data",
@@ -85,8 +87,9 @@ def shards(specimen: Specimen) -> list[Finding]:
     ids = [np.asarray(key.ids) for own in ranges for key in specimen.sampler(own, epoch)]
     every = np.concatenate(ids)
     expected = sum(position.samples for position in epoch.positions())
-    strays = int(((every < 0) | (every >= plan.samples)).sum())
-    distinct = len(np.unique(every))
+    own = orders_itself(specimen.data[0])  # which may repeat samples
+    strays = int(((every < 0) | (every >= number_of_ids(specimen.data[0]))).sum())
+    distinct = expected if own else len(np.unique(every))
     if strays or distinct < expected or len(every) != expected:
         return [
             failed(
@@ -96,7 +99,9 @@ def shards(specimen: Specimen) -> list[Finding]:
                 "make len(train_data) and train_data.block_sizes say what the data hold",
             )
         ]
-    found = [f"{expected} of {plan.samples} samples in {steps} steps on {workers} workers, each once"]
+    found = [
+        f"{expected} of {plan.samples} samples in {steps} steps on {workers} workers{'' if own else ', each once'}"
+    ]
     left = plan.samples % plan.global_batch if plan.drop_last and steps == plan.steps_per_epoch else 0
     if left:
         found.append(f"{left} an epoch left out by data.drop_last")
@@ -122,7 +127,7 @@ def leakage(specimen: Specimen) -> list[Finding]:
         return [
             passed(
                 "leakage",
-                f"{looked} of {size} evaluation samples held against {beside} training samples: none is in both",
+                f"{looked} of {size} evaluation samples compared with {beside} training samples: none is in both",
             )
         ]
     return [
@@ -136,7 +141,7 @@ def leakage(specimen: Specimen) -> list[Finding]:
 
 def loader(specimen: Specimen, compute_s: float) -> list[Finding]:
     """What fetching a micro-batch takes beside computing it, in this process and without loader processes."""
-    keys = specimen.micro_batches()
+    keys = specimen.step_keys()
     fetched, processes = Timed(), specimen.spec.data.loader_processes
     for i in range(FETCHES):
         fetched(partial(specimen.fetch, keys[i % len(keys)]))
@@ -161,5 +166,9 @@ def loader(specimen: Specimen, compute_s: float) -> list[Finding]:
 def same_everywhere(batch: Any) -> bool:
     """Whether all samples of a batch are equal: it holds nothing but tensors, and each repeats its first row."""
     leaves = tree_leaves(batch)
-    rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) > 1]
+    rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _has_rows(leaf)]
     return bool(rows) and len(rows) == len(leaves) and all(torch.equal(x, x[:1].expand_as(x)) for x in rows)
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.dim() > 0 and len(tensor) > 1

@@ -92,8 +92,8 @@ def modes(first: FirstStep) -> list[Finding]:
         return [
             warned(
                 "modes",
-                f"dropout is at work in evaluation: {first.drops} is told to drop, though every module is in evaluation mode",
-                "pass training=self.training (for attention dropout_p=self.p if self.training else 0.0); where the mean over draws is meant, this is right",
+                f"dropout is active in evaluation: {first.drops} is called to drop although every module is in evaluation mode",
+                "pass training=self.training (for attention dropout_p=self.p if self.training else 0.0); if you want the mean over draws, this is right",
             )
         ]
     return [passed("modes", "training and evaluation leave every module's mode as it was")]
@@ -318,12 +318,12 @@ def overfit(learning: Learning, faster: Learning | None, clip_norm: float | None
             )
         ]
     losses = learning.losses
-    told = f"on one micro-batch the loss goes from {learning.start:.4g} to {learning.end:.4g} in {len(losses)} updates at a rate of {learning.rate:g}"
+    summary = f"on one micro-batch the loss goes from {learning.start:.4g} to {learning.end:.4g} in {len(losses)} updates at a rate of {learning.rate:g}"
     if learning.broke or not math.isfinite(learning.end):
         return [
             failed(
                 "overfit",
-                f"{told}, and then: {learning.broke or 'it is not finite'}",
+                f"{summary}, and then: {learning.broke or 'it is not finite'}",
                 f"lower optimizer.lr (try {learning.rate / 10:g}, or lockstep lr-find), or set clip_norm",
             )
         ]
@@ -336,12 +336,12 @@ def overfit(learning: Learning, faster: Learning | None, clip_norm: float | None
             )
         ]
     if learning.fall >= MOVED or abs(learning.start) < 1e-6:
-        return [passed("overfit", told)]
+        return [passed("overfit", summary)]
     if learning.fall < -MOVED:
         return [
             failed(
                 "overfit",
-                f"{told}: it rises",
+                f"{summary}: it rises",
                 f"lower optimizer.lr (try {learning.rate / 10:g}, or lockstep lr-find); in an optimizer of the job's own, look at the sign of its step",
             )
         ]
@@ -349,14 +349,14 @@ def overfit(learning: Learning, faster: Learning | None, clip_norm: float | None
         return [
             warned(
                 "overfit",
-                f"{told}, and to {faster.end:.4g} at {FASTER:g} times the rate: it is too low to be seen",
+                f"{summary}, and to {faster.end:.4g} at {FASTER:g} times the rate: it is too low to be seen",
                 "raise optimizer.lr (lockstep lr-find suggests one)",
             )
         ]
     return [
         failed(
             "overfit",
-            f"{told}, and does not fall at {FASTER:g} times the rate either",
+            f"{summary}, and does not fall at {FASTER:g} times the rate either",
             "look for a loss that does not depend on the trainable parameters' outputs, and for an optimizer that does not change them"
             + (f"; clip_norm is {clip_norm:g}" if clip_norm is not None else ""),
         )

@@ -19,6 +19,7 @@ from lockstep.errors import DriftError
 from lockstep.job.loading import load_job
 from lockstep.record.documents import without_password
 from lockstep.record.events import Event, StepRow
+from lockstep.record.store_uri import database_path
 from lockstep.record.stores import reader
 from lockstep.spec.fields import Cadence, Checkpoint, Length, OneCycle, Record, Spec
 from lockstep.spec.locations import RECORD_OFF
@@ -59,8 +60,8 @@ def optimizer(specimen: Specimen) -> list[Finding]:
         return [
             warned(
                 "optimizer",
-                f"weight decay acts on parameters of norms as well, such as {name!r}: over the run it pulls them to exp(-{pulled:.2g}) of their "
-                "size, where the loss does not hold them",
+                f"weight decay acts on parameters of norms as well, such as {name!r}: over the run it shrinks them to exp(-{pulled:.2g}) of their "
+                "size, unless the loss counteracts it",
                 "give the parameters of norms a group of their own with weight_decay=0 in job.optimizer, or lower optimizer.weight_decay",
             )
         ]
@@ -283,6 +284,6 @@ def record_answers(spec: Spec) -> str:
     if uri == RECORD_OFF:
         return "record.uri is off: runs are recorded in folders alone"
     if uri.startswith("sqlite"):
-        return database_opens(Path(uri.partition(":///")[2]))
+        return database_opens(Path(database_path(uri)))
     found = reader(uri, spec.folder).runs(None, 1)
     return f"{without_password(uri)} answers" + (f"; its newest run is {found[0].run_id}" if found else "")

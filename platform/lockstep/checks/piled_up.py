@@ -43,7 +43,7 @@ def zero_grad(specimen: Specimen) -> list[Finding]:
                 "gradients are forgotten before each step; neither the optimizer nor after_step is the job's own",
             )
         ]
-    key = specimen.micro_batches()[0]
+    key = specimen.step_keys()[0]
     for module in specimen.modules(state.job, state.model):
         specimen.backward(module, state, specimen.fetch(key), key)  # an update may read what the loss makes
     found = _Updates(specimen, state)()
@@ -126,7 +126,7 @@ class _Updates:
                 continue
             evidence = f"{place} is the sum of all gradients of {names[0]!r} so far: after {UPDATES} updates with one gradient it is {UPDATES} times that"
             if place.startswith("optimizer.state"):
-                remedy = "zero it after each update; where the method is dual averaging, this is right"
+                remedy = "zero it after each update; if the method is dual averaging, this is right"
                 return warned(NAME, evidence, remedy)
             return failed(
                 NAME,
@@ -170,7 +170,7 @@ def _poisoned(leaves: Mapping[str, Tensor], *, by_hand: bool = False) -> Iterato
 def _stale(place: str, where: str) -> Finding:
     return failed(
         NAME,
-        f"{where} adds to the gradient of {place!r} that is there already: each one is added to those before it",
+        f"{where} adds to the existing gradient of {place!r}, so each gradient is added to those before it",
         "call zero_grad() before its backward, or set grad to None",
     )
 

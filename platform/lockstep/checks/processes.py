@@ -79,12 +79,16 @@ def _end(process: Process) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: what it has put somewhere is removed."""
+    """SIGTERM ends the block as Ctrl-C does, and both wherever it is: what it has put somewhere is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    for kind, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(kind, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

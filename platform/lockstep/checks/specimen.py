@@ -6,8 +6,8 @@ Parts are made when a check first asks for them, so an error is told by the chec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,16 +18,15 @@ from torch.utils.data import Dataset
 from lockstep.communication.group import Group, local_device
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch, MicroBatchSampler
-from lockstep.errors import LockstepError
 from lockstep.job.interface import Job, Loss
-from lockstep.job.loading import dataset_size, load_job
+from lockstep.job.loading import load_job
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.evaluate import has_evaluation_loss
-from lockstep.training.failure import as_lockstep_error
-from lockstep.training.job_data import check_rules, make_sampler, open_data
+from lockstep.training.failure import job_at
+from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data
 from lockstep.training.job_phases import phases_of
 from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.rehearsal.micro_batch import check_loss
@@ -64,7 +63,7 @@ class Specimen:
 
     @cached_property
     def plan(self) -> Plan:
-        return make_plan(self.spec, dataset_size(self.data[0], "train_data"))
+        return make_plan(self.spec, self.data[0])
 
     @property
     def workers(self) -> int:
@@ -90,7 +89,7 @@ class Specimen:
         """Steps of the first epoch that the run takes."""
         return min(self.plan.steps_per_epoch, self.plan.total_steps)
 
-    def micro_batches(self, step: int = 0) -> list[MicroBatch]:
+    def step_keys(self, step: int = 0) -> list[MicroBatch]:
         """The micro-batches of one step, whoever runs them."""
         count = self.plan.position(step).micro_batches
         every = iter(self.sampler(range(count), start=step))
@@ -133,7 +132,7 @@ class Specimen:
     def _give_shapes(self, job: Job, model: torch.nn.Module) -> None:
         """Make the parameters that a lazy module leaves to its first forward."""
         if any(torch.nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
-            key = self.micro_batches()[0]
+            key = self.step_keys()[0]
             model.eval()
             with torch.no_grad(), self.with_place(key):
                 for module in self.modules(job, model):
@@ -150,7 +149,7 @@ class Specimen:
         seed_all(self.spec.seed, "step", key.step, key.micro_batch, *module.phase.key, cuda=cuda)
         with self.with_place(key), state.precision.autocast():
             loss: Loss = module(batch)
-        check_loss(loss, state.precision, first=True, told=module.phase.loss_told)
+        check_loss(loss, state.precision, first=True, label=module.phase.loss_label)
         return loss
 
     def backward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
@@ -169,15 +168,9 @@ class Specimen:
             raise missing_gradient(missing, self.where(key))
         return loss
 
-    @contextmanager
-    def with_place(self, key: MicroBatch) -> Iterator[None]:
+    def with_place(self, key: MicroBatch) -> AbstractContextManager[None]:
         """Whatever the job raises in the block as a LockstepError with the place of the micro-batch."""
-        try:
-            yield
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:  # a job may end the process
-            raise as_lockstep_error(error, self.where(key)) from error
+        return job_at(self.where(key))
 
     def where(self, key: MicroBatch) -> str:
         """The place of a micro-batch in the run, with the rank that will have it on the most workers."""
@@ -185,7 +178,7 @@ class Specimen:
             return f"evaluation micro-batch {key.micro_batch}"
         ranges = self.plan.ranges(self.workers)
         rank = next(rank for rank, own in enumerate(ranges) if key.micro_batch in own)
-        return f"step {key.step + 1}, micro-batch {key.micro_batch}, rank {rank} of {self.workers}"
+        return f"step {key.step_number}, micro-batch {key.micro_batch}, rank {rank} of {self.workers}"
 
 
 @dataclass(slots=True)

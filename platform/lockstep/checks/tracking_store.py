@@ -8,12 +8,12 @@ import sqlite3
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from lockstep.errors import RecordError
 from lockstep.record.documents import without_password
-from lockstep.record.store_uri import check_database, check_uri
+from lockstep.record.store_uri import check_database, check_uri, database_path
 from lockstep.spec.locations import RECORD_OFF
 
 ANSWER_S = 4.0
@@ -32,7 +32,7 @@ def store_answers(uri: str) -> str:
     if uri == RECORD_OFF:
         return "off: runs are recorded in folders alone"
     if scheme == "sqlite":
-        return database_opens(Path(uri.partition(":///")[2]))
+        return database_opens(Path(database_path(uri)))
     if scheme in {"http", "https"}:
         return _server_answers(uri)
     if scheme in _PORTS:
@@ -40,7 +40,7 @@ def store_answers(uri: str) -> str:
     if scheme in {"", "file"}:
         check_uri(uri)
         return f"{parts.path} is a folder, which MLFLOW_ALLOW_FILE_STORE allows"
-    return f"{without_password(uri)} was not asked: MLflow alone knows how"
+    return f"{without_password(uri)} was not queried: only MLflow can do that"
 
 
 def database_opens(path: Path) -> str:
@@ -49,7 +49,7 @@ def database_opens(path: Path) -> str:
     if not path.exists():
         return f"{path} is not there yet: the first run makes it"
     try:
-        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
+        with sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True) as connection:
             connection.execute("select count(*) from sqlite_master").fetchone()
         connection.close()
     except sqlite3.Error as error:
@@ -68,7 +68,7 @@ def _server_answers(uri: str) -> str:
         with urlopen(Request(plain.geturl()), timeout=ANSWER_S) as answer:
             version = answer.read(100).decode("utf-8", errors="replace").strip()
     except HTTPError as error:
-        return f"{shown} answers with status {error.code} where an MLflow server tells its version"
+        return f"{shown} answers with status {error.code} when asked for MLflow's version"
     except (URLError, HTTPException, OSError) as error:
         reason = getattr(error, "reason", error)
         raise RecordError(f"record.uri: {shown} does not answer ({_words(reason)})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 import textwrap
 import time
@@ -12,14 +13,17 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from lockstep.cli.interruption import Interrupted, answering, end
 from lockstep.errors import LockstepError
 
 if TYPE_CHECKING:
     from lockstep.driver.options import RunOptions
+    from lockstep.driver.result import Result
+    from lockstep.sweeps.driver import SweepResult
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Uri = Annotated[
@@ -35,7 +39,7 @@ Retries = Annotated[
     int,
     typer.Option(
         min=0,
-        help="for a job: how often the run is started again where its driver, or the driver's node, is lost",
+        help="in a cluster job: how often to start the run again if its driver, or the driver's node, is lost",
     ),
 ]
 Notify = Annotated[
@@ -44,7 +48,7 @@ Notify = Annotated[
         metavar="COMMAND",
         envvar="LOCKSTEP_NOTIFY",
         show_envvar=False,
-        help="a command, run by the shell, that is told of start, failure and end; default: LOCKSTEP_NOTIFY",
+        help="shell command to run at the run's start, failure and end; default: LOCKSTEP_NOTIFY",
     ),
 ]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the id of a run")]
@@ -89,10 +93,28 @@ def json_text(value: Any) -> str:
     return json.dumps(without_nan(value), default=str, allow_nan=False)
 
 
+def open_standard_streams() -> None:
+    """Open the null device for each standard stream that the caller has closed, before another file gets its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(opened, "w" if number else "r", closefd=False))
+
+
+class Answer(Protocol):
+    """How a command answers: with `value` as JSON, or with the text.
+
+    `code` is the command's exit code if the answer cannot be written: that of a failure, unless what it tells of is done.
+    """
+
+    def __call__(self, value: dict[str, Any], text: Callable[[], str], code: int | None = None) -> None: ...
+
+
 @contextmanager
-def answered(
-    as_json: bool, verbose: bool, unanswered: int = 1
-) -> Iterator[Callable[[dict[str, Any], Callable[[], str]], None]]:
+def answered(as_json: bool, verbose: bool, unanswered: int = 1) -> Iterator[Answer]:
     """Run a command: its answer goes to standard output, its errors become one line and an exit code.
 
     `unanswered` is the code of a failure: another one than 1 where that is an answer of the command's. Meanwhile
@@ -102,32 +124,52 @@ def answered(
     out = os.dup(1)
     os.dup2(2, 1)
 
-    def answer(value: dict[str, Any], text: Callable[[], str]) -> None:
+    def answer(value: dict[str, Any], text: Callable[[], str], code: int | None = None) -> None:
         sys.stdout.flush()
         line = json_text(value) if as_json else text()
         if not as_json and os.isatty(out):
             line = folded(line, os.get_terminal_size(out).columns)
-        with os.fdopen(os.dup(out), "w") as stream:
-            print(line, file=stream)
-
-    def failed(code: int, status: str, message: str) -> typer.Exit:
-        print(f"lockstep: {message}", file=sys.stderr)
-        if as_json:
-            answer({"status": status, "error": message, "exit_code": code}, str)
-        return typer.Exit(code)
+        if not _written(line, out):
+            raise typer.Exit(unanswered if code is None else code)
 
     try:
-        yield answer
-    except LockstepError as error:
-        if verbose:
-            traceback.print_exc()
-        raise failed(max(error.exit_code, unanswered), "FAILED", str(error)) from None
-    except KeyboardInterrupt:
-        failed(130, "KILLED", "ended at once by a signal")
-        os._exit(130)  # whatever still runs here is not waited for
+        with answering(out if as_json else None):
+            try:
+                yield answer
+            except KeyboardInterrupt as error:
+                end(error.number if isinstance(error, Interrupted) else signal.SIGINT)
+    except (LockstepError, OSError) as error:
+        message, code = f"{error}; --verbose shows where", 1
+        if isinstance(error, LockstepError):
+            message, code = str(error), error.exit_code
+        code = max(code, unanswered)
+        _say((traceback.format_exc() if verbose else "") + f"lockstep: {message}")
+        if as_json:
+            _written(json_text({"status": "FAILED", "error": message, "exit_code": code}), out)
+        raise typer.Exit(code) from None
     finally:
         os.dup2(out, 1)
         os.close(out)
+
+
+def _written(line: str, out: int) -> bool:
+    """Write an answer. Where that fails it is said, unless its reader has left, as `head` does."""
+    try:
+        with os.fdopen(os.dup(out), "w") as stream:
+            print(line, file=stream)
+    except BrokenPipeError:
+        return False
+    except OSError as error:
+        _say(f"lockstep: standard output: the answer cannot be written: {error.strerror}")
+        return False
+    return True
+
+
+def _say(text: str) -> None:
+    from lockstep.driver.progress import display
+
+    with display():
+        print(text, file=sys.stderr)
 
 
 def began() -> float:
@@ -138,15 +180,16 @@ def began() -> float:
 @contextmanager
 def running(
     as_json: bool,
+    *,
     began_at: float,
-    local: bool,
-    address: str | None,
     verbose: bool,
-    chaos: str | None,
+    local: bool = False,
+    address: str | None = None,
+    chaos: str | None = None,
     retries: int = 0,
     notify: str | None = None,
 ) -> Iterator[RunOptions]:
-    """What a command was given, as one value. The live line is shown meanwhile; nothing with `--json`."""
+    """The options of a command that trains, as one value. The live line is shown meanwhile; nothing with `--json`."""
     if retries:
         from lockstep.clusters.keeper import first_job
 
@@ -168,8 +211,6 @@ def running(
         )
 
 
-def uri_option(tracking_uri: str) -> str:
-    """How a later command is told the store, where it would not find it by itself."""
-    from lockstep.spec.locations import tracking_uri as default_uri
-
-    return "" if tracking_uri == default_uri(None) else f" --uri {tracking_uri}"
+def exit_code(result: Result | SweepResult) -> int:
+    """That of a run or a sweep which has ended."""
+    return 0 if result.signal_number is None else 128 + result.signal_number

@@ -32,7 +32,7 @@ def check(
     uri: Uri = None,
     verbose: Verbose = False,
 ) -> None:
-    """Find out before a long run what would go wrong in it. Trains nothing that is kept."""
+    """Find out before a long run what would go wrong in it. Keeps nothing that it trains."""
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.calls.checking import check_spec
@@ -55,7 +55,7 @@ def estimate(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Find out how much memory a run will need, part by part. Trains nothing that is kept."""
+    """Estimate how much memory a run will need, part by part. Keeps nothing that it trains."""
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.calls.checking import estimate_spec
@@ -70,14 +70,14 @@ def bench(
     overrides: Overrides = None,
     workers: Annotated[
         str,
-        typer.Option(metavar="W,W,…", help="numbers of workers, such as 1,2,4; the first is compared with"),
+        typer.Option(metavar="W,W,…", help="numbers of workers, such as 1,2,4; the first is the baseline"),
     ] = "1,2",
     steps: Annotated[int, typer.Option(metavar="N", help="how many steps count, after 3 to warm up")] = 20,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="draw it: a file .svg or .png, or a folder")
+        Path | None, typer.Option(metavar="FILE", help="draw the result: a .svg or .png file, or a folder")
     ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="measure this machine, though a run would join a cluster")
+        bool, typer.Option("--local", help="measure this machine even if a run would join a cluster")
     ] = False,
     json_: Json = False,
     verbose: Verbose = False,

@@ -37,8 +37,8 @@ def up(
         from lockstep.clusters import local_cluster
 
         started = local_cluster.up(nodes, cpus, host=host, port=port, token=not no_token)
-        told = local_cluster.described(started)
-        answer(told, lambda: _reached(told))
+        report = local_cluster.described(started)
+        answer(report, lambda: _reached(report))
 
 
 @cluster.command()
@@ -48,22 +48,22 @@ def status(json_: Json = False, verbose: Verbose = False) -> None:
         from lockstep.clusters import local_cluster
         from lockstep.clusters.submission import status_of
 
-        found = local_cluster.recorded_cluster()
-        if found is None or not found.running():
+        found = local_cluster.running_cluster()
+        if found is None:
             answer({"running": False}, lambda: "no cluster runs here; start one with lockstep cluster up")
             return
-        told = {**local_cluster.described(found), **status_of(found.dashboard, found.address)}
-        answer(told, lambda: _status(told))
+        report = {**local_cluster.described(found), **status_of(found.dashboard, found.address)}
+        answer(report, lambda: _status(report))
 
 
 @cluster.command()
 def leave(
     address: Address = None,
     node: NodeId = None,
-    why: Annotated[str, typer.Option(help="the reason, for those who ask")] = "told to leave",
+    why: Annotated[str, typer.Option(help="reason shown in Ray")] = "told to leave",
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, help="how long this machine is still there; by default nobody knows"),
+        typer.Option(min=0, help="seconds until this machine goes; default: unknown"),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="return when nothing runs on the nodes any more")
@@ -71,7 +71,7 @@ def leave(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Drain the Ray nodes of this machine: runs save, and move to others."""
+    """Drain this machine's Ray nodes. Workers there leave their runs, which continue on other nodes."""
     with answered(json_, verbose) as answer:
         from lockstep.clusters.leaving import leave as drained
 
@@ -81,24 +81,24 @@ def leave(
 
 @cluster.command()
 def notices(
-    cloud: Annotated[str | None, typer.Option(help="whose metadata service is asked: aws or gcp")] = None,
-    metadata: Annotated[
-        str | None, typer.Option(help="its address, such as http://169.254.169.254; asked only if given")
+    cloud: Annotated[
+        str | None, typer.Option(help="the cloud whose metadata service is polled: aws or gcp")
     ] = None,
-    grace: Annotated[
-        float, typer.Option(min=0, help="how long this machine is still there after SIGTERM, in seconds")
-    ] = 55.0,
+    metadata: Annotated[
+        str | None, typer.Option(help="its address, such as http://169.254.169.254; polled only if given")
+    ] = None,
+    grace: Annotated[float, typer.Option(min=0, help="seconds from SIGTERM until this machine goes")] = 55.0,
     address: Address = None,
     node: NodeId = None,
     verbose: Verbose = False,
 ) -> None:
-    """The agent of a node: hear that this machine is about to go, and have it drained. Runs until SIGTERM."""
+    """Node agent: drains this machine when a termination notice arrives. Runs until SIGTERM."""
     with answered(as_json=False, verbose=verbose):
         from lockstep.clusters.notices import Agent, Notice, leave_by_command, sources
 
         if (cloud is None) != (metadata is None):
             raise SpecError(
-                "notices: --cloud and --metadata belong together; give both, or none to hear SIGTERM alone"
+                "notices: --cloud and --metadata belong together; give both, or neither to react to SIGTERM alone"
             )
         asked = [] if cloud is None or metadata is None else sources(cloud, metadata)
 
@@ -140,7 +140,9 @@ def submit(
     retries: Retries = 3,
     notify: Annotated[
         str | None,
-        typer.Option(metavar="COMMAND", help="on the cluster: told of the run's start, failure and end"),
+        typer.Option(
+            metavar="COMMAND", help="shell command to run on the cluster at the run's start, failure and end"
+        ),
     ] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="submit, and return at once")] = False,
     attach: Annotated[
@@ -179,51 +181,56 @@ def submit(
                 _say(f"\nthe job continues; follow it with lockstep submit --attach {job} --address {where}")
                 _say(f"stop it with ray job stop {job} --address {where}")
                 raise
-        answer(ended.as_dict(), lambda: _ended(ended.as_dict()))
+        answer(ended.as_dict(), lambda: _ended(ended.as_dict()), ended.exit_code)
     if ended.exit_code:
         raise typer.Exit(ended.exit_code)
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    _show(f"{text}\n")
 
 
 def _show(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    from lockstep.driver.progress import display
+
+    with display():
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
-def _ended(told: dict[str, Any]) -> str:
-    lines = [f"job               {told['job']}: {told['status'].lower()}"]
-    if told["exit_code"] is None:
-        lines.append(f"follow it         lockstep submit --attach {told['job']} --address {told['address']}")
-    elif told["exit_code"] and told["message"]:
-        lines.append(f"said              {' '.join(told['message'].split())[:300]}")
-    if told["run_id"]:
-        lines.append(f"run               {told['run_id']}")
-        if told["exit_code"]:
-            lines.append(f"resume it with    {told['resume']}")
+def _ended(report: dict[str, Any]) -> str:
+    lines = [f"job               {report['job']}: {report['status'].lower()}"]
+    if report["exit_code"] is None:
+        lines.append(
+            f"follow it         lockstep submit --attach {report['job']} --address {report['address']}"
+        )
+    elif report["exit_code"] and report["message"]:
+        lines.append(f"said              {' '.join(report['message'].split())[:300]}")
+    if report["run_id"]:
+        lines.append(f"run               {report['run_id']}")
+        if report["exit_code"]:
+            lines.append(f"resume it with    {report['resume']}")
     return "\n".join(lines)
 
 
-def _reached(told: dict[str, Any]) -> str:
-    lines = [f"{told['nodes']} nodes of {told['cpus']:g} CPUs; dashboard {told['dashboard']}"]
-    lines += [f"export {name}={value}" for name, value in told["environment"].items()]
-    lines.append(f"lockstep submit SPEC --address {told['dashboard']}")
+def _reached(report: dict[str, Any]) -> str:
+    lines = [f"{report['nodes']} nodes of {report['cpus']:g} CPUs; dashboard {report['dashboard']}"]
+    lines += [f"export {name}={value}" for name, value in report["environment"].items()]
+    lines.append(f"lockstep submit SPEC --address {report['dashboard']}")
     return "\n".join(lines)
 
 
-def _status(told: dict[str, Any]) -> str:
-    lines = [f"{told['dashboard']}: {sum(node['alive'] for node in told['alive'])} nodes alive"]
-    for node in told["alive"]:
+def _status(report: dict[str, Any]) -> str:
+    lines = [f"{report['dashboard']}: {sum(node['alive'] for node in report['alive'])} nodes alive"]
+    for node in report["alive"]:
         cpus = f"{node['resources'].get('CPU', 0):g} CPUs"
         lines.append(f"  {node['id'][:12]}  {node['address']}  {cpus}{'' if node['alive'] else '  dead'}")
-    lines.append(f"{len(told['jobs'])} jobs")
-    lines += [f"  {job['id']}  {job['status'].lower()}  {job['entrypoint']}" for job in told["jobs"]]
-    lines.append(f"{len(told['runs'])} runs")
+    lines.append(f"{len(report['jobs'])} jobs")
+    lines += [f"  {job['id']}  {job['status'].lower()}  {job['entrypoint']}" for job in report["jobs"]]
+    lines.append(f"{len(report['runs'])} runs")
     lines += [
         f"  {run['run_id']}  {run['status'].lower()}  {run['name']}  step {run['step']}  {run['workers']} workers"
-        for run in told["runs"]
+        for run in report["runs"]
     ]
     return "\n".join(lines)
 

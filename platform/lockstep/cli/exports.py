@@ -29,7 +29,7 @@ def export(
     ] = "pt2",
     best: Best = False,
     fixed_batch: Annotated[
-        bool, typer.Option("--fixed-batch", help="it takes as many rows as the example, and no other number")
+        bool, typer.Option("--fixed-batch", help="the artifact takes exactly as many rows as the example")
     ] = False,
     inputs: Annotated[
         Path | None,
@@ -49,7 +49,7 @@ def export(
     with answered(json_, verbose) as answer:
         from lockstep.calls.exporting import export as export_run
 
-        with running(json_, began_at, True, None, verbose, None) as options:
+        with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
             found = export_run(
                 run,
                 form=format_,
@@ -74,7 +74,8 @@ def predict(
     ] = "pt2",
     best: Best = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="default: <name>.outputs beside FILE, of its kind")
+        Path | None,
+        typer.Option(metavar="OUT", help="default: <name>.outputs next to FILE, in the same format"),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="rows in one call; default: 256")

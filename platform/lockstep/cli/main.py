@@ -29,14 +29,17 @@ from lockstep.cli.answers import (
     Verbose,
     answered,
     began,
+    exit_code,
+    open_standard_streams,
     running,
-    uri_option,
 )
+from lockstep.cli.interruption import hold_signals, take_signals
 from lockstep.driver.signals import end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
 from lockstep.spec.locations import RECORD_OFF
 
 if TYPE_CHECKING:
+    from lockstep.driver.options import RunOptions
     from lockstep.driver.result import Result
     from lockstep.sweeps.driver import SweepResult
 
@@ -63,7 +66,7 @@ Takeover = Annotated[
     bool,
     typer.Option(
         "--takeover",
-        help="take the run over from the command that works on it: it ends after its next step, or is stopped where it does not answer",
+        help="take the run over from the command that holds it; that command ends after its next step, or is cut off if it does not answer",
     ),
 ]
 DryRun = Annotated[
@@ -74,6 +77,8 @@ DryRun = Annotated[
 def run() -> None:
     """Entry point of the command."""
     began_at = time.time()
+    open_standard_streams()
+    take_signals(as_json="--json" in sys.argv)
     trains_here = "--local" in sys.argv or sys.argv[1:2] in (
         ["lr-find"],
         ["check"],
@@ -84,6 +89,7 @@ def run() -> None:
     if trains_here and "PYTHONHASHSEED" not in os.environ:
         # Python reads it when it starts: a run in this very process has to start over with it.
         os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
+        hold_signals()
         os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
     end_on_second_signal()
     # Spares the last garbage collections of the interpreter: with torch and Ray they take a second or more.
@@ -95,7 +101,7 @@ def run() -> None:
 def lockstep(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="print the versions of lockstep and of what it stands on")
+        bool, typer.Option("--version", help="print the versions of lockstep and of its main dependencies")
     ] = False,
     json_: Annotated[
         bool, typer.Option("--json", help="with --version: as one JSON object; a command has its own --json")
@@ -152,10 +158,19 @@ def train(
             raise SpecError(
                 "retries: a run that is started again is found by its name; give it one with --run"
             )
-        with running(json_, began_at, local, address, verbose, chaos, retries, notify) as options:
+        with running(
+            json_,
+            began_at=began_at,
+            local=local,
+            address=address,
+            verbose=verbose,
+            chaos=chaos,
+            retries=retries,
+            notify=notify,
+        ) as options:
             result = train_named(options, loaded, run_name, takeover=takeover or kept_job())
-        answer(result.as_dict(), lambda: _result_text(result))
-    _exit(result)
+        answer(result.as_dict(), lambda: _result_text(result), exit_code(result))
+    raise typer.Exit(exit_code(result))
 
 
 @app.command()
@@ -190,42 +205,67 @@ def resume(
     began_at = began()
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
-        from lockstep.calls.resumption import resume_with
-
         if retries and (fork or without is not None):
             raise SpecError(
                 "retries: a fork that is started again would be another run; leave out --retries, then resume it"
             )
-        result: Result | SweepResult | None
-        if without is not None:
-            if from_step is not None or takeover:
-                raise SpecError(
-                    "without: chooses the checkpoint itself and starts a new run; leave out --from-step and --takeover"
-                )
-            from lockstep.calls.without import resume_without
+        if without is not None and (from_step is not None or takeover):
+            raise SpecError(
+                "without: chooses the checkpoint itself and starts a new run; leave out --from-step and --takeover"
+            )
+        with running(
+            json_,
+            began_at=began_at,
+            local=local,
+            address=address,
+            verbose=verbose,
+            chaos=chaos,
+            retries=retries,
+            notify=notify,
+        ) as options:
+            result: Result | SweepResult
+            if without is not None:
+                from lockstep.calls.without import resume_without
 
-            with running(json_, began_at, local, address, verbose, chaos, notify=notify) as options:
-                forked = resume_without(options, run_id, without, overrides or [], uri=uri)
-            answer(forked.as_dict(), lambda: _result_text(forked))
-            _exit(forked)
-            return
-        takeover = takeover or kept_job()
-        with running(json_, began_at, local, address, verbose, chaos, retries, notify) as options:
-            try:
-                result = resume_with(
-                    options, run_id, overrides or [], step=from_step, fork=fork, uri=uri, takeover=takeover
+                result = resume_without(options, run_id, without, overrides or [], uri=uri)
+            else:
+                result = _resume_run_or_sweep(
+                    options,
+                    run_id,
+                    overrides or [],
+                    step=from_step,
+                    fork=fork,
+                    uri=uri,
+                    takeover=takeover or kept_job(),
                 )
-            except NoSuchRunError as error:
-                from lockstep.sweeps.resumption import resume_sweep
+        answer(result.as_dict(), lambda: _as_text(result), exit_code(result))
+    raise typer.Exit(exit_code(result))
 
-                try:
-                    result = resume_sweep(options, run_id, overrides or [], uri=uri, takeover=takeover)
-                except RecordError:  # the store has no sweep of this id either
-                    raise error from None
-                if result is None:
-                    raise
-        answer(result.as_dict(), lambda: _as_text(result))
-    _exit(result)
+
+def _resume_run_or_sweep(
+    options: RunOptions,
+    run_id: str,
+    overrides: list[str],
+    *,
+    step: int | None,
+    fork: bool,
+    uri: str | None,
+    takeover: bool,
+) -> Result | SweepResult:
+    from lockstep.calls.resumption import resume_with
+
+    try:
+        return resume_with(options, run_id, overrides, step=step, fork=fork, uri=uri, takeover=takeover)
+    except NoSuchRunError as error:
+        from lockstep.sweeps.resumption import resume_sweep
+
+        try:
+            result = resume_sweep(options, run_id, overrides, uri=uri, takeover=takeover)
+        except RecordError:  # the store has no sweep of this id either
+            raise error from None
+        if result is None:
+            raise
+        return result
 
 
 def kept_job() -> bool:
@@ -233,11 +273,6 @@ def kept_job() -> bool:
     from lockstep.clusters.keeper import KEPT
 
     return KEPT in os.environ
-
-
-def _exit(result: Result | SweepResult) -> None:
-    if result.signal_number is not None:
-        raise typer.Exit(128 + result.signal_number)
 
 
 @app.command()
@@ -284,9 +319,10 @@ def _result_text(run: Result) -> str:
         f"checkpoint        {result['checkpoint'] or 'none'}",
     ]
     if result["status"] == "KILLED":
-        lines.append(
-            f"resume it with    lockstep resume {result['run_id']}{uri_option(result['tracking_uri'])}"
-        )
+        from lockstep.driver.going_on import resume_command
+
+        command = resume_command(result["run_id"], result["tracking_uri"], result["folder"])
+        lines.append(f"resume it with    {command}")
     if result["tracking_uri"] != RECORD_OFF:
         lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")
     return "\n".join(lines)

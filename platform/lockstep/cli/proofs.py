@@ -57,14 +57,14 @@ def verify(
         typer.Option(metavar="P", help="a random share of the steps, 0 to 1, between checkpoints"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="what the stretches of --sample are drawn with; default: random")
+        int | None, typer.Option(min=0, help="seed for drawing the stretches of --sample; default: random")
     ] = None,
     statement: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="check a statement of lockstep attest, and a share of its run"),
     ] = None,
     key: Annotated[
-        Path | None, typer.Option(metavar="PUB", help="the public key, PEM, that has to have signed it")
+        Path | None, typer.Option(metavar="PUB", help="public key (PEM) of the expected signer")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="W", help="how many workers; default: as the run's spec says")
@@ -76,7 +76,7 @@ def verify(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Take steps of a recorded run again, and compare every bit with its record."""
+    """Repeat steps of a recorded run, and compare every bit with its record."""
     began_at = began()
     with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.verification import verify as verify_run
@@ -89,7 +89,7 @@ def verify(
                 )
             from lockstep.calls.attestation import check_statement
 
-            with running(json_, began_at, local, address, verbose, None) as options:
+            with running(json_, began_at=began_at, local=local, address=address, verbose=verbose) as options:
                 checked = check_statement(
                     statement,
                     key=key,
@@ -107,7 +107,7 @@ def verify(
             return
         if run is None or key is not None:
             raise SpecError("verify: wanted the id of a run, or --statement FILE with --key PUB")
-        with running(json_, began_at, local, address, verbose, None) as options:
+        with running(json_, began_at=began_at, local=local, address=address, verbose=verbose) as options:
             found = verify_run(
                 run,
                 from_step=from_,
@@ -127,7 +127,7 @@ def verify(
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="the id of a run, or a spec file")],
-    b: Annotated[str, typer.Argument(metavar="B", help="the same of the other")],
+    b: Annotated[str, typer.Argument(metavar="B", help="the other run: an id or a spec file")],
     steps: Annotated[
         int | None,
         typer.Option(min=1, metavar="K", help="how many steps of a spec file are trained; default: 20"),
@@ -137,12 +137,12 @@ def diff(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compare two runs: what differs by intention, then the first step, micro-batch, module and operator in which they part."""
+    """Compare two runs: what differs by intention, then the first step, micro-batch, module and operator that differ."""
     began_at = began()
     with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.difference import diff as diff_runs
 
-        with running(json_, began_at, True, None, verbose, None) as options:
+        with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
             found = diff_runs(a, b, steps=steps, uri=uri, storage=storage, options=options)
         answer(found.as_dict(), lambda: difference_as_text(found))
     if not found.same:
@@ -165,7 +165,7 @@ def guard(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Whether the working tree trains the same bits as a commit."""
+    """Check whether the working tree trains the same bits as a commit."""
     began_at = began()
     with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.guarding import guard as guard_bits
@@ -174,7 +174,7 @@ def guard(
         against = base or bisect
         if against is None:
             raise SpecError("guard: wanted --base REV, the commit to compare with, such as --base HEAD~1")
-        with running(json_, began_at, True, None, verbose, None) as options:
+        with running(json_, began_at=began_at, local=True, verbose=verbose) as options:
             found = guard_bits(
                 spec,
                 against,
@@ -214,12 +214,12 @@ def replay(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Take one step of a recorded run again, to look into it."""
+    """Repeat one step of a recorded run, and inspect it."""
     began_at = began()
     with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.inspection import replay as replay_step
 
-        with running(json_ or pdb, began_at, True, None, verbose, None) as options:
+        with running(json_ or pdb, began_at=began_at, local=True, verbose=verbose) as options:
             found = replay_step(
                 run,
                 step,
@@ -250,7 +250,7 @@ def attest(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """State what a finished run is, in in-toto's form, signed if a key is given."""
+    """Write a statement of what a finished run is, in in-toto's format, signed if a key is given."""
     with answered(json_, verbose, unanswered=2) as answer:
         from lockstep.calls.attestation import attest as attest_run
 
@@ -280,6 +280,7 @@ def checked_as_text(found: Checked) -> str:
             as_text(found.verified),
             *lines,
             "record            as stated",
+            *_of_weights(found.verified),
             f"seed              {found.seed}",
         ]
     elif found.disagreement is not None:
@@ -288,6 +289,15 @@ def checked_as_text(found: Checked) -> str:
     else:
         lines.insert(0, "different: the statement is not signed by this key, or was changed afterwards")
     return "\n".join(lines)
+
+
+def _of_weights(found: Verified) -> list[str]:
+    """Whether the weights that are stated were shown to be those of the steps."""
+    if found.weights:
+        return ["weights           as stated: the last steps lead to them"]
+    return [
+        "weights           not shown: the last steps were not taken again bit for bit (--sample 1 takes all)"
+    ] * found.same
 
 
 def inspected_as_text(found: Inspected) -> str:

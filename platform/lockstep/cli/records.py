@@ -50,13 +50,18 @@ def runs(
             raise SpecError(
                 f"storage: there is no folder {str(storage)!r}; name the one that contains the run folders"
             )
-        found = reader(store, storage).runs(experiment, limit)
+        there = reader(store, storage)
+        found = there.runs(experiment, limit)
+        for line in there.passed_over:
+            print(f"lockstep: {line}", file=sys.stderr)
         answer({"runs": [_row(run) for run in found]}, lambda: _table(found))
 
 
 def show(
     run: RunId,
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="with --plot: which")] = None,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY]...", help="with --plot: the curves to draw")
+    ] = None,
     plot: Annotated[
         bool,
         typer.Option("--plot", help="draw curves instead: loss, evaluation and rate, or those of each KEY"),
@@ -130,7 +135,7 @@ def sync(
 @record.command()
 def check(
     run: RunId,
-    repair: Annotated[bool, typer.Option("--repair", help="mend what can be mended")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="repair what can be repaired")] = False,
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
@@ -155,15 +160,15 @@ def check(
 @record.command()
 def tensorboard(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="the ids of runs")],
-    logdir: Annotated[Path, typer.Option(help="folder of the event files, a folder a run")] = Path(
-        "tensorboard"
-    ),
+    logdir: Annotated[
+        Path, typer.Option(help="folder for the event files; each run gets a folder in it")
+    ] = Path("tensorboard"),
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the curves of runs, as far as they are recorded, for TensorBoard. Again: what is new is added."""
+    """Write the recorded curves of runs for TensorBoard. Run it again to add new rows."""
     with answered(json_, verbose) as answer:
         from lockstep.views.tensorboard import check_installed, write_events
 
@@ -181,14 +186,14 @@ def tensorboard(
 def wandb(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="the ids of runs")],
     directory: Annotated[
-        Path, typer.Option("--dir", help="folder of the offline runs, a folder a run")
+        Path, typer.Option("--dir", help="folder for the offline runs; each run gets a folder in it")
     ] = Path("wandb"),
     uri: Uri = None,
     storage: Storage = RUNS,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the curves of runs, as far as they are recorded, as offline runs of Weights & Biases. Again: in place of what was written."""
+    """Write the recorded curves of runs as offline runs of Weights & Biases. Run it again to rewrite the file."""
     with answered(json_, verbose) as answer:
         from lockstep.views.wandb import check_installed, write_offline_run
 
@@ -225,13 +230,15 @@ def _curves(run: str, uri: str | None, storage: Path) -> Curves:
 
 def _folder(run: str, uri: str | None, storage: Path) -> Path:
     """The run's folder: below `storage`, or where the store says that it is."""
-    if run and (storage / run).is_dir():
+    from lockstep.files import is_there
+
+    if run and is_there(storage / run):
         return storage / run
     from lockstep.record.stores import reader
     from lockstep.spec.locations import tracking_uri
 
-    told = reader(tracking_uri(uri), storage).run(run).tags.get("lockstep.folder")
-    return Path(told) if told else storage / run
+    recorded = reader(tracking_uri(uri), storage).run(run).tags.get("lockstep.folder")
+    return Path(recorded) if recorded else storage / run
 
 
 def _row(run: RunInfo) -> dict[str, Any]:

@@ -40,10 +40,10 @@ def init(
 
 
 def schema(
-    sweep: Annotated[bool, typer.Option("--sweep", help="of sweep files instead of specs")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="the schema of sweep files instead")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print the JSON schema of spec files, with which an editor completes and checks them."""
+    """Print the JSON schema of spec files; editors use it to complete and check them."""
     with answered(as_json=False, verbose=verbose) as answer:
         from lockstep.spec.schema import spec_schema, sweep_schema
 
@@ -61,7 +61,7 @@ def doctor(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print what a bug report needs, and warn of what is known to be wrong. Changes nothing."""
+    """Print what a bug report needs, and warn of known problems. Changes nothing."""
     with answered(json_, verbose) as answer:
         sys.path.insert(0, str(Path.cwd()))
         from lockstep.calls.diagnosis import diagnose
@@ -113,9 +113,9 @@ def _source(facts: Mapping[str, Any]) -> str:
 
 
 def _runs(facts: Mapping[str, Any]) -> str:
-    told = "can be written" if facts["writable"] else "cannot be written"
+    access = "can be written" if facts["writable"] else "cannot be written"
     because = f" ({facts['evidence']})" if facts["evidence"] else ""
-    return f"{facts['path']} {told}{because}; {_gib(facts['free_bytes'])} free"
+    return f"{facts['path']} {access}{because}; {_gib(facts['free_bytes'])} free"
 
 
 def _spec(facts: Mapping[str, Any]) -> str:

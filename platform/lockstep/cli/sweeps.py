@@ -12,13 +12,14 @@ import typer
 from lockstep.cli.answers import (
     Address,
     Json,
+    Notify,
     Overrides,
     SpecFile,
     Uri,
     Verbose,
     answered,
+    exit_code,
     running,
-    uri_option,
 )
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.sweeps.standing import place
@@ -41,6 +42,7 @@ def sweep(
     json_: Json = False,
     address: Address = None,
     uri: Uri = None,
+    notify: Notify = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the sweep and its trials, and train nothing")
     ] = False,
@@ -59,11 +61,10 @@ def sweep(
             return
         from lockstep.sweeps.driver import run_sweep
 
-        with running(json_, began_at, local=False, address=address, verbose=verbose, chaos=None) as options:
+        with running(json_, began_at=began_at, address=address, verbose=verbose, notify=notify) as options:
             result = run_sweep(options, loaded)
-        answer(result.as_dict(), lambda: as_text(result))
-    if result.signal_number is not None:
-        raise typer.Exit(128 + result.signal_number)
+        answer(result.as_dict(), lambda: as_text(result), exit_code(result))
+    raise typer.Exit(exit_code(result))
 
 
 def planned(sweep: Any) -> dict[str, Any]:
@@ -104,7 +105,10 @@ def as_text(result: SweepResult) -> str:
         lines.append(f"best spec         {result.folder}/best.yaml")
     lines += [f"sweep             {result.sweep_id}", f"folder            {result.folder}"]
     if result.status != "FINISHED":
-        lines.append(f"resume it with    lockstep resume {result.sweep_id}{uri_option(result.tracking_uri)}")
+        from lockstep.driver.going_on import resume_command
+
+        command = resume_command(result.sweep_id, result.tracking_uri, result.folder)
+        lines.append(f"resume it with    {command}")
     if result.tracking_uri != RECORD_OFF:
         lines.append(f"look at it        {result.url or 'lockstep ui --uri ' + result.tracking_uri}")
     return "\n".join(lines)

@@ -20,14 +20,20 @@ DEAF_S = 2.0
 """How long a process may take to obey Ray's order to end; one that is stopped never does."""
 
 
-def answer_of(reference: Any, whose: str, limit_s: float) -> Any:
-    """The result of a call of an actor or a task of Ray. SilentError after `limit_s`; raises what the call raised."""
+def unanswered(whose: str, limit_s: float, advice: str | None = None) -> SilentError:
+    """The error where something did not answer for `limit_s`; `advice` says what to do."""
+    text = f"{whose} did not answer for {limit_s:.0f} s"
+    return SilentError(text if advice is None else f"{text}; {advice}")
+
+
+def answer_of(reference: Any, whose: str, limit_s: float, advice: str | None = None) -> Any:
+    """The result of a call of an actor or a task of Ray. SilentError with `advice` after `limit_s`; raises what the call raised."""
     import ray
 
     try:
         return ray.get(reference, timeout=limit_s)
     except ray.exceptions.GetTimeoutError as error:
-        raise SilentError(f"{whose} did not answer for {limit_s:.0f} s") from error
+        raise unanswered(whose, limit_s, advice) from error
 
 
 def within(limit_s: float, whose: str, call: Callable[[], T]) -> T:
@@ -51,7 +57,7 @@ def within(limit_s: float, whose: str, call: Callable[[], T]) -> T:
         raise error
     for value in returned:
         return value
-    raise SilentError(f"{whose} did not answer for {limit_s:.0f} s")
+    raise unanswered(whose, limit_s)
 
 
 def end_actor(actor: Any, pid: int | None) -> None:

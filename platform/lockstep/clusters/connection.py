@@ -20,9 +20,10 @@ from lockstep.clusters.authentication import (
     is_loopback,
     rays_token,
 )
-from lockstep.clusters.fork_server import preloading, py_executable
+from lockstep.clusters.background import disconnect, in_background
 from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quickly
 from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals.fork_server import preloading, py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
 from lockstep.clusters.server_ahead import server_ahead
@@ -89,11 +90,8 @@ def connected(
     show_token(address)  # before Ray is imported: it reads the environment once
     if not verbose:  # in a notebook, that a package is missing for widgets that nobody sees
         logging.getLogger("ray.widgets").setLevel(logging.WARNING)
-    import ray
 
-    threading.Thread(
-        target=importlib.import_module, args=("torch",), name="lockstep-import", daemon=True
-    ).start()
+    in_background(importlib.import_module, "torch", name="lockstep-import")
     settings: dict[str, Any] = {} if verbose else {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
         _start(settings, preload)
@@ -111,10 +109,10 @@ def connected(
     except KeyboardInterrupt:
         raise  # at once: to part from Ray under an attempt that goes on would crash the process
     except BaseException:
-        ray.shutdown()
+        disconnect()
         raise
     else:
-        ray.shutdown()
+        disconnect()
 
 
 def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:
@@ -192,7 +190,7 @@ class _Joining:
             self._over.set()
             late = self._given_up and self._error is None
         if late:
-            ray.shutdown()  # nobody waits for it any more
+            disconnect()  # nobody waits for it any more
 
     def _give_up(self, error: LockstepError | KeyboardInterrupt) -> None:
         """Raise `error`, unless the cluster has just been joined."""

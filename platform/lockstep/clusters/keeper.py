@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep.clusters.answers import answer_of, within
+from lockstep.clusters.answers import answer_of, unanswered, within
+from lockstep.clusters.background import answered, in_background, leaving
 from lockstep.clusters.ray_internals import jobs, unavailable
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
 
@@ -148,7 +149,7 @@ def first_job() -> str:
     first = os.environ.get(KEPT) or (None if unavailable("jobs") else jobs.submission_id())
     if first is None:
         raise SpecError(
-            "retries: this command is no job of a cluster, so nothing could start it again; send the run with lockstep submit, "
+            "retries: this command is not a cluster job, so nothing could start it again; send the run with lockstep submit, "
             "or leave out --retries"
         )
     return first
@@ -184,7 +185,7 @@ def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     ready = _start_keeper(first_job(), retries).ready.remote()
-    threading.Thread(target=_told, args=(ready, say), name="lockstep-keeper", daemon=True).start()
+    in_background(_watch_start, ready, say, name="lockstep-keeper")
     try:
         yield
     except LockstepError as error:
@@ -193,12 +194,16 @@ def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
         raise
 
 
-def _told(ready: Any, say: Callable[[str], None]) -> None:
+def _watch_start(ready: Any, say: Callable[[str], None]) -> None:
     """Warn if the keeper does not start: the run goes on without one."""
     from ray.exceptions import RayError
 
     try:
-        answer_of(ready, "it", READY_S)
+        if not answered(ready, READY_S):
+            if leaving.is_set():
+                return
+            raise unanswered("it", READY_S)
+        answer_of(ready, "it", ANSWER_S)
     except (SilentError, RayError) as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         say(

@@ -32,7 +32,7 @@ def leave(
     """
     problem = unavailable("draining")
     if problem is not None:
-        raise ClusterError(f"leave: this Ray cannot be told to drain a node ({problem})")
+        raise ClusterError(f"leave: this version of Ray cannot drain a node on request ({problem})")
     deadline = time.time() + (WAIT_S if seconds is None else seconds)
     with connected(address or "auto", verbose=False):  # only a running cluster, never a new one
         found = _nodes_here(node)

@@ -24,10 +24,10 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from lockstep.clusters import fork_server
 from lockstep.clusters.authentication import LOOPBACK_ONLY, is_loopback, refuse_open, write_token
-from lockstep.clusters.fork_server import py_executable
-from lockstep.clusters.ray_internals import unavailable
+from lockstep.clusters.ray_internals import fork_server, unavailable
+from lockstep.clusters.ray_internals.address_file import address_file
+from lockstep.clusters.ray_internals.fork_server import py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.server_ahead import AHEAD_OF_RAY, server_ahead
 from lockstep.errors import ClusterError, SpecError, StorageError
@@ -60,6 +60,7 @@ class LocalCluster:
     folder: str
     address: str
     dashboard: str
+    """Empty, as the address, while the nodes start."""
     nodes: int
     cpus: float
     token: str | None
@@ -103,22 +104,24 @@ def recorded_cluster() -> LocalCluster | None:
 
 
 def running_cluster() -> LocalCluster | None:
-    """The cluster that was started here and runs."""
+    """The cluster that was started here and runs, once it can be reached."""
     cluster = recorded_cluster()
-    return cluster if cluster is not None and cluster.running() else None
+    return cluster if cluster is not None and cluster.dashboard and cluster.running() else None
 
 
 def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCluster:
     """Start `nodes` Ray nodes of `cpus` CPUs each on this machine, and wait until they are there.
 
-    SpecError where one runs already or where it would be open to others; ClusterError where it does not start.
+    SpecError where one runs already or where it would be open to others; ClusterError where it does not start. It is remembered
+    from its first process on: whatever ends this one, `down` ends that.
     """
     refuse_open(host, token=token)
     before = recorded_cluster()
     if before is not None and before.running():
-        raise SpecError(
-            f"cluster: one is already running at {before.dashboard}; stop it with lockstep cluster down"
+        where = (
+            f"is already running at {before.dashboard}" if before.dashboard else "is already being started"
         )
+        raise SpecError(f"cluster: one {where}; stop it with lockstep cluster down")
     if before is not None:
         down()
     state_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -143,11 +146,12 @@ def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCl
         mark, holder.pid, started, str(folder), "", "", nodes, cpus, str(token_file) if token_file else None
     )
     try:
+        _remember(cluster)
         cluster = _when_ready(holder, cluster)
+        _remember(cluster)
     except BaseException:
-        _end(cluster)
+        _take_down(cluster)
         raise
-    _remember(cluster)
     return cluster
 
 
@@ -206,13 +210,16 @@ def described(cluster: LocalCluster) -> dict[str, Any]:
 def down() -> LocalCluster | None:
     """End the cluster that was started here, and all that runs in it. None where there is none."""
     cluster = recorded_cluster()
-    if cluster is None:
-        return None
+    if cluster is not None:
+        _take_down(cluster)
+    return cluster
+
+
+def _take_down(cluster: LocalCluster) -> None:
     _end(cluster)
     Path(state_folder(), "cluster.json").unlink(missing_ok=True)
     if cluster.token is not None:
         Path(cluster.token).unlink(missing_ok=True)
-    return cluster
 
 
 def _end(cluster: LocalCluster) -> None:
@@ -301,7 +308,7 @@ def _keep_nodes(config: dict[str, Any], folder: Path, each: dict[str, Any]) -> N
             temp_dir=str(folder),
         )
         # A job's driver looks for the address here; without it Ray takes any cluster that runs on this machine.
-        (folder / "ray_current_cluster").write_text(cluster.address)
+        address_file(folder).write_text(cluster.address)
         for number in range(1, config["nodes"]):
             # A folder of each node's own for what jobs bring along: in one, the nodes delete each other's copies.
             cluster.add_node(**each, runtime_env_dir_name=f"runtime_resources_{number}")

@@ -246,7 +246,7 @@ class Agent:
                 problem = error
             else:
                 return True
-        self._say(f"no metadata service answers, so nothing is asked of it ({problem})")
+        self._say(f"no metadata service answers, so none is polled ({problem})")
         return False
 
     def _ask(self, source: Source) -> NoReturn:
@@ -256,7 +256,7 @@ class Agent:
                     if notice is not None:
                         self._heard.put(notice)
             except (OSError, ValueError, KeyError) as error:
-                self._say(f"the metadata service: {error}; it is asked again in {EVERY_S:.0f} s")
+                self._say(f"the metadata service: {error}; the next try is in {EVERY_S:.0f} s")
                 time.sleep(EVERY_S)
 
 

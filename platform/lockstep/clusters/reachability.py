@@ -10,10 +10,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep.clusters.local_cluster import running_cluster
+from lockstep.clusters.ray_internals.address_file import address_file, default_folder
 from lockstep.errors import ClusterError, SpecError
 from lockstep.process import launched_by_torchrun
 
@@ -50,9 +50,8 @@ def _found_here() -> str:
         return named
     if own is not None:
         return own.address
-    note = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     try:
-        return note.read_text(encoding="utf-8").strip()
+        return address_file(default_folder()).read_text(encoding="utf-8").strip()
     except OSError:
         raise SpecError(
             "address: got 'auto', but no cluster was started on this machine; give its host:port, or leave out "

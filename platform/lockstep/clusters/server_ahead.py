@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.clusters.fork_server import (
+from lockstep.clusters.ray_internals.fork_server import (
     PRELOAD,
     SERVER_AHEAD,
     HandedOver,
@@ -87,7 +87,7 @@ def serve_ahead() -> None:
     this, taken = os.getpid(), None
     while taken is None and os.getppid() == driver:
         if (asked := next_asking(ahead)) is not None:
-            with asked, suppress(OSError):  # whoever asked was killed meanwhile
+            with asked, suppress(OSError):  # the client was killed meanwhile
                 taken = _taken(asked, ahead, environment, imported)
     if taken is None:
         os._exit(0)

@@ -9,8 +9,8 @@ import re
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lockstep.clusters.keeper import first_of, pause_s, retry_of, was_lost
 from lockstep.clusters.local_cluster import running_cluster
 from lockstep.clusters.noticeboard import notices
 from lockstep.clusters.packaging import NOTED, pack
-from lockstep.errors import ClusterError, SilentError, SpecError
+from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.record.documents import without_password
 from lockstep.record.redaction import redacted
 from lockstep.spec.loading import load_spec
@@ -100,11 +100,18 @@ def connect(address: str) -> Any:
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it logs a line for every .gitignore that it finds
 
-    try:
+    with _job_api(address):
         return within(CONNECT_S, address, lambda: JobSubmissionClient(address))
-    except SilentError:
+
+
+@contextmanager
+def _job_api(address: str) -> Iterator[None]:
+    """Raise as a ClusterError what the job API's client raises in the block: RuntimeError, ConnectionError and what requests raises."""
+    try:
+        yield
+    except LockstepError:
         raise
-    except Exception as error:  # the client raises RuntimeError, ConnectionError and what requests raises
+    except Exception as error:
         raise job_api_error(error, address) from error
 
 
@@ -223,23 +230,35 @@ def follow(job: str, *, address: str, write: Callable[[str], None]) -> Submitted
         following = _retry_after(client, ended)
         if following is None:
             return ended
-        write(f"job {job} was lost; job {following} goes on with its run\n")
+        write(f"job {job} was lost; job {following} continues its run\n")
         job = following
 
 
 def _retry_after(client: Any, ended: Submitted) -> str | None:
-    """The job that goes on with the run of a lost one. None if there is none, or none appears in time."""
+    """The job that goes on with the run of a lost one. None if there is none, or none appears in time; ClusterError where that cannot be told."""
     first = first_of(ended.job)
     number = 1 if ended.job == first else int(ended.job.rpartition("-")[2]) + 1
     if not ended.lost or number > ended.retries:
         return None
     until = time.monotonic() + pause_s(number) + PATIENCE_S
-    while time.monotonic() < until:
-        listed = within(ANSWER_S, ended.address, client.list_jobs)
-        if retry_of(first, number) in {job.submission_id for job in listed}:
-            return retry_of(first, number)
+    while True:
+        last = time.monotonic() >= until
+        try:
+            if retry_of(first, number) in _jobs(client, ended.address):
+                return retry_of(first, number)
+        except ClusterError:
+            if last:
+                raise
+        if last:
+            return None
         time.sleep(POLL_S)
-    return None
+
+
+def _jobs(client: Any, address: str) -> set[str | None]:
+    """The ids of the cluster's jobs. ClusterError where its job API does not tell them."""
+    with _job_api(address):
+        listed = within(ANSWER_S, address, client.list_jobs)
+    return {job.submission_id for job in listed}
 
 
 def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -> Submitted:
@@ -292,13 +311,16 @@ class _Output:
 
 
 def look(client: Any, job: str, address: str, run_id: str | None = None) -> Submitted:
-    """The state of a job. ClusterError where the cluster does not know it."""
-    try:
-        found = within(ANSWER_S, address, lambda: client.get_job_info(job))
-    except SilentError:
-        raise
-    except Exception as error:  # as in connect
-        raise job_api_error(error, address) from error
+    """The state of a job. SpecError where the cluster has no such job, ClusterError where it does not answer."""
+    with _job_api(address):
+        try:
+            found = within(ANSWER_S, address, lambda: client.get_job_info(job))
+        except RuntimeError as error:
+            if f"Job {job} does not exist" not in str(error):
+                raise
+            raise SpecError(
+                f"job: {address} has no job {job!r}; ray job list --address {address} lists them"
+            ) from error
     status = str(getattr(found.status, "value", found.status))
     code: int | None = found.driver_exit_code
     if status == "SUCCEEDED":
@@ -327,16 +349,12 @@ def status_of(address: str, gcs: str) -> dict[str, Any]:
     client = connect(address)
     from ray.util.state import list_nodes
 
-    try:
+    with _job_api(address):
         nodes = within(ANSWER_S, address, lambda: list_nodes(address=address))
         jobs = within(ANSWER_S, address, client.list_jobs)
         running = {job.job_id for job in jobs if str(getattr(job.status, "value", job.status)) == "RUNNING"}
         drivers = {job for job in running if job is not None}
         runs = within(ANSWER_S, gcs, lambda: notices(gcs, drivers))
-    except SilentError:
-        raise
-    except Exception as error:  # as in connect
-        raise job_api_error(error, address) from error
     return {
         "alive": [
             {

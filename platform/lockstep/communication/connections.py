@@ -111,7 +111,7 @@ def still_open(known: Inodes) -> list[int]:
 
 
 def take_away(descriptors: Iterable[int]) -> None:
-    """Replace what is open there with an empty file: whoever uses the descriptor finds no connection, and may still close it."""
+    """Replace what is open there with an empty file: a user of the descriptor finds no connection, and may still close it."""
     with Path(os.devnull).open("rb") as empty:
         for fd in descriptors:
             os.dup2(empty.fileno(), fd, inheritable=False)

@@ -314,6 +314,11 @@ def local_device(spec: Spec) -> torch.device:
     return device
 
 
+def assigned_device(gpu: bool) -> torch.device:
+    """The device of a process that Ray starts: the GPU that it was assigned, the only one that it sees, or else the CPU."""
+    return torch.device("cuda", 0) if gpu else torch.device("cpu")
+
+
 def ensure_descriptors(ranks: int, groups: int) -> None:
     """Raise this process's limit of open files for so many more gloo groups. ClusterError where the hard limit is too low.
 

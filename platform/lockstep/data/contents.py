@@ -7,18 +7,28 @@ take, such as a lock, an open file or a lambda, cannot be read here either.
 
 from __future__ import annotations
 
+import datetime
 import enum
 import functools
 import hashlib
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+_SAID = (
+    np.number, np.bool_, np.str_, np.bytes_, np.datetime64, PurePath, datetime.date, datetime.time, datetime.timedelta, Decimal, Fraction, UUID, enum.Enum, torch.dtype, torch.device,
+)  # fmt: skip
+"""Further kinds of which `str` says all."""
 
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc, torch.dtype, torch.device)
 """What is known by its name: its content is source code, which a run's identity has already."""
@@ -50,6 +60,20 @@ def digest(value: Any) -> bytes:
     for leaf in leaves(value):
         found.update(repr(leaf).encode())
     return found.digest()
+
+
+def written_out(value: Any) -> str:
+    """A value as one field of a run's identity: text, numbers and lists of them as they are, anything else as a digest. Raises UnreadableError."""
+    return str(value) if _is_plain(value) else f"sha256 {digest(value).hex()}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `str` says all of a value, and the same in every process."""
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(_is_plain(one) for pair in value.items() for one in pair)
+    if isinstance(value, list | tuple):
+        return type(value) in {list, tuple, torch.Size} and all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, _SAID)
 
 
 class _Walk:
@@ -114,9 +138,9 @@ class _Walk:
         whole = value.detach()
         if whole.layout != torch.strided:
             yield path, f"{whole.layout} {whole.dtype} {tuple(whole.shape)}"
-            for name in _PARTS.get(whole.layout, ()):
+            for name in PARTS.get(whole.layout, ()):
                 yield from self.leaves(getattr(whole, name)(), f"{path}.{name}")
-            if whole.layout not in _PARTS:
+            if whole.layout not in PARTS:
                 yield from self._unreadable(value, path, f"its layout is {whole.layout}")
         elif whole.is_quantized or whole.is_nested or whole.device.type == "meta":
             yield from self._reduced(value, path)
@@ -205,7 +229,7 @@ class _Walk:
         return found.hexdigest()
 
 
-_PARTS = {
+PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),

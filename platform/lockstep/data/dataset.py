@@ -1,13 +1,16 @@
 """What Lockstep asks of a dataset, and what a dataset may offer beyond that.
 
-Any map-style dataset will do: `__len__` and `__getitem__`. Each protocol here is one thing more that a dataset may have;
-a `lockstep.data.Table` has all of them.
+Any map-style dataset will do: `__len__` and `__getitem__`. Each protocol here is one thing more that a dataset may have. A
+`lockstep.data.Table` has all but an order of its own, which a `lockstep.data.Mixture` has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
+
+if TYPE_CHECKING:
+    from lockstep.data.tables import Table
 
 
 class Batched(Protocol):
@@ -29,7 +32,7 @@ class Blocked(Protocol):
 
 
 class ReadsAhead(Protocol):
-    """Can be told the blocks that will be wanted soon."""
+    """Reads blocks before they are needed."""
 
     def read_ahead(self, blocks: Sequence[int]) -> None: ...
 
@@ -44,6 +47,41 @@ class OrdersItself(Protocol):
     """Has an order of its own: the ids at the positions of an epoch, a pure function of seed, epoch and position."""
 
     def epoch_order(self, seed: int, epoch: int, shuffle: str) -> Any: ...
+
+
+class TakesArrays(Protocol):
+    """Gets ids as an int64 array rather than as a list, where `takes_arrays` is true."""
+
+    takes_arrays: bool
+
+
+class DrawsNothing(Protocol):
+    """Draws no random number in a fetch, where `draws_nothing` is true: a thread may fetch ahead of time.
+
+    An attribute or a property of the class that fetches, or of a subclass.
+    """
+
+    @property
+    def draws_nothing(self) -> bool: ...
+
+
+class Resident(Protocol):
+    """Says where its samples are: in memory, in files that are mapped into it, or in blocks that are read when needed."""
+
+    @property
+    def residence(self) -> Literal["memory", "mapped", "blocks"]: ...
+
+
+def is_map_style(dataset: object) -> bool:
+    """Whether samples are fetched by index. Text and dicts, which can be indexed too, are no datasets."""
+    if isinstance(dataset, dict | str):
+        return False
+    return hasattr(type(dataset), "__getitem__") or hasattr(type(dataset), "__getitems__")
+
+
+def expects_epochs(dataset: object) -> bool:
+    """Whether it has a `set_epoch`, as a dataset for torch's loop may have. Lockstep does not call it."""
+    return callable(getattr(dataset, "set_epoch", None))
 
 
 def orders_itself(dataset: Any) -> TypeGuard[OrdersItself]:
@@ -69,32 +107,41 @@ def is_blocked(dataset: Any) -> TypeGuard[Blocked]:
 
 
 def reads_ahead(dataset: Any) -> TypeGuard[ReadsAhead]:
-    """Whether it can be told what will be wanted."""
+    """Whether it reads blocks before they are needed."""
     return callable(getattr(dataset, "read_ahead", None))
 
 
 def checks_order(dataset: Any) -> TypeGuard[ChecksOrder]:
-    """Whether it has a say in the order."""
+    """Whether it may refuse an order."""
     return callable(getattr(dataset, "check_order", None))
 
 
-def takes_arrays(dataset: Any) -> bool:
+def takes_arrays(dataset: Any) -> TypeGuard[TakesArrays]:
     """Whether ids are given as an int64 array rather than as a list."""
     return bool(getattr(dataset, "takes_arrays", False))
 
 
-def draws_nothing(dataset: Any) -> bool:
-    """Whether no fetch draws a random number, so that a thread may do it ahead of time."""
-    return bool(getattr(dataset, "draws_nothing", False))
+def draws_nothing(dataset: Any) -> TypeGuard[DrawsNothing]:
+    """Whether no fetch draws a random number, so that a thread may do it ahead of time.
+
+    A class promises it for what it fetches itself or inherits: neither for a subclass that fetches in another way, as one that
+    augments what it gets, nor for a wrapper whose `__getattr__` leads to what it wraps.
+    """
+    for kind in type(dataset).__mro__:
+        if "draws_nothing" in vars(kind):
+            return bool(dataset.draws_nothing)
+        if not vars(kind).keys().isdisjoint({"__getitem__", "__getitems__"}):
+            return False
+    return False
 
 
-def in_memory(dataset: Any) -> bool:
+def in_memory(dataset: Any) -> TypeGuard[Resident]:
     """Whether all samples are in memory, so that fetching ahead would gain nothing on the processor."""
     return bool(getattr(dataset, "residence", None) == "memory")
 
 
-def is_table(dataset: Any) -> bool:
-    """Whether this is a `lockstep.data.Table`, told without importing pyarrow, which a table has imported."""
+def is_table(dataset: Any) -> TypeGuard[Table]:
+    """Whether this is a `lockstep.data.Table`, found without importing pyarrow: only a table has `decoders`."""
     return hasattr(dataset, "decoders") and is_batched(dataset)
 
 

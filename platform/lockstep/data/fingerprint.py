@@ -7,18 +7,24 @@ A table is known by its columns and by its files, each with its rows and a hash 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.data.cache import cached
-from lockstep.data.contents import UnreadableError, leaves
-from lockstep.data.dataset import fetch_one, is_fingerprinted
-from lockstep.errors import JobError
+from lockstep.data.contents import UnreadableError, leaves, written_out
+from lockstep.data.dataset import Fingerprinted, fetch_one, is_fingerprinted
+from lockstep.errors import DataError, JobError, LockstepError, first_line
+from lockstep.job.frames import place_in_job
 from lockstep.randomness import seed_all
 
 SAMPLES = 16
 """Samples, evenly spread, that stand for a dataset without a fingerprint of its own."""
+
+PAUSES_S = (0.1, 0.5, 2.0)
+"""Before such a sample is fetched again, as a read of a table is."""
 
 FILES = 256
 """Most files that are told one by one; more are one field together."""
@@ -27,33 +33,58 @@ SPANS, SPAN_BYTES = 16, 1 << 16
 """What is hashed of a large file in samples: so many spans, evenly spread, and its end, which in Parquet is the footer."""
 
 
-def fingerprint(dataset: Any, samples: int, seed: int) -> dict[str, Any]:
-    """Fields that differ where the data do, by name, in plain data.
+def fingerprint(
+    dataset: Any, samples: int, seed: int, left_out: Callable[[int], bool] = lambda _: False
+) -> dict[str, str]:
+    """Fields that differ where the data do, by name. A sample that is `left_out` of training is not read.
 
-    Raises JobError for a dataset without a fingerprint of its own whose samples cannot be looked into.
+    Raises JobError for content that cannot be looked into, and the error of a sample that cannot be fetched.
     """
     if not is_fingerprinted(dataset):
-        return {"samples": _samples_digest(dataset, samples, seed)}
+        read = partial(_sample, dataset, seed)
+        return {
+            "samples": _samples_digest(
+                dataset, samples, lambda index: None if left_out(index) else read(index)
+            )
+        }
+    fields = {}
+    for name, value in _own_fields(dataset).items():
+        try:
+            fields[str(name)] = written_out(value)
+        except UnreadableError as error:
+            raise JobError(
+                f"data: fingerprint() of {type(dataset).__name__} gave for {name!r} a {error.kind}, whose content cannot be read "
+                f"({error.reason}); give text, numbers, arrays or objects that pickle takes"
+            ) from error
+    return fields
+
+
+def former_fingerprint(dataset: Any, samples: int, seed: int) -> dict[str, str]:
+    """The same as older versions told it: what a dataset says of itself as text, which of arrays shows a part; and left out samples as well."""
+    if is_fingerprinted(dataset):
+        return {str(name): str(value) for name, value in _own_fields(dataset).items()}
+    return {"samples": _samples_digest(dataset, samples, partial(_sample_or_none, dataset, seed))}
+
+
+def _own_fields(dataset: Fingerprinted) -> Mapping[str, Any]:
     fields = dataset.fingerprint()
     if not isinstance(fields, Mapping):
         raise JobError(
             f"data: fingerprint() of {type(dataset).__name__} gave {type(fields).__name__}, wanted a mapping"
         )
-    return {str(name): str(value) for name, value in fields.items()}
+    return fields
 
 
-def _samples_digest(dataset: Any, samples: int, seed: int) -> str:
+def _samples_digest(dataset: Any, samples: int, read: Callable[[int], tuple[Any] | None]) -> str:
     found = hashlib.sha256()
     chosen = sorted({i * (samples - 1) // (SAMPLES - 1) for i in range(SAMPLES)}) if samples else []
     for index in chosen:
-        seed_all(seed, "fingerprint", index)
-        try:
-            sample = fetch_one(dataset, index)
-        except (Exception, SystemExit):  # noqa: BLE001 - a sample that cannot be fetched is told with its step when training meets it
+        sample = read(index)
+        if sample is None:
             found.update(b"cannot be fetched")
             continue
         try:
-            for leaf in leaves(sample):
+            for leaf in leaves(sample[0]):
                 found.update(repr(leaf).encode())
         except UnreadableError as error:
             raise JobError(
@@ -61,6 +92,37 @@ def _samples_digest(dataset: Any, samples: int, seed: int) -> str:
                 f"would go unseen; return tensors, arrays or objects that pickle takes, or give {type(dataset).__name__} a fingerprint()"
             ) from error
     return found.hexdigest()[:32]
+
+
+def _sample_or_none(dataset: Any, seed: int, index: int) -> tuple[Any] | None:
+    seed_all(seed, "fingerprint", index)
+    try:
+        return (fetch_one(dataset, index),)
+    except (Exception, SystemExit):  # noqa: BLE001 - it is told where training meets it
+        return None
+
+
+def _sample(dataset: Any, seed: int, index: int) -> tuple[Any]:
+    """A sample; one that cannot be fetched is tried again, as a read of Lockstep's own is. Its error in the end.
+
+    A run that took "cannot be fetched" for its content would not be resumed once it can.
+    """
+    for pause_s in (*PAUSES_S, None):
+        seed_all(seed, "fingerprint", index)
+        try:
+            return (fetch_one(dataset, index),)
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:  # a dataset may end the process
+            if pause_s is None:
+                kind = DataError if isinstance(error, OSError) else JobError
+                raise kind(
+                    f"data: sample {index} failed, tried {len(PAUSES_S) + 1} times{place_in_job(error)}: {first_line(error)}; "
+                    f"the data are known by {SAMPLES} samples, of which this is one: mend it, leave it out of train_data by "
+                    f"data.without={index}, or give {type(dataset).__name__} a fingerprint()"
+                ) from error
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
 
 
 def check_repeats(once: Any, again: Any, *, opaque: bool = False) -> None:

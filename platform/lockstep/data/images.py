@@ -18,7 +18,8 @@ from lockstep.data.fingerprint import FILES, content_digest
 from lockstep.data.places import StoredFile, find, one_line
 from lockstep.errors import DataError, JobError
 
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+"""Endings of the files that are read, in small letters or large."""
 
 
 class EncodedImage(NamedTuple):
@@ -34,7 +35,8 @@ class ImageFolder(Dataset[EncodedImage]):
 
     `source` is a folder or a URI of an object store; `classes` are the names of the folders in the order of their numbers, by default
     sorted. The fingerprint covers the names and sizes of all files and the contents of up to 256 of them, with `content="full"` of all.
-    Raises DataError for a file outside of any class.
+    Raises DataError for a file that is in no class folder, and for a class folder without an image; where `classes` are given, a folder
+    of another name is passed over if it has none, and a class may be empty.
     """
 
     draws_nothing = True
@@ -56,7 +58,20 @@ class ImageFolder(Dataset[EncodedImage]):
             raise DataError(
                 f"data: {self.files[strange].shown!r} is of class {folders[strange]!r}, wanted {', '.join(self.classes)}"
             )
+        self._check_folders(set(folders), None if classes is None else set(numbers))
         self.labels = [numbers[folder] for folder in folders]
+
+    def _check_folders(self, found: set[str], named: set[str] | None) -> None:
+        place = self.files[0].place
+        for folder in place.folders():
+            if folder in found or (named is not None and folder not in named):
+                continue
+            endings = ", ".join(sorted(one or "none" for one in place.endings(folder)))
+            if named is None or endings:
+                raise DataError(
+                    f"data: {f'{place.shown}/{folder}'!r} holds no image ({f'files with the endings {endings}' if endings else 'no files'}); wanted "
+                    f"{', '.join(IMAGES)}; convert them, or give classes, the names of the folders that are classes"
+                )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -98,6 +113,6 @@ def _class(file: StoredFile) -> str:
     parts = PurePosixPath(file.name).parts
     if len(parts) < 2:
         raise DataError(
-            f"data: {file.shown!r} lies in no class; wanted a folder with a folder for each class"
+            f"data: {file.shown!r} is in no class folder; wanted a folder with a folder for each class"
         )
     return parts[0]

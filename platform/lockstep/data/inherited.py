@@ -4,7 +4,7 @@ A forked process shares every open file with its parent and with its siblings: o
 for the others. Here each file gets a description of its own, at the same position, so what a reader has in its buffer still fits.
 A connection cannot be had twice: what one process asks, another one may be answered. So it reads as one that the other
 side has closed, after which a client connects anew or fails. Threads are not inherited at all: a pool of them starts new ones, and
-whoever waits for one that has stayed behind is told.
+a wait for one that stayed behind is an error.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _own_position(fd: int, flags: int) -> None:
         own = os.open(_LISTED / str(fd), flags & _KEPT_FLAGS)
     except OSError as error:
         _CUT.append(f"the file {str((_LISTED / str(fd)).readlink())!r} ({error.strerror})")
-        own = os.open(os.devnull, os.O_WRONLY)  # whoever reads from it is told
+        own = os.open(os.devnull, os.O_WRONLY)  # reading from it fails
     else:
         os.lseek(own, position, os.SEEK_SET)
     _replace(fd, own)

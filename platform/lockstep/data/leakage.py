@@ -19,6 +19,7 @@ from lockstep.data.cache import cached
 from lockstep.data.contents import UnreadableError, digest
 from lockstep.data.dataset import fetch_one, is_table
 from lockstep.data.order import Bijection
+from lockstep.data.own_order import number_of_ids
 from lockstep.randomness import seed_all
 
 if TYPE_CHECKING:
@@ -81,13 +82,13 @@ def leaked_samples(train: Any, evaluation: Any, seed: int, within_s: float) -> L
     held against training samples that are drawn for the rest of it. Every sample is fetched under one seed, so that a sample
     that is varied at random comes out the same in both. Raises UnreadableError.
     """
-    began = time.perf_counter()
-    own = _digests(evaluation, seed, began + within_s / 4)
+    began, of_train = time.perf_counter(), number_of_ids(train)
+    own = _digests(evaluation, len(evaluation), seed, began + within_s / 4)
     wanted = {content for content, _ in own}
     looked_at, first = 0, dict[bytes, int]()
-    for content, index in _digests(train, seed, began + within_s):
+    for content, index in _digests(train, of_train, seed, began + within_s):
         looked_at += 1
-        if content in wanted and index < first.get(content, len(train)):
+        if content in wanted and index < first.get(content, of_train):
             first[content] = index
     leaked = sorted((index, first[content]) for content, index in own if content in first)
     eval_row, train_row = leaked[0] if leaked else (None, None)
@@ -96,16 +97,16 @@ def leaked_samples(train: Any, evaluation: Any, seed: int, within_s: float) -> L
         eval_row,
         train_row,
         None if len(own) == len(evaluation) else len(own),
-        None if looked_at == len(train) else looked_at,
+        None if looked_at == of_train else looked_at,
     )
 
 
-def _digests(dataset: Any, seed: int, until: float) -> list[tuple[bytes, int]]:
-    """Digest and index of the samples, in an order drawn from the seed, until the time is over."""
+def _digests(dataset: Any, size: int, seed: int, until: float) -> list[tuple[bytes, int]]:
+    """Digest and index of the samples 0 … size - 1, in an order drawn from the seed, until the time is over."""
     found = list[tuple[bytes, int]]()
-    order = Bijection(len(dataset), (seed, "leakage"))
-    for start in range(0, len(dataset), DRAWN):
-        for index in order(np.arange(start, min(start + DRAWN, len(dataset)))).tolist():
+    order = Bijection(size, (seed, "leakage"))
+    for start in range(0, size, DRAWN):
+        for index in order(np.arange(start, min(start + DRAWN, size))).tolist():
             if time.perf_counter() > until and found:
                 return found
             seed_all(seed, "leakage")

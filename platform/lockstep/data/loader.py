@@ -37,7 +37,8 @@ from lockstep.data.order import Ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, DeterminismError, JobError, LockstepError, SpecError
 from lockstep.job.frames import place_in_job
-from lockstep.randomness import seed_all
+from lockstep.randomness import Draws, seed_all
+from lockstep.threads import one_thread, one_thread_here
 
 ALIGNMENT = 64
 """Bytes at which torch allocates; some kernels give other bits for inputs that lie elsewhere."""
@@ -111,26 +112,52 @@ class MicroBatches(Dataset[Any]):
             raise
         except (Exception, SystemExit) as error:  # a dataset may end the process
             one = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
-            raise _told(error, batch, one) from error
+            raise _data_error(error, batch, one) from error
         return samples
+
+    def check_draws_nothing(self, batch: MicroBatch) -> None:
+        """JobError for a dataset that says `draws_nothing` and draws: its thread has no seed, and would take from the training's numbers."""
+        if not self.draws_nothing:
+            return
+        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
+        before, draws = Draws().state(), Draws()
+        with one_thread():
+            self.fetched(batch._replace(due=()))
+        if draws.state() == before:
+            return
+        raise JobError(
+            f"data: {type(self.samples).__name__} says draws_nothing = True, and draws random numbers for {_named(batch.ids)}: a thread "
+            "would fetch them without their seed; take draws_nothing out of it, or draw in collate"
+        )
 
     def _collated(self, batch: MicroBatch, samples: Any) -> Any:
         try:
-            return self.collate(samples)
+            collated = self.collate(samples)
         except LockstepError:
             raise
         except (Exception, SystemExit) as error:
-            raise _told(error, batch, f"the collation of {_named(batch.ids)}") from error
+            raise _data_error(error, batch, f"the collation of {_named(batch.ids)}") from error
+        if collated is None:  # which means a micro-batch without samples
+            raise JobError(
+                f"data: job.collate returned None for {_named(batch.ids)} ({_where(batch)}), wanted a batch: each sample counts once; "
+                "give a broken one no weight in the loss, or leave it out with data.without"
+            )
+        return collated
 
 
-def _told(error: BaseException, batch: MicroBatch, what: str) -> JobError:
+def _data_error(error: BaseException, batch: MicroBatch, what: str) -> JobError:
     """What the job's code raised, with the samples and the step."""
     text = " ".join(str(error).split()) or "no message"
     text += inherited.explanation(error)
-    where = f"step {batch.step + 1}, micro-batch {batch.micro_batch}"
+    return JobError(
+        f"data: {what} failed ({_where(batch)}{place_in_job(error)}): {type(error).__name__}: {text}"
+    )
+
+
+def _where(batch: MicroBatch) -> str:
     if batch.step < 0:
-        where = f"evaluation micro-batch {batch.micro_batch}"
-    return JobError(f"data: {what} failed ({where}{place_in_job(error)}): {type(error).__name__}: {text}")
+        return f"evaluation micro-batch {batch.micro_batch}"
+    return f"step {batch.step_number}, micro-batch {batch.micro_batch}"
 
 
 def _named(ids: Sequence[int] | Ids) -> str:
@@ -205,7 +232,7 @@ class Loader:
         place = difference(batch, own)
         if place is None:
             return
-        where = f"step {key.step + 1}, micro-batch {key.micro_batch}, differs{place} from what the worker fetches itself"
+        where = f"step {key.step_number}, micro-batch {key.micro_batch}, differs{place} from what the worker fetches itself"
         advice = (
             "samples or their collation depend on what training changes, such as an attribute that job.after_step sets, or on the process: let "
             "them depend on the seed, the epoch and the sample alone, and do in job.loss what changes with the step"
@@ -253,6 +280,7 @@ def _fetched_ahead(dataset: MicroBatches, batches: Iterable[MicroBatch]) -> Iter
     """Micro-batches whose samples a thread has fetched while those before were computed; they are collated here."""
     waiting: deque[tuple[MicroBatch, Future[Any]]] = deque()
     with ThreadPoolExecutor(1, "lockstep-data") as thread:
+        thread.submit(one_thread_here).result()  # before this thread may change torch's number for a while
         try:
             for batch in batches:
                 waiting.append((batch, thread.submit(dataset.fetched, batch)))
@@ -272,18 +300,18 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         if isinstance(batch, LockstepError):
             return batch, None
         with torch.cuda.stream(stream):  # pinned memory is kept until its copy is done
-            there = map_tensors(
-                batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True), lambda other: other
-            )
+            there = map_tensors(batch, lambda tensor: _copied_dense(tensor, device), lambda other: other)
         return there, stream.record_event()
 
     def ready(there: Any, event: torch.cuda.Event | None) -> Any:
-        if event is not None:
-            current = torch.cuda.current_stream(device)
-            current.wait_event(event)
-            map_tensors(there, lambda tensor: _used_on(tensor, current), lambda other: other)
-        # On the stream that computes: what such an object copies on another one could be freed too early.
-        return map_tensors(there, lambda tensor: tensor, lambda other: moved(other, device))
+        if event is None:
+            return there
+        current = torch.cuda.current_stream(device)
+        current.wait_event(event)
+        # Sparse tensors and objects are copied here, by the stream that computes: what another one copies could be freed too early.
+        return map_tensors(
+            there, lambda tensor: _used_on(tensor, device, current), lambda other: moved(other, device)
+        )
 
     before = None
     for batch in batches:
@@ -295,9 +323,19 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         yield ready(*before)
 
 
-def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """Keep a tensor's memory from the stream that it was made on until this one is done with it."""
-    tensor.record_stream(stream)
+def _copied_dense(tensor: Tensor, device: torch.device) -> Tensor:
+    """A dense tensor of the processor on the device, by a copy that nothing waits for; any other tensor as it is."""
+    if tensor.device.type != "cpu" or not is_dense(tensor):
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _used_on(tensor: Tensor, device: torch.device, stream: torch.cuda.Stream) -> Tensor:
+    """A tensor on the device, whose memory is kept from the stream that it was made on until this one is done with it."""
+    if tensor.device.type == "cpu":
+        return tensor.to(device)
+    if is_dense(tensor):
+        tensor.record_stream(stream)
     return tensor
 
 
@@ -386,17 +424,6 @@ def _end(iterator: Any) -> None:
         process.join()
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One intra-op thread for a while; it costs half a microsecond."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def process_lost(error: BaseException) -> ClusterError | None:
     """What torch's complaint about a loader process that is gone means, or None for any other error."""
     return _lost(error) if str(error).startswith("DataLoader worker (pid") else None
@@ -412,9 +439,14 @@ def _lost(error: BaseException) -> ClusterError:
 
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor itself where its memory is aligned, else a copy that is."""
-    if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+    if tensor.device.type == "cpu" and (not is_dense(tensor) or tensor.data_ptr() % ALIGNMENT):
         return tensor.clone()
     return tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory, which has an address and can be pinned. Sparse and nested ones are made of several."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -26,11 +26,12 @@ Weights = Mapping[str, float]
 
 
 class Mixture(Dataset[Any]):
-    """Samples of several datasets, so many of each in an epoch as `weights` say.
+    """Samples of several datasets, mixed in each epoch in proportion to `weights`.
 
-    `sources` are map-style datasets by name. `weights` are by the same names, of any sum; or by the number of the epoch from which on
-    they hold, `{0: {…}, 3: {…}}`. `samples` is the length of an epoch, by default all samples of the sources together. An id
-    stands for one sample of one source (`source_of`); ids beyond the last one go round. Raises JobError for what does not fit.
+    `sources` are map-style datasets by name. `weights` maps the same names to numbers, with any sum, or an epoch number to such
+    a mapping that applies from that epoch on: `{0: {…}, 3: {…}}`. `samples` is the length of an epoch; default: all samples of the
+    sources together. An id stands for one sample of one source (`source_of`); ids beyond the last one start over. Raises JobError if
+    the arguments do not fit together.
     """
 
     def __init__(
@@ -48,7 +49,16 @@ class Mixture(Dataset[Any]):
             raise JobError(f"data: Mixture got {self.samples} samples for an epoch, wanted at least 1")
         self.weights = _by_epoch(weights, self.sources)
         self._counts = {epoch: apportioned(self.samples, shares) for epoch, shares in self.weights.items()}
-        self.draws_nothing = all(map(draws_nothing, self._datasets))
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether no source draws anything in a fetch."""
+        return all(map(draws_nothing, self._datasets))
+
+    @property
+    def id_count(self) -> int:
+        """Samples of all sources together, which the ids stand for. An epoch may have fewer or more."""
+        return sum(self.sizes)
 
     def __len__(self) -> int:
         return self.samples
@@ -63,7 +73,7 @@ class Mixture(Dataset[Any]):
         return list(self.sources)[s], index
 
     def _found(self, sample_id: int) -> tuple[int, int]:
-        within = sample_id % sum(self.sizes)
+        within = sample_id % self.id_count
         s = int(np.searchsorted(self._first, within, side="right")) - 1
         return s, within - self._first[s]
 
@@ -167,7 +177,7 @@ def _size(name: str, source: Any) -> int:
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise JobError(
             f"data: Mixture's source {name!r} is {type(source).__name__}, wanted a map-style dataset (__len__ and __getitem__): a stream "
-            "has no position to go on from"
+            "has no position to resume from"
         )
     return len(source)
 

@@ -1,7 +1,7 @@
 """Memory that the processes of one node share: files in a folder that goes away with the last process that uses it.
 
 A process that uses a folder holds a shared lock on the folder's lock file; the kernel lets go of it however the
-process ends. Whoever finds that nobody holds one deletes the folder: the last user when it is done, or, where that
+process ends. A process that finds that no other holds a folder deletes it: the last user when it is done, or, where that
 one was killed, the next process that opens any folder here. A file that is deleted lives on in those who mapped it.
 """
 

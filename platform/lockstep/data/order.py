@@ -49,7 +49,7 @@ def epoch_order(
     samples: int,
     shuffle: Shuffle,
     *,
-    blocks: Sequence[int] | None = None,
+    blocks: Sequence[int] | Ids | None = None,
     window: int = WINDOW,
 ) -> Order:
     """The order in which an epoch visits its samples. `blocks`: rows of each block of the data, for that order alone.
@@ -123,7 +123,7 @@ class BlockOrder:
     def due(self, position: int) -> list[int]:
         """Blocks of the next window that should be there once `position` is reached, for reading to keep pace with training.
 
-        They are the same share of them as lies behind of this window, so that all are there when the next one begins.
+        The fraction of the next window's blocks equals the fraction of this window that is done, so all are there when the next one begins.
         """
         number = int(np.searchsorted(self._ends, position, side="right"))
         start = self._start(number)

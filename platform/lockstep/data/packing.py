@@ -25,14 +25,14 @@ class Piece(NamedTuple):
 
 
 class Packed(Dataset[dict[str, Tensor]]):
-    """Rows of `length` tokens out of documents that follow each other without a gap; a document goes on in the next row.
+    """Rows of `length` tokens, cut from documents joined without gaps; a document may continue in the next row.
 
-    `documents` is a map-style dataset of one-dimensional integer tensors, or of what `torch.as_tensor` takes. `end` is a token to put behind each.
-    `lengths` are theirs, without `end`; where they are not given, each document is read once to know them. The last row is left out
-    unless it is full, or filled with `pad`.
+    `documents` is a map-style dataset of one-dimensional integer tensors, or of anything that `torch.as_tensor` takes. `end` is a token
+    that is added after each document. `lengths` are the documents' lengths without `end`; if they are not given, each document is read
+    once to measure it. The last row is left out unless it is full, or is filled with `pad`.
 
-    A row is a mapping: `tokens` [length]; `documents` [length], which document of the row a token is of, from 0, or -1 for padding;
-    `positions` [length], the token's place in that document's part of the row, from 0. Raises JobError for what does not fit.
+    A row is a mapping: `tokens` [length]; `documents` [length], which document of the row a token belongs to, from 0, or -1 for padding;
+    `positions` [length], the token's place in that document's part of the row, from 0. Raises JobError if the arguments do not fit together.
     """
 
     def __init__(
@@ -58,7 +58,11 @@ class Packed(Dataset[dict[str, Tensor]]):
         own = np.asarray(lengths, np.int64) + (end is not None)
         self._ends = np.cumsum(own) if count else np.zeros(0, np.int64)
         self._starts = self._ends - own
-        self.draws_nothing = draws_nothing(documents)
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether reading the documents draws nothing."""
+        return draws_nothing(self.documents)
 
     @property
     def tokens(self) -> int:
@@ -103,7 +107,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         wanted = int(self._ends[document] - self._starts[document]) - (self.end is not None)
         if len(read) != wanted:
             raise JobError(
-                f"data: document {document} has {len(read)} tokens, and Packed was told {wanted}; give the lengths of these documents"
+                f"data: document {document} has {len(read)} tokens, but its given length is {wanted}; give the lengths of these documents"
             )
         return read if self.end is None else torch.cat([read, read.new_tensor([self.end])])
 
@@ -130,6 +134,6 @@ def _count(documents: Any) -> int:
     if not hasattr(documents, "__len__") or not hasattr(documents, "__getitem__"):
         raise JobError(
             f"data: Packed got {type(documents).__name__}, wanted a map-style dataset of documents (__len__ and __getitem__): a stream has "
-            "no position to go on from"
+            "no position to resume from"
         )
     return len(documents)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -19,11 +20,17 @@ from lockstep.errors import DataError
 PAUSES_S = (0.1, 0.5, 2.0)
 """Before a read is tried again; what has failed once more after the last of them is told."""
 
+_STORED_WITHIN_NS = 2_000_000_000
+"""How far the times may be apart that an object store tells of one file in a listing and alone."""
+
 T = TypeVar("T")
 
 
 class Place:
-    """Where a path, a glob or a URI leads: a file system, and files with these endings in it."""
+    """Where a path, a glob or a URI leads: a file system, and files with these endings, in small letters or large, in it.
+
+    What is there under the very name that is given is taken before it is read as a glob.
+    """
 
     def __init__(self, given: str, suffixes: Sequence[str]) -> None:
         self._given, self._suffixes = given, tuple(suffixes)
@@ -37,6 +44,8 @@ class Place:
         self._files, self._path = self._open()
         parts_of_path = PurePosixPath(self._path).parts
         plain = next((i for i, part in enumerate(parts_of_path) if _is_glob(part)), len(parts_of_path))
+        if plain < len(parts_of_path) and self._is_there():
+            plain = len(parts_of_path)
         self._base = str(PurePosixPath(*parts_of_path[:plain]))
         self._pattern = parts_of_path[plain:]
 
@@ -55,6 +64,29 @@ class Place:
             raise DataError(f"data: cannot list {self.shown!r}: {one_line(error)}") from error
         return [file for file in every if file.type == pafs.FileType.File and self._wanted(file.path)]
 
+    def folders(self) -> list[str]:
+        """The names of the folders in this place, but for those that begin with `_` or `.`; none where a glob says what is wanted."""
+        if self._pattern:
+            return []
+        try:
+            every = self._files.get_file_info(pafs.FileSelector(self._base, allow_not_found=True))
+        except OSError as error:
+            raise DataError(f"data: cannot list {self.shown!r}: {one_line(error)}") from error
+        names = sorted(PurePosixPath(one.path).name for one in every if one.type == pafs.FileType.Directory)
+        return [name for name in names if not name.startswith(("_", "."))]
+
+    def endings(self, folder: str) -> set[str]:
+        """The endings of all files below a folder in this place."""
+        selector = pafs.FileSelector(f"{self._base}/{folder}", recursive=True, allow_not_found=True)
+        every = self._files.get_file_info(selector)
+        return {PurePosixPath(one.path).suffix for one in every if one.type == pafs.FileType.File}
+
+    def _is_there(self) -> bool:
+        try:
+            return bool(self._files.get_file_info(self._path).type != pafs.FileType.NotFound)
+        except OSError:  # told when its files are looked for
+            return False
+
     def below(self, path: str) -> str:
         """A path from this place on."""
         return str(PurePosixPath(path).relative_to(self._base))
@@ -70,7 +102,7 @@ class Place:
         parts = PurePosixPath(path).relative_to(self._base).parts
         if self._pattern:
             return len(parts) == len(self._pattern) and all(map(fnmatchcase, parts, self._pattern))
-        return PurePosixPath(path).suffix in self._suffixes and not any(
+        return PurePosixPath(path).suffix.lower() in self._suffixes and not any(
             p.startswith(("_", ".")) for p in parts
         )
 
@@ -112,10 +144,46 @@ class StoredFile:
         return (self.path, self.size, self.changed_ns, status and (status.st_ino, status.st_ctime_ns))
 
     def pieces(self, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """Its bytes at (offset, length) spans. Raises DataError."""
+        """Its bytes at (offset, length) spans. Raises DataError, also where it is no longer the file that was found."""
         with self.place.open(self.path) as source:
             for offset, length in spans:
-                yield retried(lambda o=offset, n=length: source.read_at(n, o), repr(self.shown))  # type: ignore[misc]
+                yield retried(lambda o=offset, n=length: self._read(source, o, n), repr(self.shown))  # type: ignore[misc]
+
+    def _read(self, source: pa.NativeFile, offset: int, length: int) -> bytes:
+        content: bytes = source.read_at(length, offset)
+        self.check(source)
+        if len(content) < length:
+            raise self._changed(f"it ends after {offset + len(content)} bytes")
+        return content
+
+    def check(self, source: pa.NativeFile) -> None:
+        """DataError where `source`, of which something was just read, is no longer the file that was found: its size or its time differs.
+
+        A disk is asked by the path, which costs microseconds. A store told both when the file was opened; its times are whole seconds.
+        """
+        if self.place.is_local:
+            status = os.stat(self.path)  # noqa: PTH116 - a Path would cost as much again, for each sample
+            size, time_ns, apart_ns = status.st_size, status.st_mtime_ns, 0
+        else:
+            size, time_ns, apart_ns = source.size(), self._told(source), _STORED_WITHIN_NS
+        if size != self.size:
+            raise self._changed(f"it has {size} bytes")
+        if abs(time_ns - self.changed_ns) > apart_ns:
+            raise self._changed(f"it was written at {_utc(time_ns)}")
+
+    def _told(self, source: pa.NativeFile) -> int:
+        """When a store says that the file was last written, in nanoseconds; as before where it does not say."""
+        try:
+            told = datetime.fromisoformat(source.metadata().get("Last-Modified", b"").decode())
+        except ValueError:
+            return self.changed_ns
+        return round(told.timestamp() * 1e9)
+
+    def _changed(self, how: str) -> DataError:
+        return DataError(
+            f"data: {self.shown!r} has changed since it was opened ({how}, where it had {self.size} bytes, written at {_utc(self.changed_ns)}), "
+            "so what is read of it would be of two versions; leave data as they are while a run reads them, put the file back, and resume"
+        )
 
 
 def find(
@@ -135,6 +203,10 @@ def find(
             f"data: there is no file for {wanted!r}; wanted {', '.join(suffixes)}, in a folder or by a glob"
         )
     return sorted(found, key=lambda file: file.path)
+
+
+def _utc(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(sep=" ", timespec="milliseconds")
 
 
 def _is_glob(part: str) -> bool:

@@ -7,14 +7,17 @@ the worker's range, so seeking is arithmetic and a resume on other workers needs
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, Subset
 
 from lockstep.data.dataset import checks_order, is_blocked, orders_itself, reads_ahead, takes_arrays
 from lockstep.data.order import WINDOW, BlockOrder, Ids, Order, Shuffle, epoch_order
+from lockstep.data.own_order import Guard, check_own_order, own_order
+from lockstep.errors import JobError
 from lockstep.plan import Plan, Position, clip
 from lockstep.spec.sample_ids import parse
 
@@ -33,6 +36,11 @@ class MicroBatch(NamedTuple):
     micro_batch: int
     ids: list[int] | Ids
     due: Sequence[int] = ()
+
+    @property
+    def step_number(self) -> int:
+        """The step's number as people and the record count it: from 1."""
+        return self.step + 1
 
 
 _AT_ONCE = 1 << 20
@@ -61,9 +69,20 @@ class LeftOut:
         found: NDArray[np.bool_] = np.searchsorted(self._edges, ids, side="right") % 2 == 1
         return found
 
+    def has_one(self, index: int) -> bool:
+        """Whether this id is among them."""
+        return bool(self.has(np.array([index], np.int64))[0])
+
     def rest(self, ids: Ids) -> Ids:
         """`ids` but for them."""
         return ids[~self.has(ids)] if self.count else ids
+
+
+def whole(dataset: Any) -> Any:
+    """What a dataset is a part of, as `random_split` makes some; itself where it is none."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 class MicroBatchSampler(DistributedSampler[MicroBatch]):
@@ -72,7 +91,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
     Replica m of a DistributedSampler with `num_replicas = M` is here micro-batch m; a worker stands in for the
     replicas `assigned` to it. Nothing is padded: with `drop_last` off the last step of an epoch is ragged.
     The samples `without` (`spec.sample_ids`) are left out of the micro-batches that have them, which all else stays for: one may be
-    left with none.
+    left with none. `guard` tells what the dataset's own code raises where it is asked for its order.
     """
 
     def __init__(
@@ -86,6 +105,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
         window: int = WINDOW,
         start: int = 0,
         without: str | None = None,
+        guard: Guard = lambda where: nullcontext(),
     ) -> None:
         super().__init__(
             dataset,
@@ -95,14 +115,16 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             seed=seed,
             drop_last=plan.drop_last,
         )
-        if checks_order(dataset):
-            dataset.check_order(shuffle, window)
+        read = whole(dataset)
+        if checks_order(read):
+            read.check_order(shuffle, window)
         self.plan = plan
         self.assigned = assigned
         self.order = shuffle
         self.window = window
         self.start = start
         self.without = LeftOut(without)
+        self.guard = guard
         self.takes_arrays: bool = takes_arrays(dataset)
         self.reads_ahead: bool = reads_ahead(dataset)
         self._last: tuple[int, Order] | None = None
@@ -142,12 +164,35 @@ class MicroBatchSampler(DistributedSampler[MicroBatch]):
             self._last = position.epoch, self._order(position.epoch)
         return self._micro_batch(self._last[1], position, m)._replace(due=())
 
-    def _order(self, epoch: int) -> Order:
+    def check_order(self) -> None:
+        """Refuse an order of the dataset's own that is another one when it is asked for again. Raises JobError."""
         if orders_itself(self.dataset):
-            order: Order = self.dataset.epoch_order(self.seed, epoch, self.order)
-            return order
-        blocks = self.dataset.block_sizes if is_blocked(self.dataset) else None
-        return epoch_order(self.seed, epoch, self.plan.samples, self.order, blocks=blocks, window=self.window)
+            epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
+            check_own_order(self.dataset, self.seed, epochs, self.order, self.plan.samples, self.guard)
+
+    def _order(self, epoch: int) -> Order:
+        samples = self.plan.samples
+        if orders_itself(self.dataset):
+            return own_order(self.dataset, self.seed, epoch, self.order, samples, self.guard)
+        blocks = self._blocks() if self.order == "blocks" else None
+        return epoch_order(self.seed, epoch, samples, self.order, blocks=blocks, window=self.window)
+
+    def _blocks(self) -> Ids | None:
+        """Rows of each block, None for data without blocks. JobError where they are not all of the samples."""
+        name = type(self.dataset).__name__
+        with self.guard(f"in block_sizes of {name}"):
+            if not is_blocked(self.dataset):
+                return None
+            sizes = np.asarray(self.dataset.block_sizes)
+        if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or (sizes < 0).any():
+            raise JobError(
+                f"data: block_sizes of {name} are no whole numbers of at least 0; wanted the number of samples of each block, in order"
+            )
+        if (total := int(sizes.sum())) != self.plan.samples:
+            raise JobError(
+                f"data: block_sizes of {name} add up to {total}, but it has {self.plan.samples} samples; wanted the number of samples of each block"
+            )
+        return sizes.astype(np.int64, copy=False)
 
     def _micro_batch(self, order: Order, position: Position, m: int) -> MicroBatch:
         places = self.plan.sample_slice(position, m)

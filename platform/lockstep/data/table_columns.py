@@ -7,7 +7,7 @@ to decode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -26,8 +26,8 @@ Array = NDArray[Any]
 class Column:
     """One entry of a batch: the column it comes from, or several columns of numbers side by side (a tuple of names).
 
-    `dtype` ("float32") converts; `length` says that the lists of a column all have that length, and makes a vector of
-    each; `pad` fills up shorter lists where they have any length.
+    `dtype` ("float32") converts the values. `length` says that all lists of the column have that length; each becomes a vector.
+    `pad` fills up shorter lists if their lengths differ.
     """
 
     source: str | tuple[str, ...]
@@ -83,6 +83,8 @@ class Decoder:
         else:
             numbers = [self._number(found[0])]
         self.dtype = self._dtype(np.result_type(*numbers))
+        if self.kind == "ragged":
+            self._check_pad()
         self.keeps_memory = (
             self.kind != "bytes" and len(found) == 1 and numbers[0] == self.dtype and self.dtype != np.bool_
         )
@@ -104,11 +106,29 @@ class Decoder:
             wanted = np.dtype(self.declared.dtype)
         except TypeError as error:
             raise DataError(f"data: column {self.name!r}: {error}; wanted one such as float32") from error
+        if wanted.name not in _TORCH:
+            raise DataError(f"data: column {self.name!r}: torch has no {wanted}; wanted one such as float32")
         if self.kind == "bytes" or not np.can_cast(stored, wanted, "same_kind"):
             raise DataError(
                 f"data: column {self.name!r} is {'bytes' if self.kind == 'bytes' else stored} and does not become {wanted} without loss"
             )
         return wanted
+
+    def _check_pad(self) -> None:
+        """DataError for a pad that the column's type cannot hold."""
+        pad = self.declared.pad
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                held = (
+                    np.array(pad).astype(self.dtype) if isinstance(pad, float) else np.array(pad, self.dtype)
+                )
+            fits = bool(np.isfinite(held) or not np.isfinite(pad)) and (self.dtype.kind == "f" or held == pad)
+        except (OverflowError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise DataError(
+                f"data: column {self.name!r}: pad is {pad!r}, which {self.dtype} does not hold; give a pad that it holds, or a dtype that holds the pad"
+            )
 
     @property
     def row_bytes(self) -> int | None:
@@ -132,10 +152,15 @@ class Decoder:
             return _bytes(_without_nulls(array, source, file, block))
         if not pa.types.is_nested(array.type):
             return Parts(self._numbers(array, source, file, block))
-        flat = self._numbers(_without_nulls(array, source, file, block).flatten(), source, file, block)
+        within = _without_nulls(array, source, file, block).flatten()
         if pa.types.is_fixed_size_list(array.type):
+            size = array.type.list_size
+            flat = self._numbers(within, source, file, block, lambda i: i // size)
             return Parts(flat.reshape(len(array), *self.shape))
         lengths = pc.list_value_length(array).to_numpy().astype(np.int64)
+        flat = self._numbers(
+            within, source, file, block, lambda i: int(np.searchsorted(np.cumsum(lengths), i, side="right"))
+        )
         if self.kind == "ragged":
             return Parts(flat, _ends(lengths))
         unlike = np.flatnonzero(lengths != self.shape[0])
@@ -146,9 +171,25 @@ class Decoder:
             )
         return Parts(flat.reshape(len(array), *self.shape))
 
-    def _numbers(self, array: pa.Array, source: str, file: str, block: int) -> Array:
-        values = _without_nulls(array, source, file, block).to_numpy(zero_copy_only=False)
-        return np.ascontiguousarray(values, self.dtype)
+    def _numbers(
+        self,
+        array: pa.Array,
+        source: str,
+        file: str,
+        block: int,
+        row_of: Callable[[int], int] = lambda i: i,
+    ) -> Array:
+        """The numbers in the type of the column; `row_of` says in which row of the block one of them is. DataError for one that it does not hold."""
+        values: Array = _without_nulls(array, source, file, block).to_numpy(zero_copy_only=False)
+        with np.errstate(over="ignore"):  # told below
+            found = np.ascontiguousarray(values, self.dtype)
+        lost = _first_lost(values, found)
+        if lost is not None:
+            raise DataError(
+                f"data: column {source!r} has {values[lost]} in row {row_of(lost)} of {file!r}, row group {block}, which {self.dtype} does not hold; "
+                "leave dtype out, or give one that does"
+            )
+        return found
 
     # --- a batch ---
 
@@ -199,6 +240,27 @@ class Decoder:
 
     def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=_TORCH[self.dtype.name])
+
+
+def _first_lost(values: Array, converted: Array) -> int | None:
+    """Where the first value is of which more than precision is lost: an integer that is another one, a finite number that is infinite."""
+    before, after = values.dtype, converted.dtype
+    if not values.size or np.can_cast(before, after, "safe"):
+        return None
+    if after.kind in "iu":
+        limits = np.iinfo(after)
+        if int(values.min()) >= limits.min and int(values.max()) <= limits.max:
+            return None
+        return next(i for i, value in enumerate(values.tolist()) if not limits.min <= value <= limits.max)
+    if before.kind in "iu" and after != np.float16:  # the largest integer is far below the largest number
+        return None
+    if after == np.float16:  # by its bits: numpy computes with none of them
+        lost = (converted.view(np.uint16) & np.uint16(0x7FFF)) == np.uint16(0x7C00)
+    else:
+        lost = np.isinf(converted)
+    if lost.any():
+        lost &= np.isfinite(values)
+    return int(lost.argmax()) if lost.any() else None
 
 
 _TORCH = {

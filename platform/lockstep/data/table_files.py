@@ -7,9 +7,10 @@ through the files, which are taken in the order of their paths. Files lie on a d
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
@@ -41,13 +42,27 @@ class DataFile:
     keys: dict[str, str]
     metadata: pq.FileMetaData | None = field(compare=False)
 
+    def chunks(self, group: int, columns: Collection[str]) -> Iterator[pq.ColumnChunkMetaData]:
+        """What a row group's footer says of these columns: one chunk for a flat one, one for each leaf of a nested one.
+
+        They are told by their place, for a column may be named `x.item` as a leaf of the column `x` is.
+        """
+        assert self.metadata is not None
+        told = self.metadata.row_group(group)
+        return (told.column(i) for i, owner in enumerate(self._owners) if owner in columns)
+
+    @cached_property
+    def _owners(self) -> list[str]:
+        """The column of each leaf."""
+        return [field.name for field in self.schema for _ in range(_leaves(field.type))]
+
 
 class TableFiles:
     """All files of a table, whose schemas agree in every column that is asked for."""
 
     def __init__(self, source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> None:
         self._stored = find(source, PARQUET + ARROW)
-        kinds = {PurePosixPath(stored.path).suffix for stored in self._stored}
+        kinds = {PurePosixPath(stored.path).suffix.lower() for stored in self._stored}
         self.is_arrow = kinds <= set(ARROW)
         if not self.is_arrow and not kinds <= set(PARQUET):
             raise DataError(
@@ -95,13 +110,10 @@ class TableFiles:
             if column in file.schema.names and _any_length(file.schema.field(column).type):
                 continue
             for group in range(file.metadata.num_row_groups if file.metadata else 0):
-                chunks = file.metadata.row_group(group)  # type: ignore[union-attr]
-                for i in range(chunks.num_columns):
-                    chunk = chunks.column(i)
-                    if chunk.path_in_schema.partition(".")[0] != column or chunk.statistics is None:
-                        continue
-                    if chunk.statistics.has_null_count and chunk.statistics.null_count:
-                        raise nulls(column, chunk.statistics.null_count, file.name, group)
+                for chunk in file.chunks(group, {column}):
+                    told = chunk.statistics
+                    if told is not None and told.has_null_count and told.null_count:
+                        raise nulls(column, told.null_count, file.name, group)
 
     def where(self, block: int) -> str:
         """A block in words."""
@@ -116,12 +128,9 @@ class TableFiles:
     def stored_bytes(self, block: int, columns: Sequence[str]) -> int:
         """Bytes of these columns before compression, as the file tells them."""
         f, b = self._blocks[block]
-        metadata = self.files[f].metadata
-        if metadata is None:
+        if self.files[f].metadata is None:
             return self.files[f].size // max(1, len(self.files[f].rows))
-        group = metadata.row_group(b)
-        chunks = (group.column(i) for i in range(group.num_columns))
-        return sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.partition(".")[0] in columns)
+        return sum(chunk.total_uncompressed_size for chunk in self.files[f].chunks(b, columns))
 
     def read(self, block: int, columns: Sequence[str]) -> pa.Table:
         """These columns of a block. A read that fails is tried again, and then told with its file and block."""
@@ -130,12 +139,14 @@ class TableFiles:
         stored = [name for name in columns if name in file.schema.names]
 
         def once() -> pa.Table:
-            if not self.is_arrow:
-                with self._stored[f].place.open(file.path) as source:
+            with self._stored[f].place.open(file.path) as source:
+                try:
+                    if self.is_arrow:
+                        return pa.Table.from_batches([_arrow_reader(source, stored).get_batch(b)])
                     reader = pq.ParquetFile(source, metadata=file.metadata, pre_buffer=True)
                     return _row_group(reader, b, stored, self.where(block))
-            with self._stored[f].place.open(file.path) as source:
-                return pa.Table.from_batches([_arrow_reader(source, stored).get_batch(b)])
+                finally:  # another file is why it cannot be read, or what was read
+                    self._stored[f].check(source)
 
         table = retried(once, self.where(block))
         for name in columns:
@@ -221,6 +232,15 @@ def _row_group(reader: pq.ParquetFile, group: int, columns: Sequence[str], where
                     "or the file is damaged: write the column without nulls"
                 ) from error
         raise
+
+
+def _leaves(kind: pa.DataType) -> int:
+    """Columns that Parquet keeps for a column of this type."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _leaves(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _leaves(kind.value_type)
+    return sum(_leaves(kind.field(i).type) for i in range(kind.num_fields)) or 1
 
 
 def _any_length(kind: pa.DataType) -> bool:

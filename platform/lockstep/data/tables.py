@@ -43,10 +43,10 @@ class Table(Dataset[dict[str, Any]]):
 
     `source` is a file, a folder (read with all below it; `key=value` folders are columns), a glob, a URI (s3, gs), or
     a list of these. `columns` maps each name in a batch to a column, to a list of columns side by side, or to a Column;
-    without it every column comes under its own name. `memory_mb` bounds what is held in memory, in MiB: a quarter of the
-    machine's where it is left out. `content` says how the fingerprint looks at the files: in samples, or at every byte.
+    without it every column keeps its own name. `memory_mb` is the most memory that it holds, in MiB; default: a quarter
+    of the machine's memory. `content` says what the fingerprint reads of the files: samples, or every byte.
 
-    Raises DataError, with the file and the column, for whatever is wrong with them that can be told before training.
+    Raises DataError, with the file and the column, for every problem in them that can be found before training.
     """
 
     takes_arrays = True
@@ -129,18 +129,18 @@ class Table(Dataset[dict[str, Any]]):
         """The columns, and for each file its rows and the hash of its content; see `lockstep.data.fingerprint`."""
         files = self.files.files
         named = len({file.name for file in files}) == len(files)
-        told = {
+        fields = {
             f"file.{file.name if named else f'{i}.{file.name}'}": (
                 f"{sum(file.rows)} rows in {len(file.rows)} blocks, {file_digest(self.files, i, self.content)[:32]}"
             )
             for i, file in enumerate(files)
         }
-        if len(told) > FILES:
-            told = {"files": f"{len(told)}, {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"}
+        if len(fields) > FILES:
+            fields = {"files": f"{len(fields)}, {hashlib.sha256(repr(fields).encode()).hexdigest()[:32]}"}
         columns = ", ".join(
             f"{d.name}: {d.kind} {d.dtype}{list(d.shape) or ''} {d.declared}" for d in self.decoders
         )
-        return {"columns": columns, **told}
+        return {"columns": columns, **fields}
 
     def identity(self) -> tuple[Any, ...]:
         """What changes with the rows or with what a batch is made of, on this machine."""

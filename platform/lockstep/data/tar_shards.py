@@ -36,6 +36,9 @@ INDEXED_AT_ONCE = 8
 BLOCK = 512
 """Bytes of a tar file's unit. An empty one ends it."""
 
+_NOT_UTF8 = "surrogateescape"
+"""How tarfile gives bytes of a name that are no UTF-8, which older programs wrote."""
+
 Decoders = Mapping[str, Callable[[bytes], Any]]
 
 
@@ -71,8 +74,9 @@ class TarShards(Dataset[dict[str, Any]]):
     """The samples of tar files, in the order of the files' paths and of the members in them.
 
     `source` is a file, a folder with everything below it, a glob, a URI of an object store, or a list of these. A sample is a mapping:
-    `__key__`, its name in the shard, and its members by extension, bytes or what `decode` makes of them by extension (`{"cls": int}`).
-    With `content="full"` the fingerprint covers every byte of a shard, else parts of each. Raises DataError for what is no whole tar file.
+    `__key__`, its name in the shard, and its members by extension, as bytes or as converted by `decode`, a function for each extension
+    (`{"cls": int}`). With `content="full"` the fingerprint covers every byte of a shard, else parts of each. Raises DataError for a file that
+    is not a complete tar file.
     """
 
     def __init__(
@@ -86,7 +90,11 @@ class TarShards(Dataset[dict[str, Any]]):
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
             self.shards = list(pool.map(_indexed, find(source, TAR)))
         self._ends = list(accumulate(map(len, self.shards)))
-        self.draws_nothing = not self.decode
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether a sample is what the files hold: a `decode` may draw."""
+        return not self.decode
 
     @property
     def block_sizes(self) -> list[int]:
@@ -105,15 +113,16 @@ class TarShards(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         shard, number = self.place(index)
-        key, members = shard.keys[number].decode(), shard.members_of(number)
+        key, members = shard.keys[number].decode(errors=_NOT_UTF8), shard.members_of(number)
         sample: dict[str, Any] = {"__key__": key}
         for member, content in zip(members, _contents(shard.file, members), strict=True):
             decode = self.decode.get(member.extension)
             try:
                 sample[member.extension] = content if decode is None else decode(content)
             except Exception as error:  # the job's own code, or a library's
+                shown = key.encode(errors="backslashreplace").decode()
                 raise DataError(
-                    f"data: {key}.{member.extension} in {shard.file.shown!r} cannot be decoded: {type(error).__name__}: {one_line(error)}"
+                    f"data: {shown}.{member.extension} in {shard.file.shown!r} cannot be decoded: {type(error).__name__}: {one_line(error)}"
                 ) from error
         return sample
 
@@ -121,29 +130,25 @@ class TarShards(Dataset[dict[str, Any]]):
         """Of each shard its samples, its size and the hash of its content; see `lockstep.data.fingerprint`."""
         files = [shard.file for shard in self.shards]
         named = len({file.name for file in files}) == len(files)
-        told = {
+        fields = {
             f"shard.{file.name if named else f'{i}.{file.name}'}": (
                 f"{len(shard)} samples, {file.size} bytes, {self._digest(file)[:32]}"
             )
             for i, (shard, file) in enumerate(zip(self.shards, files, strict=True))
         }
-        if len(told) > FILES:
-            return {"shards": f"{len(told)}, {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"}
-        return told
+        if len(fields) > FILES:
+            return {"shards": f"{len(fields)}, {hashlib.sha256(repr(fields).encode()).hexdigest()[:32]}"}
+        return fields
 
     def _digest(self, file: StoredFile) -> str:
         return content_digest(file.identity, file.size, file.pieces, self.content)
 
 
 def _contents(file: StoredFile, members: Sequence[Member]) -> list[bytes]:
-    """The bytes of the members of a sample, which lie next to each other: one read. DataError where the shard has become shorter."""
+    """The bytes of the members of a sample, which lie next to each other: one read."""
     start = members[0].offset
     stop = members[-1].offset + members[-1].size
     (whole,) = file.pieces([(start, stop - start)])
-    if len(whole) < stop - start:
-        raise DataError(
-            f"data: {file.shown!r} ends before byte {stop}, where a sample of its index does; the file has changed since the run began"
-        )
     return [whole[one.offset - start : one.offset - start + one.size] for one in members]
 
 
@@ -158,7 +163,9 @@ def _indexed(file: StoredFile) -> Shard:
     number = {extension: i for i, extension in enumerate(extensions)}
     return Shard(
         file,
-        keys=np.array([key.encode() for key, _ in samples] or [b""], np.bytes_)[: len(samples)],
+        keys=np.array([key.encode(errors=_NOT_UTF8) for key, _ in samples] or [b""], np.bytes_)[
+            : len(samples)
+        ],
         firsts=np.cumsum([0, *(len(members) for _, members in samples)]),
         extensions=extensions,
         members=np.array([(number[one.extension], one.offset, one.size) for one in every], np.int64).reshape(
@@ -206,7 +213,7 @@ def _members(file: StoredFile) -> Iterator[tuple[str, int, int]]:
 
 def _no_tar(file: StoredFile, reason: str) -> DataError:
     return DataError(
-        f"data: {file.shown!r} is no whole tar file ({reason}); it is cut short, damaged or compressed: write it anew, without compression"
+        f"data: {file.shown!r} is not a complete tar file ({reason}); it is cut short, damaged or compressed: write it again, without compression"
     )
 
 

@@ -1,4 +1,4 @@
-"""How a run's failure is told to whoever started it: what happened, in which run, and where the traceback is."""
+"""Reports a run's failure to the caller: what happened, in which run, and where the traceback is."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ def with_run(error: LockstepError, run_id: str | None, folder: Path) -> Lockstep
         return JobError(f"{error}; --verbose shows the traceback") if unclear else error
     traceback = folder / run_id / "error.txt"
     where = f"in {str(traceback)!r}" if traceback.exists() else "in its error.txt"
-    return type(error)(f"{error}; run {run_id}, whose traceback is {where}")
+    return error.with_message(f"{error}; run {run_id}, whose traceback is {where}")

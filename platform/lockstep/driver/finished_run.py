@@ -8,18 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
-import torch
-
 from lockstep.errors import LockstepError, RecordError
 from lockstep.job.identity import identity_digest
-from lockstep.record.ledger import read_history
+from lockstep.proof.ending import DIGEST_OF, Disagreement, lacking_digests, of_files, of_metrics, plan_of
+from lockstep.record.ledger import Rows, read_history
 from lockstep.record.redaction import redacted_fields
-from lockstep.record.run_store import Recorded
+from lockstep.record.run_store import StoredRun
 from lockstep.record.stores import find_files, find_finished
-from lockstep.training.digest import weights_digest
-from lockstep.training.digests import Digester, model_digest
+from lockstep.spec.loading import load_spec
 
 _FILES = ("ledger.parquet", "evaluations.parquet", "fields.json")
 _WEIGHTS = "weights"
@@ -27,7 +23,7 @@ _WEIGHTS = "weights"
 
 def find_proven(
     uri: str, identity: str, folder: Path, plan: Mapping[str, Any], *, early_stop: bool
-) -> Recorded | None:
+) -> StoredRun | None:
     """The newest finished run of this identity whose record bears it out, or None. `plan` is that of the run which it is to stand for."""
     for found in find_finished(uri, identity, folder):
         steps = None if early_stop else plan.get("total_steps")
@@ -36,11 +32,12 @@ def find_proven(
     return None
 
 
-def doubt(found: Recorded, uri: str, folder: Path, steps: int | None = None) -> str:
+def doubt(found: StoredRun, uri: str, folder: Path, steps: int | None = None) -> str:
     """Why a run cannot be taken for finished; nothing where its record bears it out.
 
-    Its ledger has every step up to the one that the summary says, which is `steps` where given; the final weights have the digest of
-    the summary and that of the ledger's last row; the identity is that of its fields. One that another run stands for has that one's weights.
+    Its ledger has every step up to the one that the summary says, which is `steps` where given, and the evaluation and metrics that the
+    summary has; the final weights have the digest of the summary and that of the ledger's last row, which has one where its spec wants
+    one; the identity is that of its fields. One that another run stands for has that one's weights.
     """
     with tempfile.TemporaryDirectory() as place:
         here = Path(place)
@@ -48,12 +45,12 @@ def doubt(found: Recorded, uri: str, folder: Path, steps: int | None = None) -> 
             find_files(uri, found.run_id, _FILES, folder, here)
             owner = str(found.summary.get("reused_from") or found.run_id)
             find_files(uri, owner, (_WEIGHTS,), folder, here)
-            return _doubt(found.summary, here, steps)
-        except (LockstepError, OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+            return _doubt(found, here, steps)
+        except (LockstepError, OSError, ValueError, TypeError) as error:
             return f"its record cannot be read: {error}"
 
 
-def refuse_doubtful(found: Recorded, uri: str, folder: Path) -> None:
+def refuse_doubtful(found: StoredRun, uri: str, folder: Path) -> None:
     """RecordError where a run that is called finished is not borne out by its record."""
     if reason := doubt(found, uri, folder):
         raise RecordError(
@@ -62,25 +59,38 @@ def refuse_doubtful(found: Recorded, uri: str, folder: Path) -> None:
         )
 
 
-def _doubt(summary: Mapping[str, Any], here: Path, steps: int | None) -> str:
-    history = read_history(here)
+def _doubt(found: StoredRun, here: Path, steps: int | None) -> str:
+    summary, history = found.summary, read_history(here)
     last = summary.get("step")
     numbers = [row.step for row in history.steps]
     if not numbers or numbers != list(range(numbers[0], numbers[0] + len(numbers))) or numbers[-1] != last:
         return f"its ledger has not the steps up to {last}"
     if steps is not None and last != steps:
         return f"it ended after step {last} of {steps}"
-    state = safetensors.torch.load_file(here / _WEIGHTS / "final.safetensors")
-    if weights_digest(state) != summary.get("weights_digest"):
-        return "its weights have another digest than its summary says"
-    digests = history.steps[-1].digests
-    if digests is not None and digests.weights != model_digest(Digester(torch.device("cpu")), state):
-        return "its weights are not those of the last row of its ledger"
-    return _doubt_of_identity(summary, here / "fields.json")
+    fields = json.loads((here / "fields.json").read_text(encoding="utf-8"))
+    wrong = _doubt_of_end(found, history, fields, here) or _doubt_of_identity(summary, fields)
+    return "" if wrong is None else f"{wrong.what} is {wrong.stated} and was found as {wrong.found}"
 
 
-def _doubt_of_identity(summary: Mapping[str, Any], path: Path) -> str:
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    if redacted_fields(fields) or identity_digest(fields) == summary.get("identity"):
-        return ""
-    return "its fields have another identity than its summary says"
+def _doubt_of_end(
+    found: StoredRun, history: Rows, fields: Mapping[str, Any], here: Path
+) -> Disagreement | None:
+    """The first thing in which its summary, its last rows and its weights are not the same."""
+    spec, row = load_spec(found.spec), history.steps[-1]
+    plan = plan_of(spec, fields)
+    if not found.summary.get("reused_from") and plan is not None:
+        lacks = lacking_digests(spec, plan, row)
+        if lacks is not None:
+            return Disagreement("the ledger's last row", f"one with {lacks}", "one without them")
+    rows = {one.step: one for one in history.steps}, {one.step: one for one in history.evaluations}
+    weights = here / "weights" / "final.safetensors"
+    if not found.summary.get(DIGEST_OF["final"]) or not weights.is_file():
+        return Disagreement("the final weights", "there, with their digest in the summary", None)
+    return next(of_metrics(found.summary, *rows, fields, forked=spec.fork is not None), None) or next(
+        of_files(found.summary, here, row), None
+    )
+
+
+def _doubt_of_identity(summary: Mapping[str, Any], fields: Mapping[str, Any]) -> Disagreement | None:
+    stated, own = summary.get("identity"), identity_digest(fields)
+    return None if redacted_fields(fields) or own == stated else Disagreement("its identity", stated, own)

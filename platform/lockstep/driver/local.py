@@ -88,7 +88,8 @@ class LocalRun:
 
     def stop(self) -> bool:
         """A signal came, or the run cannot be recorded anywhere."""
-        return self._stop.asked or (not self.recorder.opened and self.recorder.failure() is not None)
+        state = self.recorder.state
+        return self._stop.asked or (state.run_id is None and state.failure is not None)
 
     def save(self) -> bool:
         return False
@@ -100,7 +101,7 @@ class LocalRun:
         return self.recorder.run_id()
 
     def go_on(self) -> bool:
-        """Before the first step, once the run's id is told: whoever stops the run from then on can resume it."""
+        """Called before the first step, once the run's id is shown: from then on a run that is stopped can be resumed."""
         if not self._named:
             self._named = True
             run_id = self.recorder.run_id()
@@ -111,7 +112,7 @@ class LocalRun:
 
     def hear(self) -> None:
         """Tell what the run has shown to be wrong with it since it was asked last."""
-        for text in self.recorder.diagnosed:
+        for text in self.recorder.state.diagnosed:
             if text not in self.view.warnings:
                 self.view.take(Warned(text))
                 self._progress.say(f"warning: {text}")
@@ -145,18 +146,18 @@ def train_here(
             return None
         run = _start(spec, options.progress, stop, origin, on_run_id)
         summary = _fit_recorded(spec, group, run, origin)
-    recorder = run.recorder
     run.hear()
-    if recorder.violation:
-        run.view.take(Warned(recorder.violation))
-        options.progress.say(f"warning: {recorder.violation}")
-    check_saved(summary, recorder.run_id(), str(recorder.run_folder()))
+    record = run.recorder.state
+    if record.violation:
+        run.view.take(Warned(record.violation))
+        options.progress.say(f"warning: {record.violation}")
+    check_saved(summary, record.run_id or "", record.folder)
     return result_of(
         summary,
-        run_id=recorder.run_id(),
-        url=recorder.url(),
+        run_id=record.run_id or "",
+        url=record.url,
         tracking_uri=spec.record.uri or "",
-        folder=str(recorder.run_folder()),
+        folder=record.folder,
         began_at=options.began_at,
         warnings=[*warnings, *run.view.warnings],
         attempts=origin.attempt,
@@ -207,7 +208,7 @@ def _fit_recorded(spec: Spec, group: Group, run: LocalRun, origin: AttemptOrigin
         with suppress(RecordError):  # what ended the run is told; that it could not be recorded comes second
             recorder.close()
         run.show()
-        if isinstance(error, LockstepError) and recorder.opened:
+        if isinstance(error, LockstepError) and recorder.state.run_id is not None:
             raise with_run(error, recorder.run_id(), spec.folder) from error
         raise
     recorder.close()

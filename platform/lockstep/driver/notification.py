@@ -37,7 +37,7 @@ _TOLD_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Notification:
     """What the command is told: each as the environment variable `LOCKSTEP_<NAME>`, all as JSON on standard input."""
 
     event: Literal["start", "failure", "end"]
@@ -52,7 +52,7 @@ class Facts:
 
 
 class Notifications:
-    """Tells `command`, words or a text for the shell, of one run below `folder`. `say` takes a line for whoever looks on."""
+    """Runs `command`, words or a text for the shell, for the events of one run below `folder`. `say` shows a line to the user."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Notifications:
         if not self._command:
             return
         folder = str(self._folder / self._run_id) if self._run_id else ""
-        facts = Facts(event, status, self._run_id or "", step, error, folder)
+        notification = Notification(event, status, self._run_id or "", step, error, folder)
         try:
-            process, output = _started(self._command, facts)
+            process, output = _started(self._command, notification)
         except OSError as failure:
             self._warn(event, f"cannot be started: {failure.strerror or failure}")
             return
@@ -134,9 +134,11 @@ class Notifications:
             self._say(f"warning: {self.warnings[0]}")
 
 
-def _started(command: str | Sequence[str], facts: Facts) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def _started(
+    command: str | Sequence[str], notification: Notification
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """The command's process, and what it prints. Files, for a pipe is also held by what the command leaves behind."""
-    values: dict[str, Any] = asdict(facts)
+    values: dict[str, Any] = asdict(notification)
     variables = {f"LOCKSTEP_{name.upper()}": _variable(str(value)) for name, value in values.items()}
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the thread that waits

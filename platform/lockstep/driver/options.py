@@ -1,4 +1,4 @@
-"""What a call says of how it executes a run: where, and what is shown of it. None of it changes a bit of the run."""
+"""How a call executes a run: where, and what it shows. Nothing here changes a bit of the run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RunOptions:
     chaos: str | None = None
     """Parts of the run that are killed on purpose, such as `worker:0.02`."""
     retries: int = 0
-    """How often the run is started again where its driver is lost."""
+    """How often the run is started again if its driver is lost."""
     notify: str | Sequence[str] | None = None
-    """A command, words or a text for the shell, that is told of the run's start, failure and end."""
+    """A command, a list of words or a text for the shell, that is run at the run's start, failure and end."""
     source: Mapping[str, bytes] | None = None
-    """The job's files by their paths below a source root, where they lie in no folder: those of a class of `__main__`."""
+    """The job's files by their paths below a source root, if they are in no folder: those of a class of `__main__`."""
     began_at: float = field(default_factory=time.time)
     """When the command was given, Unix time in seconds."""

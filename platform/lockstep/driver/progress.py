@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.record.events import EvaluationRow, StepRow
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Progress(Protocol):
@@ -34,14 +38,49 @@ class Silent:
     def table(self, headline: str, trials: Sequence[Mapping[str, Any]]) -> None: ...
 
 
+@contextmanager
+def display() -> Iterator[None]:
+    """What the block writes to standard error is for people: if it cannot be written, nothing else fails.
+
+    The reader is gone, or the disk of the log is full. From then on this process writes to the null device instead.
+    """
+    try:
+        yield
+    except OSError:
+        _end_display()
+
+
+def _end_display() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    if os.path.sameopenfile(1, 2):  # while a command runs; see `lockstep.cli.answers`
+        os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    class Display(Console):
+        """A console that ends nothing but itself. Rich exits where the reader is gone, and raises where a disk is full."""
+
+        def __exit__(self, *error: Any) -> None:  # the one place where all that is shown is written
+            with display():
+                super().__exit__(*error)
+
+        def on_broken_pipe(self) -> None:
+            _end_display()
+
+    return Display(stderr=True, highlight=False)
+
+
 class Line:
     """One line on standard error, rewritten in a terminal and printed now and then elsewhere."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.live import Live
 
-        self.console = Console(stderr=True, highlight=False)
+        self.console = _console()
         self._live = Live(console=self.console, refresh_per_second=4, transient=False)
         self._rate = Rate()
         self._epoch_shown = -1

@@ -1,4 +1,4 @@
-"""What a run came to: the object that `lockstep.train` returns and `--json` prints."""
+"""The result of a run: the object that `lockstep.train` returns and `--json` prints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.driver.going_on import resume_call
 from lockstep.driver.notebook import as_table
 from lockstep.errors import StorageError
 from lockstep.record.events import Finished
@@ -53,7 +54,7 @@ class Result:
             "folder": self.folder,
         }
         if self.status == "KILLED":
-            shown["resume it with"] = f"lockstep.resume({self.run_id!r})"
+            shown["resume it with"] = resume_call(self.run_id, self.tracking_uri, self.folder)
         if self.tracking_uri != RECORD_OFF:
             shown["look at it"] = self.url or f"lockstep ui --uri {self.tracking_uri}"
         return as_table(shown)
@@ -63,8 +64,8 @@ class Result:
         return asdict(self)
 
 
-_OF_THE_END = frozenset({"first_step_at", "stopped", "signal", "unsaved"})
-"""What a summary has for whoever makes a result or an error of it."""
+_OF_THE_END = frozenset({"beside", "first_step_at", "stopped", "signal", "unsaved"})
+"""Keys of a summary that are used to make a result, an error or an export."""
 
 
 def check_saved(summary: Mapping[str, Any], run_id: str, folder: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from lockstep.errors import ClusterError, DeviceError, LockstepError
+from lockstep.failure_kinds import said_by_watchdog
+from lockstep.record import events
 from lockstep.record.events import (
     Alive,
     Broke,
@@ -16,6 +18,7 @@ from lockstep.record.events import (
     Event,
     Finished,
     Joined,
+    Printed,
     Restored,
     StageEnded,
     Started,
@@ -54,6 +57,8 @@ class RunView:
 
     corrupted: Corrupted | None = None
     """The last difference between the bits of workers."""
+    watchdog: str | None = None
+    """The first line with which NCCL's watchdog ended a worker, as that worker printed it."""
 
     def next(self, attempt: int) -> RunView:
         """The view of another attempt of the same run: what ended this one is no longer the run's end."""
@@ -92,12 +97,30 @@ class RunView:
                 self.stage_ends.setdefault(event.stage, event.at)
             case Finished():
                 self.summary, self.files = event.summary, event.files
+            case Printed():
+                self.watchdog = self.watchdog or said_by_watchdog(event.text)
             case Corrupted():
                 self.corrupted = event
             case Broke():
                 self._take_error(event)
+            case events.Observation() | events.CheckpointRow() | events.Sampled():
+                pass  # of interest to the record alone, as are those below
+            case events.PeakMemory() | events.Document():
+                pass
+            case events.AttemptsSummarised() | events.Diagnosed() | events.Failed() | events.TakenOver():
+                pass
+            case events.Opened() | events.SetAside() | events.Mended() | events.Sealed() | events.Delivered():
+                pass
             case _:
-                pass  # of interest to the record alone
+                assert_never(event)
+
+    def lost(self, error: LockstepError) -> LockstepError:
+        """The error of an attempt that lost workers, with the words of NCCL's watchdog where that ended one of them."""
+        if self.watchdog is None:
+            return error
+        return type(error)(
+            f"{error}; NCCL's watchdog ended a worker that waited for another: {self.watchdog}"
+        )
 
     def _take_step(self, row: StepRow) -> None:
         self.step = row
@@ -111,7 +134,7 @@ class RunView:
     def _take_error(self, broke: Broke) -> None:
         if isinstance(broke.error, DeviceError):
             self.device_ranks.add(broke.rank)
-        if broke.place is not None:
+        if broke.error.place is not None:
             self.broken.append(broke)
         consequence = type(self.error) is ClusterError and type(broke.error) is not ClusterError
         if self.error is None or consequence:

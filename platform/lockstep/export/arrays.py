@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import safetensors
@@ -29,7 +30,7 @@ def read(path: Path) -> dict[str, Tensor]:
             return dict(safetensors.torch.load_file(path))
         found = np.load(path, allow_pickle=False)
         arrays = {"": found} if isinstance(found, np.ndarray) else dict(found)
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        return {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in arrays.items()}
     except (
         OSError,
         ValueError,
@@ -75,9 +76,9 @@ def inputs_of(arrays: Mapping[str, Tensor], values: tuple[Value, ...], fixed_bat
             raise SpecError(f"inputs: {value.name!r} is {tuple(given.shape)}, wanted {shape_text(value)}")
         if start:
             rows[value.name] = len(given)
-    if len(set(rows.values())) > 1 or not min(rows.values()):
-        told = ", ".join(f"{name} {count}" for name, count in rows.items())
-        raise SpecError(f"inputs: wanted the same number of rows in each, and at least one; got {told}")
+    if len(set(rows.values())) > 1 or not min(rows.values(), default=1):
+        counts = ", ".join(f"{name} {count}" for name, count in rows.items())
+        raise SpecError(f"inputs: wanted the same number of rows in each, and at least one; got {counts}")
     return Example(names, tuple(arrays[name] for name in names), tuple(name in rows for name in names))
 
 
@@ -105,8 +106,16 @@ def write(path: Path, arrays: Mapping[str, Tensor]) -> None:
             if path.suffix == ".safetensors":
                 file.write(safetensors.torch.save({name: one.contiguous() for name, one in arrays.items()}))
             elif path.suffix == ".npz":
-                np.savez(file, **{name: one.numpy() for name, one in arrays.items()})  # type: ignore[arg-type]
+                _write_npz(file, arrays)
             else:
                 np.save(file, next(iter(arrays.values())).numpy(), allow_pickle=False)
     except OSError as error:
         raise StorageError(f"output: cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def _write_npz(file: BinaryIO, arrays: Mapping[str, Tensor]) -> None:
+    """What `np.savez` writes, of arrays with any names: its own arguments are called `file` and `allow_pickle`."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, one in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, one.numpy(), allow_pickle=False)

@@ -38,8 +38,9 @@ class Value(_Part):
     shape: tuple[int | Literal["batch"] | None, ...]
 
     def has_rows(self, fixed_batch: int | None) -> bool:
-        """Whether its first dimension counts the rows of a batch."""
-        return bool(self.shape) and self.shape[0] == (fixed_batch or BATCH)
+        """Whether its first dimension counts the rows of a batch, and no other one follows from how many there are: then calls can be joined."""
+        first, *rest = self.shape or (None,)
+        return first == (fixed_batch or BATCH) and all(isinstance(size, int) for size in rest)
 
 
 class Parity(_Part):

@@ -152,6 +152,7 @@ def export_model(
             f"format: the weights have {size} bytes, and an ONNX file holds less than 2 GiB; export pt2"
         )
     batches = list(_batches(example, fixed=fixed))
+    turned = len(batches) - 1
     if model.further is not None:
         batches += _further(model.further, example.rows if fixed else AT_ONCE, padded=fixed)
     sizes = [len(batch[0]) for batch in batches]
@@ -170,7 +171,9 @@ def export_model(
             path,
             fixed_batch,
             example.values(fixed_batch),
-            tuple(_value(name, sizes, [one[name] for one in expected], fixed=fixed) for name in names),
+            tuple(
+                _value(name, sizes, [one[name] for one in expected], turned, fixed=fixed) for name in names
+            ),
             parity,
             notes,
         )
@@ -235,8 +238,12 @@ def _own(batch: Inputs) -> Inputs:
     return tuple(one.clone() for one in batch)
 
 
-def _value(name: str, sizes: Sequence[int], tensors: Sequence[Tensor], *, fixed: bool) -> Value:
-    """How an output is described: a size that is the batch's in every call is BATCH, one that changes otherwise None."""
+def _value(name: str, sizes: Sequence[int], tensors: Sequence[Tensor], turned: int, *, fixed: bool) -> Value:
+    """How an output is described: a size that is the batch's in every call is BATCH, one that changes otherwise None.
+
+    In a `fixed` batch a size may be the batch's by chance: it is not where call `turned`, of the same rows from the middle one on, has not
+    the same rows of the output.
+    """
     if len({one.dim() for one in tensors}) > 1:
         raise ExportError(
             f"export: output {name!r} has another number of dimensions for other batch sizes; squeeze by dimension in forward"
@@ -247,7 +254,15 @@ def _value(name: str, sizes: Sequence[int], tensors: Sequence[Tensor], *, fixed:
             shape.append(BATCH)
         else:
             shape.append(of_dim[0] if len(set(of_dim)) == 1 else None)
+    if fixed and sizes[0] in shape[1:] and not _is_turned(tensors[0], tensors[turned]):
+        shape[1:] = [None if size == sizes[0] else size for size in shape[1:]]
     return Value.model_validate({"name": name, "dtype": dtype_name(tensors[0].dtype), "shape": shape})
+
+
+def _is_turned(first: Tensor, turned: Tensor) -> bool:
+    """Whether an output has the rows of the first one from the middle one on, up to rounding."""
+    rows = first.roll(-(len(first) // 2), 0)
+    return rows.shape == turned.shape and torch.allclose(rows, turned, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def _artifact(

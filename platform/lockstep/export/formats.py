@@ -144,12 +144,12 @@ def _write_onnx(
 @contextmanager
 def _own_warnings() -> Iterator[list[str]]:
     """The first lines of what a tracer warns about the model; all else that is warned of meanwhile is about the exporters."""
-    told: list[str] = []
+    lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield told
+        yield lines
     of_model = torch.jit.TracerWarning  # type: ignore[attr-defined]
-    told += dict.fromkeys(str(one.message).splitlines()[0] for one in caught if one.category is of_model)
+    lines += dict.fromkeys(str(one.message).splitlines()[0] for one in caught if one.category is of_model)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------

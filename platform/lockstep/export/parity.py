@@ -58,7 +58,7 @@ def compare(
                 )
             every.append(_difference(one, other, within))
             if every[-1].beyond:
-                raise ExportError(_told(form, name, size, every[-1], within))
+                raise ExportError(_difference_message(form, name, size, every[-1], within))
     return Parity(
         rtol=within.rtol,
         atol=within.atol,
@@ -70,7 +70,9 @@ def compare(
     )
 
 
-def _told(form: Format, name: str, size: int, difference: _Difference, within: Tolerance) -> str:
+def _difference_message(
+    form: Format, name: str, size: int, difference: _Difference, within: Tolerance
+) -> str:
     allowed = f"rtol {within.rtol:g} and atol {within.atol:g}" if within.rtol else "no difference"
     advice = (
         "a trace keeps the branches that the example took: take them out of forward, or export pt2"

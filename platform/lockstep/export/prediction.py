@@ -36,12 +36,18 @@ def predicted(call: Call, artifact: Artifact, inputs: Example, size: int) -> Out
     parts: list[Outputs] = []
     with torch.no_grad():
         for taken in slices(rows, size, padded=fixed is not None):
+            where = f"rows {taken[0]} to {taken[-1]}"
             try:
                 parts.append(call(inputs.take(taken)))
             except Exception as error:
-                raise ExportError(
-                    f"predict: {artifact.format}: rows {taken[0]} to {taken[-1]} fail: {first_line(error)}"
-                ) from error
+                raise ExportError(f"predict: {artifact.format}: {where} fail: {first_line(error)}") from error
+            for name, one in () if whole else parts[-1].items():
+                wanted = (len(taken), *parts[0][name].shape[1:])
+                if one.shape != wanted:
+                    raise ExportError(
+                        f"predict: {artifact.format}: {where} have an output {name!r} of {tuple(one.shape)}, wanted {wanted} as of the rows before; "
+                        "how many there are follows from the data, and outputs of several calls cannot be joined"
+                    )
     if whole:
         return parts[0]
     return {name: torch.cat([part[name] for part in parts])[:rows] for name in parts[0]}

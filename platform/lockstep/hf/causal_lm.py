@@ -5,6 +5,8 @@ Shapes: B rows in a micro-batch, T tokens in a row, V tokens in the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,18 @@ from lockstep.job.interface import Loss
 
 IGNORED = -100
 """The target of a token that has no loss: the last of a document's part of a row, and padding."""
+
+SLIDING = "sliding_attention"
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""The type of layers that see a window of tokens, and the fields of a config that say how many are seen."""
+
+NEAR = 2
+"""The window, in tokens, that a model with one shorter than its rows has while it is tested: a test of a whole window could take seconds."""
+
+ROUNDING = 1e-4
+"""The share of the largest logit up to which logits in fp32 may differ for other kernels and orders of addition: they round in the seventh digit.
+A mask or positions that are other ones show in the second.
+"""
 
 SEEN = 1e-4
 """The share of a change of the logits from which on it was seen elsewhere. Models that see it show more even before they are trained;
@@ -95,18 +109,23 @@ class CausalLM(Pretrained):
             tokens = torch.cat([first, second], 1)
             return self._logits(model, {"tokens": tokens, "documents": documents, "positions": positions})
 
+        tokens = torch.arange(2 * size).unsqueeze(0) % len(self.tokenizer)
+        whole = {"tokens": tokens, "documents": tokens * 0, "positions": torch.arange(2 * size).unsqueeze(0)}
+
         model.eval()  # it is put into training mode before it trains
         with torch.no_grad():
             if _sees(plain(one, one), plain(one, other), slice(0, size)):
                 raise SpecError(
-                    f"job.params: a token of {type(model).__name__} sees those behind it, which it is to predict; wanted a causal "
+                    f"job.params: in {type(model).__name__} tokens attend to later tokens, which they should predict; wanted a causal "
                     "model (of some kinds, with is_decoder: true in its config)"
                 )
             if self.params.across_documents:
                 return
             try:
                 seen = _sees(packed(one, one), packed(other, one), slice(size, None))
-            except (TypeError, ValueError, RuntimeError) as error:
+                with _near(model, self.params.length):
+                    own, given = model(input_ids=tokens).logits, self._logits(model, whole)
+            except (TypeError, ValueError, RuntimeError, LookupError) as error:
                 raise SpecError(
                     f"job.params.across_documents: {type(model).__name__} takes no document masks ({first_line(error)}); set it to true"
                 ) from error
@@ -114,6 +133,12 @@ class CausalLM(Pretrained):
             raise SpecError(
                 f"job.params.across_documents: {type(model).__name__} does not look at document masks, so tokens would see other "
                 "documents; set it to true"
+            )
+        apart = float((given - own).abs().max())
+        if not apart <= ROUNDING * float(own.abs().max()):
+            raise SpecError(
+                f"job.params.across_documents: {type(model).__name__} computes something else with a document mask than by itself: the logits "
+                f"of one document differ by {apart:.3g}, as with a window or positions of another kind; set it to true"
             )
 
 
@@ -123,9 +148,41 @@ def _sees(before: Tensor, after: Tensor, where: slice) -> bool:
     return bool(change[:, where].max() > SEEN * change.max())
 
 
-def _mask(model: nn.Module, documents: Tensor) -> Tensor:
-    """Which tokens each one sees [B, 1, T, T]: itself and those before it in its document; for `eager` as what is added to scores."""
+def _mask(model: nn.Module, documents: Tensor) -> Tensor | dict[str, Tensor]:
+    """Which tokens each one sees [B, 1, T, T]: itself and those before it in its document; for `eager` as what is added to scores.
+
+    Layers with a sliding window see that many of them. Of a model that has layers of several types, a mask for each type.
+    """
+    config = _config_of_text(model)
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     seen = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril().unsqueeze(1)
+    near = seen if window is None else seen.triu(1 - window)
+    if window is None or not types:
+        return _as_taken(model, near)
+    return {kind: _as_taken(model, near if kind == SLIDING else seen) for kind in dict.fromkeys(types)}
+
+
+def _as_taken(model: nn.Module, seen: Tensor) -> Tensor:
     if getattr(model.config, "_attn_implementation", None) == "sdpa":
         return seen
     return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+def _config_of_text(model: nn.Module) -> Any:
+    config: Any = model.config
+    return config.get_text_config()
+
+
+@contextmanager
+def _near(model: nn.Module, length: int) -> Iterator[None]:
+    """Give a model whose layers see a window of tokens, or chunks of them, a short one, where it is shorter than rows of `length`."""
+    config = _config_of_text(model)
+    given = {name: getattr(config, name, None) for name in WINDOWS}
+    own = {name: value for name, value in given.items() if isinstance(value, int) and value < length}
+    for name, value in own.items():
+        setattr(config, name, min(NEAR, value))
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(config, name, value)

@@ -33,7 +33,7 @@ class SequenceClassifier(Pretrained):
         label: str = "label"
         """The field or column of a row that is its class."""
         classes: tuple[str, ...] | None = None
-        """The classes in the order of the model's outputs; None: those of the training texts, sorted."""
+        """The classes in the order of the model's outputs; None: the order that the model in `path` has, or else those of the training texts, sorted."""
 
     params: Params
 
@@ -62,11 +62,27 @@ class SequenceClassifier(Pretrained):
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the model's outputs."""
-        p = self.params
+        p, own = self.params, self._own_classes
         if p.classes is not None:
+            if own and p.classes != own and set(p.classes) == set(own):
+                raise SpecError(
+                    f"job.params.classes: got {', '.join(p.classes)}, but the outputs of the model in path are {', '.join(own)}; leave classes out"
+                )
             return p.classes
         rows = text_files.read(text_files.find(p.train), p.text, p.label)
-        return tuple(sorted({str(row.label) for row in rows}))
+        found = {str(row.label) for row in rows}
+        for known in (own, _numbers(own)):
+            if found <= set(known):
+                return known
+        return tuple(sorted(found))
+
+    @cached_property
+    def _own_classes(self) -> tuple[str, ...]:
+        """The classes of the classifier in `path`, in the order of its outputs; none of a model without such a head."""
+        config = None if self.params.path is None else self._read_config()
+        if config is None or not str((config.architectures or [""])[0]).endswith("ForSequenceClassification"):
+            return ()
+        return tuple(str(config.id2label[i]) for i in sorted(config.id2label))
 
     @property
     def _pad(self) -> int:
@@ -79,7 +95,8 @@ class SequenceClassifier(Pretrained):
         return int(pad)
 
     def _of_task(self) -> dict[str, Any]:
-        named = dict(enumerate(self.classes))
+        own = self._own_classes
+        named = dict(enumerate(own if self.classes == _numbers(own) else self.classes))
         return {
             "id2label": named,
             "label2id": {name: i for i, name in named.items()},
@@ -89,6 +106,11 @@ class SequenceClassifier(Pretrained):
     def _labelled(self, source: str) -> Labelled:
         p = self.params
         return Labelled(source, self.tokenizer, p.text, p.label, p.length, self.classes)
+
+
+def _numbers(classes: Sequence[str]) -> tuple[str, ...]:
+    """What the texts have for these classes where they have their numbers."""
+    return tuple(str(i) for i in range(len(classes)))
 
 
 class Labelled(Dataset[tuple[Tensor, int]]):

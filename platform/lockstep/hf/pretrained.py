@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import importlib.util
 import json
+import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,7 +18,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import nn
 
-from lockstep.errors import SpecError, first_line
+from lockstep.errors import SpecError, first_line, nearest
 from lockstep.hf.libraries import peft, transformers, versions
 from lockstep.hf.tokens import Tokenizer
 from lockstep.job.interface import Job, Params, Placement
@@ -92,14 +95,18 @@ class Pretrained(Job):
             if p.path is None:
                 made = auto.from_config(config, attn_implementation=p.attention, dtype=torch.float32)
             else:
-                made = auto.from_pretrained(
+                own = _own_class(config)
+                made, found = auto.from_pretrained(
                     Path(p.path).expanduser(),
                     config=config,
                     attn_implementation=p.attention,
                     dtype=torch.float32,
                     local_files_only=True,
                     use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, by name
                 )
+                self._check_weights(made, found, own)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
             raise SpecError(
                 f"job.params.{'config' if p.path is None else 'path'}: transformers makes no {self.AUTO_MODEL} of it: "
@@ -150,10 +157,10 @@ class Pretrained(Job):
         try:
             if p.config is not None:
                 given = {**self._of_vocabulary(), **self._of_task(), **p.config}
-                return library.AutoConfig.for_model(**given)
-            return library.AutoConfig.from_pretrained(
-                Path(str(p.path)).expanduser(), local_files_only=True, **self._of_task()
-            )
+                made = library.AutoConfig.for_model(**given)
+                _check_fields(made, p.config, "")
+                return made
+            return self._read_config(**self._of_task())
         except (OSError, ValueError, TypeError, KeyError) as error:
             place = "config" if p.path is None else "path"
             hint = (
@@ -163,6 +170,11 @@ class Pretrained(Job):
             )
             raise SpecError(f"job.params.{place}: {first_line(error)}{hint}") from error
 
+    def _read_config(self, **changed: Any) -> Any:
+        """The config in `path`, with other fields where there are some. Raises what transformers does."""
+        folder = Path(str(self.params.path)).expanduser()
+        return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, **changed)
+
     def _of_vocabulary(self) -> dict[str, Any]:
         own = self.tokenizer.own
         known = {f"{name}_token_id": getattr(own, f"{name}_token_id") for name in ("bos", "eos", "pad")}
@@ -171,6 +183,41 @@ class Pretrained(Job):
     def _of_task(self) -> dict[str, Any]:
         """Fields of the config that follow from the task."""
         return {}
+
+    def _check_weights(self, model: Any, found: Mapping[str, Any], own: Any) -> None:
+        """SpecError where the folder lacks weights of the model, or has others. `found` is what transformers reports: it knows those that are tied or made.
+
+        Only what the folder's `own` class of model does not have begins anew, which is told: the head of another task.
+        """
+        in_folder = None if own is None or own is type(model) else _names(own, model.config)
+        task = type(model).base_model_prefix
+
+        def of_another_task(name: str) -> bool:
+            return in_folder is not None and name.removeprefix(f"{task}.") not in in_folder
+
+        missing = sorted(found["missing_keys"])
+        wrong = [
+            *(
+                f"{name!r} has the shape {tuple(got)}, wanted {tuple(wanted)}"
+                for name, got, wanted in sorted(found["mismatched_keys"], key=lambda one: str(one[0]))
+            ),
+            *(f"{name!r} is missing" for name in missing if not of_another_task(name)),
+            *(
+                f"{name!r} has no place in the model"
+                for name in sorted(found["unexpected_keys"])
+                if in_folder is None or of_another_task(name)
+            ),
+        ]
+        if wrong:
+            more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
+            raise SpecError(
+                f"job.params.path: the weights in {self.params.path!r} are not those of a {type(model).__name__}: {wrong[0]}{more}; wanted "
+                "a folder as save_pretrained writes it, whole, with the architecture in its config.json"
+            )
+        self._told = tuple(
+            f"job.params.path: {name!r} is not in {self.params.path!r}, which holds a {own.__name__}; it begins with random values"
+            for name in missing
+        )
 
     def _check_sizes(self, model: Any) -> None:
         """SpecError where a token or a position has no embedding."""
@@ -182,11 +229,14 @@ class Pretrained(Job):
         most = getattr(model.config, "max_position_embeddings", None)
         if isinstance(most, int) and self.params.length > most:
             raise SpecError(
-                f"job.params.length: got {self.params.length}, and the model has {most} positions; wanted at most so many"
+                f"job.params.length: got {self.params.length}, and the model has {most} positions; wanted at most {most}"
             )
 
     def _with_adapters(self, model: Any, lora: Lora) -> Any:
         library = peft()
+        modules = {
+            name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)
+        }
         config = library.LoraConfig(
             task_type=self.TASK,
             r=lora.r,
@@ -198,6 +248,52 @@ class Pretrained(Job):
             with warnings.catch_warnings(
                 action="ignore", category=FutureWarning
             ):  # libraries about each other
-                return library.get_peft_model(model, config)
+                adapted = library.get_peft_model(model, config)
         except ValueError as error:
             raise SpecError(f"job.params.lora.targets: {first_line(error)}") from error
+        for target in lora.targets or ():
+            if not any(f".{name}".endswith(f".{target}") for name in adapted.targeted_module_names):
+                kinds = {name.rpartition(".")[2] for name in adapted.targeted_module_names} | modules
+                raise SpecError(
+                    f"job.params.lora.targets: the model has no module {target!r} for an adapter{nearest(target, kinds)}"
+                )
+        return adapted
+
+
+def _own_class(config: Any) -> Any:
+    """The class of transformers that a folder with this config was saved from; None where it does not say."""
+    return getattr(transformers(), next(iter(config.architectures or ()), ""), None)
+
+
+def _names(kind: Any, config: Any) -> set[str]:
+    """The names of the weights of a class of models, without the prefix of the part that models for all tasks share."""
+    with torch.device("meta"):
+        whole = kind(config)
+    return {name.removeprefix(f"{kind.base_model_prefix}.") for name in whole.state_dict()}
+
+
+def _is_read(kind: type, name: str) -> bool:
+    """Whether the source of a kind of models reads a field that its config does not declare, such as `getattr(config, "head_dim", None)`."""
+    places = (kind.__module__, kind.__module__.replace(".configuration_", ".modeling_"))
+    found = (importlib.util.find_spec(place) for place in places)
+    sources = [Path(spec.origin).read_text(encoding="utf-8") for spec in found if spec and spec.origin]
+    return any(
+        re.search(rf"""\bconfig\.{re.escape(name)}\b|["']{re.escape(name)}["']""", one) for one in sources
+    )
+
+
+def _check_fields(config: Any, given: Mapping[str, Any], place: str) -> None:
+    """SpecError for a field that no model of this kind has: a config of transformers takes any."""
+    kind = type(config)
+    own = {field.name for field in dataclasses.fields(config)} | set(kind.attribute_map)
+    for name, value in given.items():
+        part = getattr(config, name, None)
+        if isinstance(value, Mapping) and isinstance(part, transformers().PreTrainedConfig):
+            _check_fields(part, value, f"{place}{name}.")
+        # What it takes under an older name is not kept under that.
+        elif (
+            name in vars(config) and name not in own and not hasattr(kind, name) and not _is_read(kind, name)
+        ):
+            raise SpecError(
+                f"job.params.config: a {kind.__name__} has no field {place + name!r}{nearest(name, own)}"
+            )

@@ -15,20 +15,25 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 def place_in_job(error: BaseException) -> str:
     """`, jobs/digits/job.py:41 in loss`, or nothing where no frame of the traceback is the job's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_theirs(frame.filename):
+        if is_of_the_job(frame.filename):
             return f", {_shown(frame.filename)}:{frame.lineno} in {frame.name}"
     return ""
 
 
 @cache
-def _is_theirs(file: str) -> bool:
+def is_of_the_job(file: str) -> bool:
+    """Whether a file is neither Python's or Lockstep's nor installed."""
     path = os.path.realpath(file)
-    installed = not _PACKAGES.isdisjoint(Path(path).parts)
-    return not (file.startswith("<") or installed or path.startswith(_not_theirs()))
+    return not (file.startswith("<") or is_installed(Path(path)) or path.startswith(_not_of_the_job()))
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file or folder is where packages are installed."""
+    return not _PACKAGES.isdisjoint(path.parts)
 
 
 @cache
-def _not_theirs() -> tuple[str, ...]:
+def _not_of_the_job() -> tuple[str, ...]:
     """The folders of Python and of Lockstep, each with a separator at its end."""
     folders = [
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from lockstep.job.imports import FIELD
 from lockstep.job.source import job_source_digest
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.sample_ids import described
+
+LATER = frozenset({"numerics_probe.numpy"})
+"""Fields by these very names that records of earlier versions lack, which is no difference."""
 
 
 def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,7 +31,7 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     With `reduction: native` the sum depends on the workers and on the buckets, so these enter as well.
     """
     document = _deciding(spec)
-    _take_placement(spec.job.use, document)
+    document["job"] = {**document["job"], "params": _params(spec)}
     for name in ("initial_weights", "fork"):  # what they lead to is told by the facts
         document.pop(name)
     fields = dict(_flat(document))
@@ -41,17 +46,52 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, **facts}
 
 
+def forked_step(fields: Mapping[str, Any]) -> int:
+    """The step of another run that one with these identity fields goes on from; 0 for a run with a beginning of its own."""
+    found = re.search(r"@(\d+)", str(fields.get("fork")))  # `<identity>@<step>`, see `training.start`
+    return int(found[1]) if found else 0
+
+
 def changed_fields(before: Spec, after: Spec) -> list[tuple[str, Any, Any]]:
     """The fields of the identity in which two specs differ: dotted name, value before, value after."""
     documents = [_deciding(spec) for spec in (before, after)]
-    if before.job.params != after.job.params:  # else there is no need to import the job
-        for document in documents:
-            _take_placement(after.job.use, document)
+    if not same_value(before.job.params, after.job.params):  # else there is no need to import the job
+        for spec, document in zip((before, after), documents, strict=True):
+            document["job"] = {**document["job"], "params": _params(spec)}
     old, new = (dict(_flat(document)) for document in documents)
     names = {**old, **new}
-    changed = [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+    changed = [
+        (name, old.get(name), new.get(name)) for name in names if not same_value(old.get(name), new.get(name))
+    ]
     # A mapping that is empty on one side alone is told by what the other one has in it.
     return [one for one in changed if not any(name.startswith(f"{one[0]}.") for name in names)]
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are one in a recorded identity, where 1, 1.0 and true are three."""
+    return _as_json(one) == _as_json(other)
+
+
+def differing_fields(before: Mapping[str, Any], now: Mapping[str, Any], *, either: bool = False) -> list[str]:
+    """The names of the fields in which two recorded identities differ.
+
+    `before` may lack what older versions did not record: LATER, defaults of params, files of the job; with `either` so may `now`.
+    """
+
+    def lacks(name: str) -> bool:
+        later = name in LATER or name.startswith(("job.params", FIELD))
+        return later and (name not in before or (either and name not in now))
+
+    names = sorted({*before, *now})
+    return [name for name in names if not same_value(before.get(name), now.get(name)) and not lacks(name)]
+
+
+def written_params(spec: Spec) -> dict[str, Any]:
+    """The params as the spec has them, which older versions recorded: fields `job.params.…`."""
+    from lockstep.job.loading import placement_params
+
+    placed = placement_params(spec.job.use)
+    return dict(_flat({k: v for k, v in spec.job.params.items() if k not in placed}, "job.params."))
 
 
 def _deciding(spec: Spec) -> dict[str, Any]:
@@ -64,17 +104,19 @@ def _deciding(spec: Spec) -> dict[str, Any]:
     return document
 
 
-def _take_placement(use: str, document: dict[str, Any]) -> None:
-    """Take the params out that the job declares as placement."""
-    from lockstep.job.loading import placement_params
+def _params(spec: Spec) -> dict[str, Any]:
+    from lockstep.job.loading import deciding_params
 
-    placed, job = placement_params(use), document["job"]
-    document["job"] = {**job, "params": {k: v for k, v in job["params"].items() if k not in placed}}
+    return deciding_params(spec.job.use, spec.job.params)
 
 
 def identity_digest(fields: Mapping[str, Any]) -> str:
     """sha256 over the fields as JSON with sorted names."""
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(_as_json(fields).encode()).hexdigest()
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

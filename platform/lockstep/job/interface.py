@@ -23,16 +23,16 @@ IS_PLACEMENT = object()
 """Marks a param as placement, in the metadata of its type."""
 
 Placement = Annotated[T, IS_PLACEMENT]
-"""The type of a param that says where something lies or what it may take, never what it is: `train: Placement[str]`.
+"""The type of a param that says where something is or what resources it may use, never what it is: `train: Placement[str]`.
 
-It is no part of a run's identity, so a resume may change it. Data that are moved are the same data by their fingerprint.
+It is not part of a run's identity, so a resume may change it. Data that were moved are recognised by their fingerprint.
 """
 
 
 class Params(pydantic.BaseModel):
     """A job's own settings, filled from the spec's `job.params`; unknown names are refused.
 
-    Types are converted as pydantic usually does, so that a tuple, a path or an enum can be written in YAML.
+    pydantic converts the types, so a tuple, a path or an enum can be written in YAML.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
@@ -42,8 +42,8 @@ class Params(pydantic.BaseModel):
 class Mean:
     """A mean that is not divided yet: `total / weight` once all micro-batches are summed.
 
-    `total` and `weight` are scalars, tensors of no dimension or numbers. A weight is what the total is
-    divided by in the end: samples, or tokens.
+    `total` and `weight` are numbers or tensors of no dimension. The weight is what the total is divided by in the end:
+    samples, or tokens.
     """
 
     total: Tensor | float
@@ -52,11 +52,11 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of one micro-batch as a sum and its weight, with further means to record beside it.
+    """The loss of one micro-batch as a sum and its weight, with further means to record.
 
     `total` is a tensor of no dimension with a gradient: the *sum* of the losses, never their mean.
     `parts` are recorded as `train/<name>` and `eval/<name>`; every micro-batch gives the same names, and none is `loss`, `lr`,
-    `grad_norm`, `clipped_norm`, `scale` or `skipped`, which are recorded of each step.
+    `grad_norm`, `clipped_norm`, `scale` or `skipped`, which each step records anyway.
     """
 
     total: Tensor
@@ -66,11 +66,11 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of each step that learns by itself: a loss of its own, and the parameters that it alone updates.
+    """A part of each step with its own loss, and parameters that only this phase updates.
 
     `loss` takes the model and a micro-batch, as `Job.loss` does. `parameters` are names of parameters, or of modules for all
-    parameters in them. `optimizer` makes one of its own from those parameters, such as `partial(torch.optim.Adam, lr=2e-4)`; without
-    it, the phase has one of the kind that the spec names. `draws_as` is another phase of the step whose seeds this one takes:
+    parameters in them. `optimizer` makes an optimizer from those parameters, such as `partial(torch.optim.Adam, lr=2e-4)`; by default
+    it is of the kind that the spec names. `draws_as` is another phase of the step whose seeds this one takes:
     both then draw the same numbers in the same order.
     """
 
@@ -82,15 +82,17 @@ class Phase:
 
 
 class Job:
-    """Base of every job. Override `model`, `train_data` and `loss`, or `phases` in its place; the rest has defaults."""
+    """Base class of every job. Override `model`, `train_data`, and `loss` or `phases`; the rest has defaults."""
 
     Params: ClassVar[type[Params]] = Params
     params: Any
+    _told: Sequence[str] = ()
+    """What a run warns of when one of Lockstep's own jobs has made its model."""
 
     def __init__(self, params: Any) -> None:
-        """Keep `params`. A job's own calls `super().__init__(params)`; the generators are seeded alike in every process.
+        """Keep `params`. An override calls `super().__init__(params)`; the generators have the same seed in every process.
 
-        It is called in every worker, and wherever the job is looked at: keep it cheap, and open data in `train_data`.
+        It is called in every worker, and also by commands that only inspect the job: keep it cheap, and open data in `train_data`.
         """
         self.params = params
 
@@ -107,7 +109,7 @@ class Job:
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Loss of one collated micro-batch, already on the worker's device. With `phases` it is the evaluation's alone."""
+        """Loss of one collated micro-batch, already on the worker's device. With `phases`, used only in evaluation."""
         raise NotImplementedError
 
     def phases(self) -> Sequence[Phase]:
@@ -118,9 +120,10 @@ class Job:
         return ()
 
     def frozen_parameters(self, model: nn.Module, step: int) -> Iterable[str]:
-        """Names of parameters, or of modules, that rest in step number `step`, counted from 1: the same whenever it is asked.
+        """Names of parameters, or of modules, that are frozen in step number `step`, counted from 1.
 
-        They get no gradient in it and no update, and what the optimizer keeps of them stays as it is. A phase of which all rests is left out.
+        It must return the same names for the same step. In that step they get no gradient and no update, and their optimizer state does
+        not change. A phase whose parameters are all frozen is skipped.
         """
         return ()
 
@@ -131,81 +134,82 @@ class Job:
     def outputs(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor | list[Any]]:
         """What `whole_set_metrics` and `figures` need of one evaluation micro-batch, by name.
 
-        A tensor whose first dimension counts samples (or tokens, or boxes), or a list; of one type and shape of a row in
+        A tensor whose first dimension counts samples (or tokens, or boxes), or a list. Type and shape of a row are the same in
         all micro-batches.
         """
         return {}
 
     def whole_set_metrics(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Metrics over the outputs of the whole evaluation set, joined in micro-batch order; called on one rank alone.
+        """Metrics over the outputs of the whole evaluation set, joined in micro-batch order; called on one rank only.
 
-        By name a number, several in a row or by name, or an object with `update` and `compute` as torchmetrics has them:
-        it is given the outputs that its `update` names.
+        Each name has a number, a sequence or mapping of numbers, or an object with `update` and `compute`, such as a metric of
+        torchmetrics: its `update` gets the outputs that its parameters name.
         """
         return {}
 
     def figures(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Figures of an evaluation by the name of their file, over the same outputs: text, a figure of matplotlib, or a table.
+        """Figures of an evaluation over the same outputs, by file name: text, a matplotlib figure, or a table.
 
-        A table is numbers in rows and columns, such as a confusion matrix. They are recorded with the evaluation.
+        A table is numbers in rows and columns, such as a confusion matrix. Figures are recorded with the evaluation.
         """
         return {}
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """One micro-batch out of its samples; torch's `default_collate` unless overridden.
+        """Make one micro-batch from its samples; by default with torch's `default_collate`.
 
-        What a dataset's `__getitems__` gives as a mapping, as a table does, is a micro-batch already and stays as it is.
+        If the dataset's `__getitems__` returns a mapping, as a table's does, that is the micro-batch already and is used as it is.
         """
         return samples if isinstance(samples, Mapping) else default_collate(list(samples))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """An optimizer of the job's own, or None for the one that the spec names."""
+        """The job's own optimizer, or None for the one in the spec."""
         return None
 
     def schedule(
         self, optimizer: torch.optim.Optimizer, updates: int
     ) -> Callable[[int], float] | LRScheduler | None:
-        """A schedule of the job's own, or None for the one that the spec names.
+        """The job's own schedule, or None for the one in the spec.
 
-        Either a function of the number of updates done, which gives the factor on each group's learning rate for the next
-        one (`updates` is the most that the run takes), or a scheduler of torch over `optimizer`, whose state is kept.
+        Either a function from the number of updates done to the factor on each group's learning rate in the next update, or
+        a torch scheduler over `optimizer`, whose state is saved. `updates` is the most updates that the run can make.
         """
         return None
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        """What follows an update, on every rank alike: move a teacher, clip weights, lower a temperature.
+        """Called after each update, the same on every rank: move a teacher, clip weights, lower a temperature.
 
-        `step` is the number of the step, counted from 1; a step that the loss scaler skips is no update. Called without
-        gradients and with seeded generators. It may write to the model's parameters and buffers, never put others in their
-        place; what it changes of the job itself belongs in `state_dict`.
+        `step` is the number of the step, counted from 1; a step that the loss scaler skips is no update. Gradients are
+        disabled and the generators are seeded. It may write to the model's parameters and buffers, but do not replace them;
+        what it changes of the job itself belongs in `state_dict`.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What the job itself changes in training and a resumed run needs: tensors and plain values, the same on every worker.
+        """State of the job itself that training changes and a resumed run needs: tensors and plain values, the same on every worker.
 
-        Checkpoints keep it, and `load_state_dict` is given it back.
+        It is saved in checkpoints and passed to `load_state_dict`.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; called before the first step of a resumed run, where it gave anything."""
+        """Restore what `state_dict` returned; called before the first step of a resumed run, if it returned anything."""
         raise NotImplementedError("a job with a state_dict needs a load_state_dict")
 
     def example_input(self) -> Any:
-        """Arguments for one call of the model, for export and for the record; None where there are none."""
+        """Arguments for one call of the model, for export and for the record; None if the job gives none."""
         return None
 
     def identity(self) -> Mapping[str, Any]:
-        """What else decides about the run's bits, by name: versions of libraries, digests of files that the job reads by itself.
+        """Whatever else affects the run's bits, by name: versions of libraries, digests of files that the job reads by itself.
 
-        Text and numbers. Each is a field `job.identity.<name>` of the run's identity: a resume refuses to go on where one differs.
+        Values are text or numbers. Each is a field `job.identity.<name>` of the run's identity; a resume is refused if one differs.
         """
         return {}
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
-        """Write the model into an empty folder as the library that it is from does, for `lockstep export --format pretrained`.
+        """Write the model into an empty folder in the format of its library, for `lockstep export --format pretrained`.
 
-        By default the model's own `save_pretrained`, as of Hugging Face's libraries. Raises NotImplementedError where it has none.
+        By default this calls the model's own `save_pretrained`, which models of Hugging Face's libraries have. Raises
+        NotImplementedError if the model has none.
         """
         save = getattr(model, "save_pretrained", None)
         if not callable(save):
@@ -213,7 +217,7 @@ class Job:
         save(folder)
 
     def load_pretrained(self, model: nn.Module, folder: Path) -> nn.Module:
-        """What `save_pretrained` wrote of `model`, read again; by default by `from_pretrained` of the model's class."""
+        """Read what `save_pretrained` wrote; by default with `from_pretrained` of the model's class."""
         loaded: nn.Module = type(model).from_pretrained(folder)  # type: ignore[attr-defined]
         return loaded
 
@@ -222,7 +226,7 @@ class Job:
         return ()
 
     def conditional_parameters(self, model: nn.Module) -> Iterable[str]:
-        """Names of parameters that some micro-batches rightly leave without a gradient; they get zeros then."""
+        """Names of parameters that get no gradient in some micro-batches, by design; there the gradient is zero."""
         return ()
 
 

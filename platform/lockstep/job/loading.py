@@ -6,21 +6,23 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
 import pydantic
+import pydantic_core
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 from lockstep.errors import JobError, JobImportError, SpecError, first_line, nearest
 from lockstep.job.frames import place_in_job
+from lockstep.job.imports import imports_noted, note_imports
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
-from lockstep.job.source import class_of
+from lockstep.job.source import class_of, forget_stale_bytecode
 from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
+from lockstep.threads import one_library_thread, one_thread
 
 _RANK = (
     "RANK",
@@ -55,11 +57,11 @@ def others_out_of_sight() -> Iterator[None]:
 def load_job(use: str, params: Mapping[str, Any]) -> Job:
     """The job that `use` names, such as `"jobs.digits.job:Digits"`, built with `params`.
 
-    The generators are seeded alike before its module is imported and before it is made: a fixed target that its `__init__`
-    draws is the same in every process. Raises JobImportError where the name leads nowhere and SpecError where the params do
+    The generators are seeded alike before its module is imported and before it is made, and both have one thread: a fixed target that its
+    `__init__` draws, or a basis that it computes, is the same in every process. Raises JobImportError where the name leads nowhere and SpecError where the params do
     not fit.
     """
-    with others_out_of_sight():
+    with others_out_of_sight(), one_library_thread(), one_thread():
         return _made(use, params)
 
 
@@ -68,10 +70,14 @@ def _made(use: str, params: Mapping[str, Any]) -> Job:
     check_methods(job_class, use)
     checked = _checked(job_class, params)
     seed_all("job", use)
+    asked = set[str]()
     try:
-        return job_class(checked)
+        with imports_noted(asked):
+            job = job_class(checked)
     except (Exception, SystemExit) as error:  # __init__ is the job's own code
         raise JobError(f"job: {use!r} cannot be made{place_in_job(error)}: {first_line(error)}") from error
+    note_imports(job, asked)
+    return job
 
 
 def check_params(use: str, params: Mapping[str, Any]) -> None:
@@ -92,6 +98,36 @@ def placement_params(use: str) -> frozenset[str]:
     return frozenset(
         field.alias or name for name, field in fields if any(one is IS_PLACEMENT for one in field.metadata)
     )
+
+
+def deciding_params(use: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The params that decide about bits, in plain data by the names that a spec writes: as the job gets them, with their defaults.
+
+    Raises SpecError where `params` do not fit the job, JobImportError where `use` leads nowhere.
+    """
+    job_class = _job_class(use)
+    checked, placed = _checked(job_class, params), placement_params(use)
+    fields = job_class.Params.model_fields.items()
+    values = {field.alias or name: getattr(checked, name) for name, field in fields}
+    values |= checked.model_extra or {}
+    return {name: _plain(value, params.get(name)) for name, value in values.items() if name not in placed}
+
+
+def _plain(value: Any, written: Any) -> Any:
+    """A param in plain data; one that has no such form, or is secret, as it was written."""
+    if isinstance(value, set | frozenset):  # its order is another one in another process
+        return sorted((_plain(one, one) for one in value), key=repr)
+    if not isinstance(value, pydantic.SecretStr | pydantic.SecretBytes):
+        with suppress(pydantic_core.PydanticSerializationError):
+            return pydantic_core.to_jsonable_python(value, fallback=_by_name)
+    return str(type(value).__qualname__) if written is None else written
+
+
+def _by_name(value: Any) -> str:
+    """A function by its name; it is source code, which the identity has. ValueError for other objects."""
+    if not hasattr(value, "__qualname__"):
+        raise ValueError(f"{type(value).__name__} has no plain form")
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 def _job_class(use: str) -> type[Job]:
@@ -115,10 +151,14 @@ def _is_job(value: object) -> bool:
 
 
 def import_job(name: str) -> ModuleType:
-    """The job's module, imported with the generators seeded, for it may draw. Raises JobImportError."""
+    """The job's module, imported with the generators seeded and with one thread, for it may draw and compute. Raises JobImportError."""
     seed_all("import", name)
     try:
-        return importlib.import_module(name)
+        if name in sys.modules:
+            return importlib.import_module(name)
+        forget_stale_bytecode(name)
+        with one_library_thread(), one_thread():
+            return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits
         raise JobImportError(
             f"job.use: cannot import {name!r}: {_brief(error)}; paths are looked up from {sys.path[0] or '.'!r}"
@@ -129,13 +169,3 @@ def _brief(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError in {error.filename}, line {error.lineno}: {error.msg}"
     return first_line(error)
-
-
-def dataset_size(dataset: Dataset[Any], name: str) -> int:
-    """Number of samples of a map-style dataset; JobError for one without a length."""
-    try:
-        return len(dataset)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise JobError(
-            f"{name}: {type(dataset).__name__} has no __len__; Lockstep reads map-style datasets, whose samples can be named by an index"
-        ) from error

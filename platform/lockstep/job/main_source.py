@@ -29,10 +29,10 @@ _BUILTINS = frozenset(dir(builtins)) - {"get_ipython", "display"}  # the last tw
 
 
 def main_use(job_class: type, main: ModuleType | None = None) -> tuple[str, dict[str, bytes]]:
-    """`job.use` of a class, and the files that it is imported from, by their paths below a source root; none for a class of a module.
+    """`job.use` of a class, and the files that it is imported from, by their paths below a source root; no files for a class of a module.
 
-    For one of `__main__` these are its own module and the modules beside the notebook or script that it imports. JobImportError
-    where its source cannot be had, or where it uses what is not in it.
+    For a class of `__main__` these are its own module, and the modules beside the notebook or script that it imports. JobImportError
+    if its source is not available, or if it uses something that is not in its source.
     """
     main = main or sys.modules["__main__"]
     name = job_class.__qualname__
@@ -59,7 +59,7 @@ def cells_of(main: ModuleType, name: str) -> list[str]:
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).is_file():
         raise JobImportError(
-            f"job: the source of {name} cannot be had: __main__ is neither a notebook nor a script; put {name} into a file"
+            f"job: the source of {name} is not available: __main__ is neither a notebook nor a script; put {name} into a file"
         )
     return ["".join(linecache.getlines(str(file)))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +33,8 @@ def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
     """While the block runs, the modules of these files are imported from them; those that were imported before come back after it."""
     names = {module_name(path) for path in source}
     names |= {name for name in sys.modules if any(name.startswith(f"{one}.") for one in names)}
+    here = {str(Path.cwd() / path) for path in source}  # whatever the job calls them
+    names |= {name for name, file in _files() if file in here}
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     with tempfile.TemporaryDirectory(prefix="lockstep-source-") as folder:
         for path, content in source.items():
@@ -46,14 +49,24 @@ def imported_from(source: Mapping[str, bytes]) -> Iterator[None]:
         try:
             yield
         finally:
-            sys.path.remove(folder)
+            sys.path[:] = [path for path in sys.path if not path.startswith(folder)]  # the job's own as well
             for top, paths in searched:
                 paths.remove(str(Path(folder, top)))
+            names |= {name for name, file in _files() if file.startswith(f"{folder}{os.sep}")}
             for name in names:
                 sys.modules.pop(name, None)
                 _in_parent(name, before.get(name))
             sys.modules.update(before)
             importlib.invalidate_caches()
+
+
+def _files() -> list[tuple[str, str]]:
+    """The modules that are imported from a file, with their files."""
+    return [
+        (name, str(vars(module).get("__file__") or ""))
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+    ]
 
 
 def _searched_by_packages(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:

@@ -6,20 +6,33 @@ import ast
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 from lockstep.errors import JobImportError, nearest
+from lockstep.job.frames import is_installed
 
 MAIN_MODULE = "lockstep_main"
 """The module of a class of `__main__`: a run whose `job.use` begins with it has its source in its record and nowhere else."""
 
 
 def job_source_digest(use: str) -> str:
-    """sha256 over the job's module and all that it imports from the same source root."""
+    """sha256 over the files of `job_sources`."""
+    return _digest(job_sources(use))
+
+
+def former_source_digest(use: str) -> str:
+    """The same as older versions had it: of an installed job with every package that it imports, all the way down. Takes minutes for one that imports torch."""
+    module = use.partition(":")[0]
+    root = root_of(module.partition(".")[0])
+    return _digest(_followed([module], root, module, within="") if _is_installed(root) else job_sources(use))
+
+
+def _digest(files: Mapping[str, Path]) -> str:
     digest = hashlib.sha256()
-    for name, path in sorted(job_sources(use).items()):
+    for name, path in sorted(files.items()):
         digest.update(f"{name}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -28,10 +41,13 @@ def job_source_digest(use: str) -> str:
 def job_sources(use: str) -> dict[str, Path]:
     """File by module name: the job's module, its packages, and what they import from below the same root.
 
-    Lockstep itself is known by its version: of a job that comes with it, the files of its own room.
+    Lockstep itself is known by its version: of a job that comes with it, the files of its own room. Beside an installed job lies
+    whatever else is installed: it has the files of its own package.
     """
     module = use.partition(":")[0]
-    return _followed([module], _root(module.partition(".")[0]), module)
+    top = module.partition(".")[0]
+    root = root_of(top)
+    return _followed([module], root, module, within=top if _is_installed(root) else "")
 
 
 def imported_sources(text: str, root: Path) -> dict[str, Path]:
@@ -39,19 +55,44 @@ def imported_sources(text: str, root: Path) -> dict[str, Path]:
     return _followed(list(_imported(ast.parse(text), "")), root, "")
 
 
-def _followed(waiting: list[str], root: Path | None, job: str) -> dict[str, Path]:
-    """File by module name: these modules, their packages, and what they import from below the root, for the job in the module `job`."""
+def _is_installed(root: Path | None) -> bool:
+    return root is not None and is_installed(root.absolute())
+
+
+def _followed(waiting: list[str], root: Path | None, job: str, within: str = "") -> dict[str, Path]:
+    """File by module name: these modules, their packages, and what they import from below the root, for the job in the module `job`.
+
+    With `within` only what lies in the package of this name.
+    """
     found: dict[str, Path] = {}
     while waiting:
         name = waiting.pop()
-        path = _file(name, root)
-        if path is None or name in found or not _is_of_job(name, job):
+        if name in found or not _is_of_job(name, job) or (within and name.partition(".")[0] != within):
+            continue
+        if (path := file_of(name, root)) is None:
             continue
         found[name] = path
-        waiting += _imports(path, name)
+        waiting += imports_of(path, name)
         if "." in name:
             waiting.append(name.rpartition(".")[0])
     return found
+
+
+def forget_stale_bytecode(module: str) -> None:
+    """Before the job's module is imported: have no file of it imported as it was before its last change.
+
+    Python takes a file for unchanged whose size and whole second of change are those of its bytecode, and the identity has what the file
+    holds now.
+    """
+    try:
+        files = list(job_sources(f"{module}:").values())
+    except (SyntaxError, ValueError, OSError):  # told by the import
+        return
+    for path in files:
+        bytecode = Path(importlib.util.cache_from_source(str(path)))
+        with suppress(OSError):  # there is none, or another process was quicker
+            if bytecode.stat().st_mtime_ns <= path.stat().st_mtime_ns:
+                bytecode.unlink()
 
 
 def class_of(use: str) -> tuple[str, str]:
@@ -73,7 +114,7 @@ def check_job_source(use: str) -> None:
     A name that is not plainly in the file is left to the import itself. Raises JobImportError.
     """
     module, class_name = class_of(use)
-    path = _file(module, _root(module.partition(".")[0]))
+    path = file_of(module, root_of(module.partition(".")[0]))
     if path is None:
         if _importable(module):
             return
@@ -111,8 +152,8 @@ def _importable(module: str) -> bool:
         return False
 
 
-def _root(top: str) -> Path | None:
-    """The folder that holds the job's top-level module."""
+def root_of(top: str) -> Path | None:
+    """The folder that holds a top-level module."""
     loaded = sys.modules.get(top)
     spec = getattr(loaded, "__spec__", None) or importlib.util.find_spec(top)
     if spec is None:
@@ -122,14 +163,16 @@ def _root(top: str) -> Path | None:
     return Path(spec.origin).parent if spec.origin else None
 
 
-def _file(name: str, root: Path | None) -> Path | None:
+def file_of(name: str, root: Path | None) -> Path | None:
+    """The file of a module below a folder, if it is there."""
     if root is None:
         return None
     base = root.joinpath(*name.split("."))
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
-def _imports(path: Path, name: str) -> tuple[str, ...]:
+def imports_of(path: Path, name: str) -> tuple[str, ...]:
+    """The modules that the module `name` of a file may import, as its statements have them."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     return _imports_in(path.read_bytes(), package)
 

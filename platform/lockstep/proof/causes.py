@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-UNTOLD = "no field of the identity differs: look for a change to the record, an operator that is not deterministic, or a machine that computes wrong"
+from lockstep.job.identity import differing_fields
+
+UNTOLD = "no field of the identity differs: look for a change to the record, an operator that is not deterministic, or a machine that computes wrong results"
 """What is said of a difference that nothing in the identity explains."""
 
 
@@ -20,7 +21,7 @@ class Cause(NamedTuple):
     @property
     def elsewhere(self) -> bool:
         """Whether bits may rightly differ for it: another version, kind of device or processor."""
-        return self.field.startswith("version.") or self.field in {"device", "numerics_probe"}
+        return self.field.startswith(("version.", "numerics_probe")) or self.field == "device"
 
     def __str__(self) -> str:
         return f"{self.field} was {self.recorded!r} and is {self.found!r}"
@@ -34,18 +35,10 @@ def causes(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[Cause]
     """The fields that differ, the likelier cause first. None where the run's own fields are not recorded."""
     if not recorded:
         return []
-    differing = [
-        Cause(name, recorded.get(name), found.get(name))
-        for name in sorted({*recorded, *found})
-        if _plain(recorded.get(name)) != _plain(found.get(name))
-    ]
+    names = differing_fields(recorded, found, either=True)
+    differing = [Cause(name, recorded.get(name), found.get(name)) for name in names]
     return sorted(differing, key=lambda cause: (_rank(cause.field), cause.field))
 
 
 def _rank(field: str) -> int:
     return next((i for i, prefix in enumerate(_ORDER) if field.startswith(prefix)), len(_ORDER))
-
-
-def _plain(value: Any) -> str:
-    """A value as fields.json has it."""
-    return json.dumps(value, sort_keys=True, default=str)

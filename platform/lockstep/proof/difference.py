@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.checkpoint.run_folder import Replay
 from lockstep.errors import SpecError
 from lockstep.job.recorded_source import imported_from
 from lockstep.proof.causes import Cause, causes
+from lockstep.proof.ending import plan_of
 from lockstep.proof.microscope import Look, Microscope, Seen, parting
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, replay_here
-from lockstep.record.comparison import Differing, Digest, differing
-from lockstep.record.events import StepRow
+from lockstep.record.comparison import Differing, Digest, differing, differing_evaluation
+from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.spec.fields import Spec
 
 
@@ -29,10 +30,19 @@ class Side:
     spec: Spec
     fields: Mapping[str, Any]
     steps: Mapping[int, StepRow]
+    evaluations: Mapping[int, EvaluationRow]
     source: Mapping[str, bytes]
     imports: Mapping[str, bytes] | None
     """The files to import its job from; None for those on the path."""
     run: RecordedRun | None = None
+
+    @property
+    def ended(self) -> int:
+        """The step with which it came to its end; 0 where it has not."""
+        if self.run is not None:
+            return self.run.ended
+        plan, last = plan_of(self.spec, self.fields), max(self.steps)
+        return last if plan is not None and plan.total_steps == last else 0
 
     def replayed(self, until: int, agreed: int, aside: Path, probe: Microscope | None = None) -> Replayed:
         """Its steps through `until`, taken again from the newest checkpoint that is not after the step `agreed`."""
@@ -45,6 +55,16 @@ class Side:
         replay = Replay(run_id, storage, start, until, self.imports, probe)
         with imported_from(self.imports) if self.imports else nullcontext():
             return replay_here(self.spec, replay, Unwatched())
+
+
+class Executed(Protocol):
+    """Steps that were taken, and the evaluations among them, by step."""
+
+    @property
+    def steps(self) -> Mapping[int, StepRow]: ...
+
+    @property
+    def evaluations(self) -> Mapping[int, EvaluationRow]: ...
 
 
 class Unwatched:
@@ -110,16 +130,20 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
             f"diff: the two have no step in common, but {have}; give more --steps, or the run that was forked"
         )
     answer = Difference(causes(a.fields, b.fields), source_diff(a, b), shared)
-    first, agreed = first_parting(a.steps, b.steps, last)
+    alike = _end_alike(a, b, last)
+    first, agreed = first_parting(a, b, last, ends_alike=alike)
     if first is None:
         if max(a.steps) != max(b.steps) and a.run is not None and b.run is not None:
             counts = [f"{max(side.steps)} steps" for side in (a, b)]
             answer.first_difference = Parted(last + 1, None, "row", counts[0], counts[1])
-        return answer
+            return answer
+        if (told := _other_result(a, b)) is None:
+            return answer
+        first = last, told
     step, told = first
     answer.first_difference = Parted(step, told.micro_batch, told.quantity, told.before, told.after)
-    again = [side.replayed(step, agreed, aside) for side in (a, b)]
-    first, agreed = first_parting(again[0].steps, again[1].steps, step)
+    again = [side.replayed(step, min(agreed, step - 1), aside) for side in (a, b)]
+    first, agreed = first_parting(again[0], again[1], step, ends_alike=step < last or alike)
     if first is None:
         answer.note = (
             "taken again here, both give the same bits: the versions or the machines that recorded them differ, "
@@ -134,22 +158,57 @@ def difference(a: Side, b: Side, aside: Path) -> Difference:
 
 
 def first_parting(
-    a: Mapping[int, StepRow], b: Mapping[int, StepRow], last: int
+    a: Executed, b: Executed, last: int, *, ends_alike: bool = True
 ) -> tuple[tuple[int, Differing] | None, int]:
-    """The first step up to `last` in which rows differ, and how; and the last step before it whose digests are known to be the same."""
-    agreed = 0
-    for step in sorted({*a, *b}):
-        if step > last:
-            break
-        one, other = a.get(step), b.get(step)
-        if one is None or other is None:
+    """The first step up to `last` whose row or evaluation differs, and how; and the last step before it whose digests are known to be the same.
+
+    A row or an evaluation that only one has is a difference, of the steps that both have taken. Unless `ends_alike` an evaluation
+    after the step `last` is none: one that comes only because a run ends there, or that a run was ended before.
+    """
+    agreed, first = 0, max(min(a.steps), min(b.steps))
+    for step in sorted({*a.steps, *b.steps, *a.evaluations, *b.evaluations}):
+        if not first <= step <= last:
             continue
-        told = next(differing(one, other), None)
+        one, other = a.steps.get(step), b.steps.get(step)
+        told = next(_parting("row", one, other), None)
         if told is not None:
             return (step, told), agreed
-        if one.digests is not None and other.digests is not None:
+        evaluated = a.evaluations.get(step), b.evaluations.get(step)
+        if step < last or ends_alike or None not in evaluated:
+            told = next(_parting("evaluation", *evaluated), None)
+            if told is not None:
+                return (step, told), agreed
+        if one is not None and one.digests is not None and other is not None and other.digests is not None:
             agreed = step
     return None, agreed
+
+
+def _parting(
+    what: str, one: StepRow | EvaluationRow | None, other: StepRow | EvaluationRow | None
+) -> Iterator[Differing]:
+    if isinstance(one, StepRow) and isinstance(other, StepRow):
+        yield from differing(one, other)
+    elif isinstance(one, EvaluationRow) and isinstance(other, EvaluationRow):
+        yield from differing_evaluation(one, other)
+    elif one is not None or other is not None:
+        yield Differing(what, None if one is None else "there", None if other is None else "there")
+
+
+def _end_alike(a: Side, b: Side, last: int) -> bool:
+    """Whether both or neither come to their end with the step `last`, and none was ended early there."""
+    cut_off = any(side.run is not None and not side.run.ended and max(side.steps) == last for side in (a, b))
+    return not cut_off and (a.ended == last) == (b.ended == last)
+
+
+def _other_result(a: Side, b: Side) -> Differing | None:
+    """In which of their weights two finished runs differ that have the same rows; without digests these do not tell it."""
+    if a.run is None or b.run is None or not (a.run.ended and b.run.ended):
+        return None
+    for name in ("weights_digest", "ema_digest"):
+        before, after = a.run.summary.get(name), b.run.summary.get(name)
+        if before != after:
+            return Differing(name, before, after)
+    return None
 
 
 def _look_into(a: Side, b: Side, parted: Parted, aside: Path) -> None:

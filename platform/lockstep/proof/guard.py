@@ -19,7 +19,6 @@ from lockstep.proof import side
 from lockstep.proof.causes import Cause, causes
 from lockstep.proof.difference import Parted, first_parting, tell_parting
 from lockstep.proof.microscope import Look
-from lockstep.record.comparison import differing_evaluation
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.ledger import read_evaluations, read_parquet
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
@@ -150,31 +149,15 @@ class Guarded:
 def compare(base: Trained, found: Trained) -> tuple[list[Cause], Parted | None]:
     """In which fields two states differ, and the first step and quantity in which what they trained does."""
     last = min(max(base.steps), max(found.steps))
-    first, _ = first_parting(base.steps, found.steps, last)
+    first, _ = first_parting(base, found, last)
     parted = None
     if first is not None:
         step, told = first
         parted = Parted(step, told.micro_batch, told.quantity, told.before, told.after)
-    evaluated = _evaluation_parting(base, found, last)
-    if evaluated is not None and (parted is None or evaluated.step < parted.step):
-        parted = evaluated
     if parted is None and max(base.steps) != max(found.steps):
         counts = [f"{max(one.steps)} steps" for one in (base, found)]
         parted = Parted(last + 1, None, "row", counts[0], counts[1])
     return causes(base.fields, found.fields), parted
-
-
-def _evaluation_parting(base: Trained, found: Trained, last: int) -> Parted | None:
-    for step in sorted({*base.evaluations, *found.evaluations}):
-        one, other = base.evaluations.get(step), found.evaluations.get(step)
-        if step > last:
-            break
-        if one is None or other is None:
-            there = ["there" if row is not None else None for row in (one, other)]
-            return Parted(step, None, "evaluation", there[0], there[1])
-        for differing in differing_evaluation(one, other):
-            return Parted(step, None, differing.quantity, differing.before, differing.after)
-    return None
 
 
 def look_into(parted: Parted, look: Callable[[str, tuple[int, int]], Look | None]) -> None:

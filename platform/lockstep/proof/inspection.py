@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lockstep.job.loading import dataset_size, load_job
+from lockstep.job.loading import load_job
 from lockstep.plan import Position
 from lockstep.proof.microscope import Look, Microscope
 from lockstep.record.events import StepRow
@@ -124,7 +124,7 @@ class Inspection:
 def sample_ids(spec: Spec, step: int) -> dict[int, list[int]]:
     """The samples of each micro-batch of a step (from 0), in order."""
     train_data, _ = open_data(load_job(spec.job.use, spec.job.params), spec.seed)
-    plan = make_plan(spec, dataset_size(train_data, "train_data"))
+    plan = make_plan(spec, train_data)
     found: dict[int, list[int]] = {}
     for batch in make_sampler(spec, plan, train_data, start=step):
         if batch.step != step:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.runs import adopt, steps_of
 from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.job.identity import forked_step
 from lockstep.job.source import MAIN_MODULE
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
-from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, Recorded
+from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, StoredRun
 from lockstep.record.stores import find_copies, find_history, find_run, reader
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
@@ -44,19 +46,32 @@ class RecordedRun:
     """The steps whose checkpoints are in its storage, in order."""
     copies: Sequence[CheckpointCopy]
     """Copies in its store."""
-    ended: int = 0
-    """The step with which it says that it finished; 0 while it has not."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """What it says that it ended with; nothing where it has not finished."""
+    folder: Path | None = None
+    """Where the files of its weights are; those of a trial that another run stands for are with that one."""
+
+    @property
+    def ended(self) -> int:
+        """The step with which it says that it finished; 0 where it has not."""
+        step = self.summary.get("step")
+        return step if isinstance(step, int) else 0
 
     @property
     def forked_at(self) -> int:
         """The step of another run from which it goes on; 0 for a run with a beginning of its own."""
         fork = self.spec.fork
-        return 0 if fork is None else fork.step or min(self.steps) - 1
+        return 0 if fork is None else fork.step or forked_step(self.fields) or min(self.steps) - 1
 
     @property
     def last_step(self) -> int:
         """Its last step, whether or not the ledger still has it."""
         return max(*self.steps, self.ended)
+
+    @property
+    def placed_alike(self) -> int | None:
+        """The attempt whose rows were recorded under `spec` as it is, the newest: a resume may change the placement. None where the rows are another run's."""
+        return None if self.summary.get("reused_from") else self.steps[max(self.steps)].attempt
 
     def check_step(self, step: int, given: str) -> None:
         """SpecError where the run has no such step; `given` says what asked for it."""
@@ -94,7 +109,7 @@ class RecordedRun:
         return str(aside), load_step(RunFolder.open(open_storage(str(aside)), self.run_id), step)
 
 
-def named_run(run_id: str, uri: str, folder: Path) -> Recorded:
+def named_run(run_id: str, uri: str, folder: Path) -> StoredRun:
     """What is recorded of the run that a user names; `folder` is looked in for `off`. SpecError where there is no such run."""
     try:
         return find_run(uri, run_id, folder)
@@ -130,6 +145,9 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
     steps, evaluations = _rows(uri, run_id, here)
     if not steps:
         raise SpecError(f"run {run_id}: no step of it is recorded; there is nothing to compare")
+    _refuse_twice(run_id, "ledger", steps)
+    _refuse_twice(run_id, "record", evaluations)
+    summary = found.summary if found.status == "FINISHED" else {}
     return RecordedRun(
         run_id,
         spec,
@@ -139,7 +157,8 @@ def recorded_run(run_id: str, uri: str, folder: Path) -> RecordedRun:
         recorded_source(run_id, uri, here),
         sorted(steps_of(spec.checkpoint.storage, run_id)),
         find_copies(uri, run_id),
-        _ended(found),
+        summary,
+        folder_of(str(summary.get("reused_from") or run_id), spec, folder),
     )
 
 
@@ -160,16 +179,22 @@ def _fields(uri: str, run_id: str, here: Path) -> dict[str, Any]:
     """The fields of a run's identity; none where nothing tells them."""
     try:
         fields = json.loads(_Texts(uri, run_id, here).read("fields.json") or b"{}")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SpecError(f"run {run_id}: its fields.json cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise SpecError(f"run {run_id}: its fields.json has no fields; it was changed after it was written")
     return fields
 
 
-def _ended(found: Recorded) -> int:
-    step = found.summary.get("step") if found.status == "FINISHED" else None
-    return step if isinstance(step, int) else 0
+def _refuse_twice(run_id: str, what: str, rows: Sequence[StepRow] | Sequence[EvaluationRow]) -> None:
+    """SpecError where a step, or an evaluation, is there twice: nothing tells which one is meant."""
+    numbers = [row.step for row in rows]
+    if len(set(numbers)) < len(numbers):
+        twice = next(step for step, count in Counter(numbers).items() if count > 1)
+        kind = "row" if isinstance(rows[0], StepRow) else "evaluation"
+        raise SpecError(
+            f"run {run_id}: its {what} has more than one {kind} of step {twice}, wanted one; it was changed after it was written"
+        )
 
 
 def _rows(uri: str, run_id: str, here: Path) -> tuple[list[StepRow], list[EvaluationRow]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from lockstep.checkpoint.run_folder import AttemptOrigin, Replay
 from lockstep.communication.group import Group, local_device
 from lockstep.job.loading import load_job
-from lockstep.record.events import EvaluationRow, Event, Started, StepRow
+from lockstep.record.events import EvaluationRow, Event, Finished, Started, StepRow
 from lockstep.spec.fields import Spec
 from lockstep.training.loop import fit
 from lockstep.training.requests import NoRequests
@@ -24,6 +24,8 @@ class Replayed:
     fields: Mapping[str, Any] = field(default_factory=dict)
     steps: dict[int, StepRow] = field(default_factory=dict)
     evaluations: dict[int, EvaluationRow] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """Of the state after the last of the steps."""
 
 
 class Watching(Protocol):
@@ -32,6 +34,13 @@ class Watching(Protocol):
     def row(self, found: StepRow) -> None: ...
 
     def enough(self) -> bool: ...
+
+
+@runtime_checkable
+class Informed(Watching, Protocol):
+    """Is also told the fields of the identity, before any row."""
+
+    def begun(self, fields: Mapping[str, Any]) -> None: ...
 
 
 Take = Callable[[Spec, Replay, Watching], Replayed]
@@ -57,11 +66,15 @@ class _Kept(NoRequests):
         match event:
             case Started():
                 self.found.fields = event.facts["fields"]
+                if isinstance(self._watch, Informed):
+                    self._watch.begun(self.found.fields)
             case StepRow() if event.step >= self._first:
                 self.found.steps[event.step] = event
                 self._watch.row(event)
             case EvaluationRow() if event.step >= self._first:
                 self.found.evaluations[event.step] = event
+            case Finished():
+                self.found.summary = event.summary
             case _:
                 pass  # among them Restored: rows that are not taken again
 

@@ -12,43 +12,41 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from safetensors.torch import load_file
+from typing import Any
 
 from lockstep.errors import SpecError
 from lockstep.job.identity import identity_digest
+from lockstep.job.imports import recorded_beside
 from lockstep.job.recorded_source import source_digest
+from lockstep.proof.ending import (
+    DIGEST_OF,
+    Disagreement,
+    beside_of,
+    lacking_digests,
+    of_files,
+    of_metrics,
+    plan_of,
+    read_weights,
+)
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.ledger import DETERMINISTIC
 from lockstep.record.segments import SEGMENT_STEPS
-from lockstep.training.digest import weights_digest
-from lockstep.training.digests import Digester, model_digest
+from lockstep.training.beside import beside_path, load_beside
+from lockstep.training.digest import tree_digest, weights_digest
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:lockstep-train:run:v1"
 """The type of what is said; docs/attest.md describes it."""
 
-DIGEST_OF = {"final": "weights_digest", "ema": "ema_digest", "best": "best_digest"}
-"""Which digest of a run's summary belongs to which file of weights."""
-
-
-class Disagreement(NamedTuple):
-    """The first thing in which a statement and a record are not the same."""
-
-    what: str
-    stated: Any
-    found: Any
-
 
 def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The statement of a finished run whose `summary` and `folder` these are. SpecError where its weights are not there."""
+    """The statement of a finished run whose `summary` and `folder` these are. SpecError where its weights are not there, StorageError where they cannot be read."""
     files = {
         name: folder / "weights" / f"{name}.safetensors" for name in DIGEST_OF if summary.get(DIGEST_OF[name])
     }
-    for path in files.values():
+    beside = beside_of(summary, folder)
+    for path in [*files.values(), *map(beside_path, beside.values())]:
         if not path.is_file():
             raise SpecError(
                 f"attest: run {run.run_id} has no file {str(path)!r}; the weights that it ended with are stated"
@@ -58,7 +56,7 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
         "_type": STATEMENT,
         "subject": [
             {"name": f"{run.run_id}/weights/{path.name}", "digest": {"sha256": _sha256(path.read_bytes())}}
-            for path in files.values()
+            for path in [*files.values(), *map(beside_path, beside.values())]
         ],
         "predicateType": PREDICATE,
         "predicate": {
@@ -84,7 +82,12 @@ def statement(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> dic
                 )
                 if value is not None
             },
-            "weights": {name: weights_digest(load_file(path)) for name, path in files.items()},
+            "weights": {name: weights_digest(read_weights(path)) for name, path in files.items()},
+            **(
+                {"beside": {name: tree_digest(load_beside(path)) for name, path in beside.items()}}
+                if beside
+                else {}
+            ),
         },
     }
 
@@ -114,35 +117,46 @@ def disagreements(stated: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
     yield from _differing("", json.loads(plain(stated)), json.loads(plain(found)))
 
 
-def contradictions(
-    run: RecordedRun, summary: Mapping[str, Any], found: Mapping[str, Any]
-) -> Iterator[Disagreement]:
-    """In what a record contradicts itself: its identity and source against its fields, its steps and weights against its summary and its ledger."""
+def contradictions(run: RecordedRun, summary: Mapping[str, Any], folder: Path) -> Iterator[Disagreement]:
+    """In what a record contradicts itself: its identity and source against its fields, its rows, summary and weights against each other."""
     identity = identity_digest(run.fields)
     if identity != summary["identity"]:
         yield Disagreement("identity", summary["identity"], identity)
-    if source_digest(run.source) != run.fields.get("job.source"):
-        yield Disagreement("source", run.fields.get("job.source"), source_digest(run.source))
-    every = range(min(run.steps), run.last_step + 1)
+    beside = recorded_beside(run.fields)
+    source = source_digest({path: content for path, content in run.source.items() if path not in beside})
+    if source != run.fields.get("job.source"):
+        yield Disagreement("source", run.fields.get("job.source"), source)
+    for path, digest in beside.items():
+        held = hashlib.sha256(run.source[path]).hexdigest() if path in run.source else None
+        if held != digest:
+            yield Disagreement(f"source/{path}", digest, held)
+    yield from _rows(run)
+    yield from of_metrics(summary, run.steps, run.evaluations, run.fields, forked=run.spec.fork is not None)
+    yield from of_files(summary, folder, run.steps[max(run.steps)])
+
+
+def _rows(run: RecordedRun) -> Iterator[Disagreement]:
+    """In what the rows are not those of the steps that the run took, or lack the digests that they have to have."""
+    every = range(run.forked_at + 1, (run.ended or run.last_step) + 1)
     lacking = next((step for step in every if step not in run.steps), None)
     if lacking is not None:
-        yield Disagreement("ledger", f"{run.last_step} steps", f"one without step {lacking}")
-    for name, digest in found["predicate"]["weights"].items():
-        if digest != summary[DIGEST_OF[name]]:
-            yield Disagreement(f"weights/{name}", summary[DIGEST_OF[name]], digest)
-
-
-def final_weights(run: RecordedRun, folder: Path) -> Disagreement | None:
-    """Whether the file of the final weights has what the ledger's last row says; None where it does, or the row has no digests."""
-    row = run.steps[max(run.steps)]
-    if row.digests is None:
-        return None
-    held = model_digest(Digester(torch.device("cpu")), load_file(folder / "weights" / "final.safetensors"))
-    if held == row.digests.weights:
-        return None
-    return Disagreement(
-        "weights/final in the ledger's last row", f"{row.digests.weights:016x}", f"{held:016x}"
-    )
+        yield Disagreement("ledger", f"{every.stop - 1} steps", f"one without step {lacking}")
+    for what, steps in {"ledger": run.steps, "evaluations": run.evaluations}.items():
+        outside = next((step for step in sorted(steps) if step not in every), None)
+        if outside is not None:
+            yield Disagreement(
+                what, f"of steps {every.start} to {every.stop - 1}", f"one with step {outside}"
+            )
+    plan, attempt = plan_of(run.spec, run.fields), run.placed_alike
+    if plan is None:
+        return
+    for step in sorted(run.steps):
+        row = run.steps[step]
+        if row.attempt == attempt and (lacks := lacking_digests(run.spec, plan, row)) is not None:
+            yield Disagreement(
+                "ledger", f"one whose row of step {step} has {lacks}", "one whose row has none"
+            )
+            return
 
 
 def _differing(where: str, stated: Any, found: Any) -> Iterator[Disagreement]:

@@ -8,7 +8,7 @@ numbers are then compared within `TOLERANCE`, which the answer states.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from lockstep.checkpoint.errors import BadCheckpointError
 from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.run_folder import Replay
 from lockstep.proof.causes import UNTOLD, Cause, causes
+from lockstep.proof.ending import lacking_digests, of_files, plan_of, same_in_json
 from lockstep.proof.recorded_run import RecordedRun
 from lockstep.proof.replaying import Replayed, Take
 from lockstep.proof.stretches import Stretch
@@ -31,6 +32,11 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 
 _ENOUGH = 5
 """So many steps that differ tell a value that was changed afterwards from a run that goes another way."""
+
+_OF_RESULT = ("weights_digest", "ema_digest", "best_digest", "best_step", "epoch", "samples", "skipped")
+"""What of a summary is the same in every execution of a run, beside its metrics."""
+
+_OF_SUMMARY = " of the summary"
 
 _EXACT = ("step", "epoch", "samples", "weight", "skipped", "scale")
 """Columns that are the same on any machine."""
@@ -64,6 +70,8 @@ class Verified:
     tolerance: float | None = None
     same_bits: bool = True
     stretches: list[Stretch] = field(default_factory=list)
+    weights: bool = False
+    """Whether the run's last step was taken again, and led to the weights that its summary and its files have."""
 
     @property
     def same(self) -> bool:
@@ -80,19 +88,53 @@ class Verified:
             "same_bits": self.same_bits,
             "tolerance": self.tolerance,
             "elsewhere": self.elsewhere,
+            "weights": self.weights,
             "stretches": [{"from": one.start + 1, "to": one.until} for one in self.stretches],
         }
 
 
+class Judge:
+    """Tells differences from what may rightly be so: it knows by what rows a run is held against its record."""
+
+    def __init__(self, run: RecordedRun, fields: Mapping[str, Any]) -> None:
+        self._run = run
+        self._plan, self._placed_alike = plan_of(run.spec, run.fields), run.placed_alike
+        self.causes = causes(run.fields, fields)
+        self.elsewhere = [str(cause) for cause in self.causes if cause.elsewhere]
+        if run.spec.determinism == "fast":
+            self.elsewhere.append("determinism: fast promises no bits")
+        self.tolerance = TOLERANCE[run.spec.precision] if self.elsewhere else None
+
+    def of_step(self, step: int, found: StepRow | None) -> Iterator[FirstDifference]:
+        """Everything in which the recorded row of a step and the one that was found differ, whether or not it may."""
+        recorded = self._run.steps.get(step)
+        differ = list(_of_rows(step, recorded, found))
+        yield from differ
+        if recorded is None or self._plan is None or recorded.attempt != self._placed_alike:
+            return
+        what = lacking_digests(self._run.spec, self._plan, recorded)
+        if what is not None and what not in [one.quantity for one in differ]:
+            yield FirstDifference(step, None, what, None, "there")
+
+    def counts(self, one: FirstDifference) -> bool:
+        """Whether it is more than may rightly be."""
+        return self.tolerance is None or not _within(one, self.tolerance)
+
+
 class Watch:
-    """Looks at rows as they are found: where a few have differed, no more steps need to be taken."""
+    """Looks at rows as they are found: where a few differ by more than may be, no more steps need to be taken."""
 
     def __init__(self, run: RecordedRun) -> None:
         self._run, self._differing = run, 0
+        self._judge: Judge | None = None
+
+    def begun(self, fields: Mapping[str, Any]) -> None:
+        self._judge = Judge(self._run, fields)
 
     def row(self, found: StepRow) -> None:
-        recorded = self._run.steps.get(found.step)
-        self._differing += recorded is None or any(differing(recorded, found))
+        judge = self._judge
+        if judge is not None:
+            self._differing += any(map(judge.counts, judge.of_step(found.step, found)))
 
     def enough(self) -> bool:
         return self._differing >= _ENOUGH
@@ -121,55 +163,71 @@ def verify(
                 answer.cause = "the checkpoint was changed after it was saved"
                 return answer
         replay = Replay(run.run_id, storage, stretch.start, stretch.until, source)
-        watch = Watch(run)
-        replayed = take(run.spec, replay, watch)
-        _compare(run, stretch, replayed, aside, answer, ended_early=watch.enough())
+        replayed = take(run.spec, replay, Watch(run))
+        _compare(run, stretch, replayed, aside, answer)
         if answer.first_difference is not None:
             return answer
     return answer
 
 
-def _compare(
-    run: RecordedRun,
-    stretch: Stretch,
-    replayed: Replayed,
-    aside: Path,
-    answer: Verified,
-    *,
-    ended_early: bool,
-) -> None:
-    differ = causes(run.fields, replayed.fields)
-    answer.fields = differ if run.fields else None
-    answer.elsewhere = [str(cause) for cause in differ if cause.elsewhere]
-    if run.spec.determinism == "fast":
-        answer.elsewhere.append("determinism: fast promises no bits")
-    until = max(replayed.steps, default=0) if ended_early else stretch.until
-    wanted = range(max(stretch.start, run.forked_at) + 1, until + 1)
-    found = list(_differences(run, replayed, wanted))
+def _compare(run: RecordedRun, stretch: Stretch, replayed: Replayed, aside: Path, answer: Verified) -> None:
+    judge = Judge(run, replayed.fields)
+    answer.fields = judge.causes if run.fields else None
+    answer.elsewhere = judge.elsewhere
+    # All of them, also where the watch had enough: a step that was not taken is a difference, and never the same.
+    wanted = range(max(stretch.start, run.forked_at) + 1, stretch.until + 1)
+    found = list(_differences(run, judge, replayed, wanted))
     found += _of_saved(run, replayed, wanted, aside)
     found.sort(key=lambda one: one.step)
-    answer.steps += len(wanted)
+    answer.steps += sum(step in replayed.steps for step in wanted)
+    if run.ended and run.last_step in wanted:
+        answer.weights = not any(map(_is_of_result, found))
     if not found:
         return
     answer.same_bits = False
-    if answer.elsewhere:
-        answer.tolerance = TOLERANCE[run.spec.precision]
-        beyond = [one for one in found if not _within(one, answer.tolerance)]
-        if not beyond:
-            return
-        found = beyond
-    answer.first_difference = found[0]
-    answer.cause = _told(differ) or _alone(found) or UNTOLD
+    answer.tolerance = judge.tolerance
+    if beyond := [one for one in found if judge.counts(one)]:
+        answer.first_difference = beyond[0]
+        answer.cause = _told(judge.causes) or _alone(beyond) or UNTOLD
 
 
-def _differences(run: RecordedRun, replayed: Replayed, wanted: range) -> Iterator[FirstDifference]:
-    """Everything in which the recorded rows and those that were found differ, step by step."""
+def _differences(
+    run: RecordedRun, judge: Judge, replayed: Replayed, wanted: range
+) -> Iterator[FirstDifference]:
+    """Everything in which what is recorded and what was found differ, step by step."""
+    last = run.last_step
     for step in wanted:
-        yield from _of_rows(step, run.steps.get(step), replayed.steps.get(step))
+        yield from judge.of_step(step, replayed.steps.get(step))
         evaluation = run.evaluations.get(step)
-        # After the last recorded step a run may have been ended before its evaluation.
-        if evaluation is not None or step < run.last_step:
+        # After its last step a run that has not finished may have been ended before its evaluation.
+        if evaluation is not None or step < last or run.ended:
             yield from _of_rows(step, evaluation, replayed.evaluations.get(step))
+    if wanted.start == run.forked_at + 1:
+        yield from _outside(run, lambda step: step < wanted.start)
+    if last in wanted:
+        yield from _outside(run, lambda step: step > last)
+        if run.ended and last in replayed.steps:
+            yield from _of_result(run, replayed.summary)
+
+
+def _outside(run: RecordedRun, where: Callable[[int], bool]) -> Iterator[FirstDifference]:
+    """Rows and evaluations of steps that the run cannot have taken."""
+    for kind, rows in {"row": run.steps, "evaluation": run.evaluations}.items():
+        yield from (FirstDifference(step, None, kind, "there", None) for step in rows if where(step))
+
+
+def _of_result(run: RecordedRun, found: Mapping[str, Any]) -> Iterator[FirstDifference]:
+    """In what a finished run's summary is not that of the state after its last step, and its files of weights are not what its record says."""
+    last = run.last_step
+    recorded = {**run.summary, **(run.summary.get("metrics") or {})}
+    found = {**found, **(found.get("metrics") or {})}
+    metrics = {*(run.summary.get("metrics") or {}), *(found.get("metrics") or {})}
+    for name in (*_OF_RESULT, *sorted(metrics)):
+        if not same_in_json(recorded.get(name), found.get(name)):
+            yield FirstDifference(last, None, f"{name}{_OF_SUMMARY}", recorded.get(name), found.get(name))
+    if run.folder is not None:
+        for what, stated, other in of_files(run.summary, run.folder, run.steps.get(last)):
+            yield FirstDifference(last, None, what, stated, other)
 
 
 def _of_rows(
@@ -267,6 +325,8 @@ def _told(differ: Sequence[Cause]) -> str | None:
 
 def _alone(found: Sequence[FirstDifference]) -> str | None:
     """A value that nothing follows from was not computed so."""
+    if all(_is_of_result(one) for one in found):
+        return "the weights or the summary were changed after they were written: all else is equal"
     if len(found) > 1:
         return None
     (one,) = found
@@ -277,9 +337,15 @@ def _alone(found: Sequence[FirstDifference]) -> str | None:
     return "this one value was changed after it was recorded: all else is equal"
 
 
+def _is_of_result(one: FirstDifference) -> bool:
+    return one.quantity.endswith(_OF_SUMMARY) or one.quantity.startswith("weights/")
+
+
 def _within(one: FirstDifference, tolerance: float) -> bool:
     """Whether a difference is one that another kind of machine may rightly make."""
-    if one.micro_batch is not None or "digest" in one.quantity:
+    if one.recorded is None or one.found is None or one.quantity.startswith("weights/"):
+        return False  # what is lacking, and what the record says twice, is no matter of rounding
+    if one.micro_batch is not None or "digest" in one.quantity or one.quantity == f"best_step{_OF_SUMMARY}":
         return True
     if one.quantity in _EXACT or not all(isinstance(value, float) for value in (one.recorded, one.found)):
         return False

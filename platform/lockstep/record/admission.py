@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.record.comparison import evaluation_difference, step_difference
 from lockstep.record.environment import git_state
 from lockstep.record.events import (
+    SOURCE,
     Alive,
     AttemptsSummarised,
     Broke,
@@ -19,6 +22,7 @@ from lockstep.record.events import (
     EvaluationRow,
     Event,
     Failed,
+    Finished,
     Joined,
     Observation,
     Printed,
@@ -69,7 +73,8 @@ class Admission:
         steps: dict[int, StepRow] = {}
         evaluations: dict[int, EvaluationRow] = {}
         observed: set[int] = set()
-        told: set[str] = set()
+        reported: set[str] = set()
+        warnings: set[Warned | Straggling] = set()
         for event in self._with_rows(events):
             match event:
                 case StepRow(step=step):
@@ -100,36 +105,36 @@ class Admission:
                     self._corrupted.append(event)
                     yield event
                 case Diagnosed(rule=rule):
-                    if rule not in told and not self._has_told(rule):
-                        told.add(rule)
+                    if rule not in reported and not self._has_reported(rule):
+                        reported.add(rule)
                         yield event
                 case Started():
-                    yield Started(redacted_document(self._with_git(event.facts)))
+                    facts = self._with_git(event.facts)
+                    kept = {SOURCE: facts[SOURCE]} if SOURCE in facts else {}  # it is executed again
+                    yield Started({**redacted_document(facts), **kept})
                 case AttemptsSummarised():
                     yield AttemptsSummarised(redacted_document(event.attempts))
                 case CheckpointRow() if event.error:
                     yield event._replace(error=redacted(event.error))
                 case TakenOver():
                     yield TakenOver(redacted(event.message))
+                case Finished():
+                    yield replace(event, at=time.time())
                 case Failed():
-                    yield Failed(redacted(event.message), redacted(event.details), event.status)
+                    yield Failed(redacted(event.message), redacted(event.details), event.status, time.time())
                 case Document():
                     yield Document(event.name, redacted(event.text))
-                case (
-                    Alive()
-                    | Broke()
-                    | Joined()
-                    | Printed()
-                    | Restored()
-                    | StageEnded()
-                    | Straggling()
-                    | Warned()
-                ):
+                case Warned() | Straggling():
+                    warning = replace(event, text=redacted(event.text))
+                    if warning not in warnings and warning not in self._journal.events:
+                        warnings.add(warning)
+                        yield warning
+                case Alive() | Broke() | Joined() | Printed() | Restored() | StageEnded():
                     pass
                 case _:
                     yield event
 
-    def _has_told(self, rule: str) -> bool:
+    def _has_reported(self, rule: str) -> bool:
         return any(isinstance(event, Diagnosed) and event.rule == rule for event in self._journal.events)
 
     def _with_git(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.errors import StorageError
 from lockstep.record import ledger
 from lockstep.record.comparison import evaluation_difference, same_row, step_difference
-from lockstep.record.events import Corrupted, EvaluationRow, Failed, Finished, Mended, Opened, StepRow
+from lockstep.record.documents import as_json
+from lockstep.record.events import Corrupted, EvaluationRow, Finished, Mended, Opened, Started, StepRow
 from lockstep.record.journal import Damage, Journal
 from lockstep.record.points import Point, points_of
-from lockstep.record.replay import last_words
+from lockstep.record.replay import last_words, lost_end, status_of
 
 COPIED = ("spec.yaml", "summary.json", "ledger.parquet", "evaluations.parquet")
 """Files of the run's folder that its store has too."""
 _LARGEST = 1.7976931348623157e308
 
 
-class Difference(NamedTuple):
-    """One difference, found in the `journal`, the `ledger`, the `checkpoint` or the `store`."""
+class RecordDifference(NamedTuple):
+    """One difference, found in the `journal`, the `ledger`, the `checkpoint`, the run's `folder` or the `store`."""
 
     where: str
     what: str
@@ -35,9 +37,13 @@ class InStore(NamedTuple):
     status: str
     points: Mapping[str, Sequence[Point]]
     digests: Mapping[str, str]
+    process: str | None = None
+    """The process that recorded the run last."""
 
 
-def check_journal(journal: Journal, history: ledger.Rows | None, *, repair: bool) -> Iterator[Difference]:
+def check_journal(
+    journal: Journal, history: ledger.Rows | None, *, repair: bool
+) -> Iterator[RecordDifference]:
     """Compare the journal with the history of a checkpoint; `repair` adds the rows that the journal lacks."""
     found = history or ledger.Rows((), ())
     steps = [row for row in found.steps if not journal.has_step(row.step)]
@@ -48,10 +54,10 @@ def check_journal(journal: Journal, history: ledger.Rows | None, *, repair: bool
     lacking = [f"step {row.step}" for row in steps]
     lacking += [f"the evaluation after step {row.step}" for row in evaluations]
     for what in lacking:
-        yield Difference("journal", f"lacks {what}, which the checkpoint has", repair)
+        yield RecordDifference("journal", f"lacks {what}, which the checkpoint has", repair)
     missing = journal.missing_steps() if repair or not steps else range(0)
     if missing:
-        yield Difference(
+        yield RecordDifference(
             "journal", f"lacks steps {missing.start} to {missing.stop - 1}; no checkpoint has them"
         )
     damage = journal.damage
@@ -60,7 +66,7 @@ def check_journal(journal: Journal, history: ledger.Rows | None, *, repair: bool
         held = ", ".join(one.held for one in mended)
         journal.add([Mended([one.start for one in mended], f"damaged lines ({held}), by a check")])
     for one in damage:
-        yield Difference("journal", f"a damaged line at byte {one.start}: {one.held}", one in mended)
+        yield RecordDifference("journal", f"a damaged line at byte {one.start}: {one.held}", one in mended)
 
 
 def _is_back(damage: Damage, journal: Journal, history: ledger.Rows) -> bool:
@@ -75,23 +81,23 @@ def _is_back(damage: Damage, journal: Journal, history: ledger.Rows) -> bool:
     return True
 
 
-def _differing(journal: Journal, history: ledger.Rows) -> Iterator[Difference]:
+def _differing(journal: Journal, history: ledger.Rows) -> Iterator[RecordDifference]:
     for row in history.steps:
         known = journal.step(row.step) if journal.has_step(row.step) else None
         if known is not None and (difference := step_difference(known, row)):
-            yield Difference(
+            yield RecordDifference(
                 "checkpoint", f"has other bits of step {row.step} than the journal: {difference}"
             )
     for evaluated in history.evaluations:
         before = journal.evaluation(evaluated.step)
         if before is not None and (difference := evaluation_difference(before, evaluated)):
-            yield Difference(
+            yield RecordDifference(
                 "checkpoint",
                 f"has another evaluation after step {evaluated.step} than the journal: {difference}",
             )
 
 
-def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[Difference]:
+def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[RecordDifference]:
     """Compare the Parquet files of a run that has ended with its journal; `repair` writes them again."""
     if not _ended(journal):
         return
@@ -99,12 +105,12 @@ def check_ledger(folder: Path, journal: Journal, *, repair: bool) -> Iterator[Di
     if steps and (what := _other(ledger.read_parquet, path, steps)):
         if repair:
             ledger.write_parquet(steps, path)
-        yield Difference("ledger", f"{path.name} {what}", repair)
+        yield RecordDifference("ledger", f"{path.name} {what}", repair)
     evaluations, path = journal.evaluations(), folder / "evaluations.parquet"
     if evaluations and (what := _other(ledger.read_evaluations, path, evaluations)):
         if repair:
             ledger.write_evaluations(evaluations, path)
-        yield Difference("ledger", f"{path.name} {what}", repair)
+        yield RecordDifference("ledger", f"{path.name} {what}", repair)
 
 
 def _ended(journal: Journal) -> bool:
@@ -129,7 +135,9 @@ def _other(
     return ""
 
 
-def check_store(folder: Path, journal: Journal, store: InStore, *, scaled: bool) -> Iterator[Difference]:
+def check_store(
+    folder: Path, journal: Journal, store: InStore, *, scaled: bool
+) -> Iterator[RecordDifference]:
     """Compare a store with the journal and the run's folder."""
     wanted: dict[str, dict[int, Point]] = {}
     for point in expected_points(journal, scaled=scaled):
@@ -140,19 +148,68 @@ def check_store(folder: Path, journal: Journal, store: InStore, *, scaled: bool)
         if key in wanted or key.startswith(("train/", "eval/")):
             yield from _points(key, *_undoubted(key, wanted.get(key, {}), store.points.get(key, ()), doubted))
     if _ended(journal):
-        status = _status(journal)
-        if store.status != status:
-            yield Difference("store", f"has status {store.status}, wanted {status}")
+        yield from _status("store", store.status, store.process, journal)
         for name in COPIED:
             path = folder / name
             if path.exists() and store.digests.get(name) != digest(path):
                 what = "another file" if name in store.digests else "no file"
-                yield Difference("store", f"has {what} {name}")
+                yield RecordDifference("store", f"has {what} {name}")
+
+
+def check_folder(folder: Path, journal: Journal, store: InStore | None) -> Iterator[RecordDifference]:
+    """Compare the files of a run that is recorded in its folder alone with its journal, and with the status in `store`, its run.json."""
+    end = last_words(journal.events)[-1]
+    wanted = {}
+    for event in journal.events:
+        if isinstance(event, Started) and event.facts.get("fields"):
+            wanted["fields.json"] = event.facts["fields"]
+    if isinstance(end, Finished):
+        wanted["summary.json"] = end.summary
+    for name, document in wanted.items():
+        if what := _other_document(folder / name, document):
+            yield RecordDifference("folder", f"{name} {what}")
+    for path in end.files if isinstance(end, Finished) else ():
+        if path.suffix == ".safetensors" and (what := _damaged(path)):
+            yield RecordDifference("folder", f"{path.parent.name}/{path.name} {what}")
+    if store is not None and _ended(journal):
+        yield from _status("folder", store.status, store.process, journal)
+
+
+def _status(where: str, status: str, process: str | None, journal: Journal) -> Iterator[RecordDifference]:
+    """A wrong status. One that is right, of an end that the journal has lost, is told of the journal."""
+    wanted = status_of(journal.events)
+    if status != wanted and not lost_end(journal.events, status, process):
+        yield RecordDifference(where, f"has status {status}, wanted {wanted}")
+
+
+def _other_document(path: Path, wanted: Mapping[str, Any]) -> str:
+    """How a file of JSON differs from the wanted document; empty if it does not."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    same = json.dumps(found, sort_keys=True) == json.dumps(json.loads(as_json(wanted)), sort_keys=True)
+    return "" if same else "is another one than the journal has"
+
+
+def _damaged(path: Path) -> str:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy"):
+            return ""
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, SafetensorError) as error:
+        return f"cannot be read ({error})"
 
 
 def expected_points(journal: Journal, *, scaled: bool) -> Iterator[Point]:
     """The points that the journal's events become in a store."""
-    started_at = next(event.at for event in journal.events if isinstance(event, Opened))
+    opened = (event.at for event in journal.events if isinstance(event, Opened))
+    started_at = next(opened, math.inf)  # its line is damaged: nothing tells when a sample was taken
     before: StepRow | None = None
     for row in journal.steps():
         yield from points_of(row, before, scaled=scaled, started_at=started_at)
@@ -183,22 +240,22 @@ def _undoubted(
     return wanted, [point for point in found if point.step not in doubted or is_right(point)]
 
 
-def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> Iterator[Difference]:
+def _points(key: str, wanted: Mapping[int, Point], found: Sequence[Point]) -> Iterator[RecordDifference]:
     steps = [point.step for point in found]
     lacking = sorted(wanted.keys() - set(steps))
     if lacking:
-        yield Difference("store", f"lacks {len(lacking)} points of {key}, from step {lacking[0]} on")
+        yield RecordDifference("store", f"lacks {len(lacking)} points of {key}, from step {lacking[0]} on")
     more = sorted(set(steps) - wanted.keys())
     if more:
-        yield Difference(
+        yield RecordDifference(
             "store", f"has {len(more)} points of {key} more than the journal, from step {more[0]} on"
         )
     if len(steps) != len(set(steps)):
         double = sorted({step for step in steps if steps.count(step) > 1})
-        yield Difference("store", f"has step {double[0]} of {key} twice")
+        yield RecordDifference("store", f"has step {double[0]} of {key} twice")
     other = [p.step for p in found if p.step in wanted and _value(p) != _value(wanted[p.step])]
     if other:
-        yield Difference("store", f"has another value of {key} at step {other[0]}")
+        yield RecordDifference("store", f"has another value of {key} at step {other[0]}")
 
 
 def _value(point: Point) -> str:
@@ -206,14 +263,6 @@ def _value(point: Point) -> str:
     if math.isnan(point.value):
         return "nan"
     return repr(max(-_LARGEST, min(_LARGEST, point.value)) + 0.0)
-
-
-def _status(journal: Journal) -> str:
-    end = last_words(journal.events)[-1]
-    match end:
-        case Finished() | Failed():
-            return end.status
-    return "RUNNING"  # a newer attempt has the run
 
 
 def digest(path: Path) -> str:

@@ -27,7 +27,7 @@ class Differing(NamedTuple):
 def differing(before: StepRow, after: StepRow) -> Iterator[Differing]:
     """The deterministic columns that differ, in the order in which a step computes them: gradients first, state last.
 
-    Digests that only one of the two has are not compared.
+    Digests are compared where both have them. Gradients' are not if only one has them, as `reduction: native` has none.
     """
     old, new = before.digests, after.digests
     if old is not None and new is not None:
@@ -38,13 +38,13 @@ def differing(before: StepRow, after: StepRow) -> Iterator[Differing]:
     if old is not None and new is not None:
         yield from _differing("weights_digest", Digest(old.weights), Digest(new.weights))
         yield from _differing("optimizer_digest", Digest(old.optimizer), Digest(new.optimizer))
-        if old.average is not None and new.average is not None:
-            yield from _differing("ema_digest", Digest(old.average), Digest(new.average))
+        yield from _differing("ema_digest", _digest(old.average), _digest(new.average))
 
 
 def differing_evaluation(before: EvaluationRow, after: EvaluationRow) -> Iterator[Differing]:
-    """The metrics that differ."""
-    return _differing("", before.metrics, after.metrics)
+    """The metrics that differ, and the epoch."""
+    yield from _differing("epoch", before.epoch, after.epoch)
+    yield from _differing("", before.metrics, after.metrics)
 
 
 def step_difference(before: StepRow, after: StepRow) -> str:
@@ -74,13 +74,16 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
+def _digest(value: int | None) -> Digest | None:
+    return None if value is None else Digest(value)
+
+
 def _differing_gradients(before: Digests, after: Digests) -> Iterator[Differing]:
     if before.gradients is None or after.gradients is None:
         return
     for m, (one, other) in enumerate(zip_longest(before.gradients, after.gradients)):
         if one != other:
-            old, new = (None if value is None else Digest(value) for value in (one, other))
-            yield Differing("gradient_digest", old, new, m)
+            yield Differing("gradient_digest", _digest(one), _digest(other), m)
 
 
 def _differing(name: str, before: Any, after: Any) -> Iterator[Differing]:

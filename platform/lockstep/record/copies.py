@@ -38,7 +38,7 @@ _NICE = 10
 
 
 class Copies:
-    """`told` is called in the thread with the step that is now whole in the store (and None), or with why one is not.
+    """`on_result` is called in the thread with the step that is now whole in the store (and None), or with why one is not.
 
     `mb_per_s` bounds the mean rate at which files are sent, in megabytes per second.
     """
@@ -46,12 +46,12 @@ class Copies:
     def __init__(
         self,
         store: RunStore,
-        told: Callable[[int, str | None], None],
+        on_result: Callable[[int, str | None], None],
         tags: Callable[[str], Mapping[str, str]],
         mb_per_s: float | None = None,
     ) -> None:
         self._store = store
-        self._told = told
+        self._on_result = on_result
         self._tags = tags
         self._bytes_per_s = None if mb_per_s is None else mb_per_s * 1e6
         self._changed = threading.Condition()
@@ -88,7 +88,7 @@ class Copies:
         whole = self._whole or {}
         missing = [step for step in self._wanted if not whole.get(step)]
         for step in set(missing) - self._failed:
-            self._told(step, "the run ended before it was sent")
+            self._on_result(step, "the run ended before it was sent")
         return not missing
 
     # --- the thread ---------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Copies:
                 whole[step] = False
                 whole[step] = self._try(step, partial(self._send, step, Path(uri)))
                 if whole[step]:
-                    self._told(step, None)
+                    self._on_result(step, None)
             if self._new:
                 return  # newer checkpoints go first
         newest = next(iter(wanted), None)
@@ -160,7 +160,7 @@ class Copies:
                 break
         if not self._new:  # else the checkpoint was deleted during the call, or is tried again
             self._failed.add(step)
-            self._told(step, failure)
+            self._on_result(step, failure)
         return False
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.errors import RecordError
 from lockstep.files import NoLocksError, lock
+from lockstep.record.store_uri import database_path
 
 _PATIENCE_S = 60.0
 
@@ -38,7 +39,7 @@ def database_lock(uri: str) -> Iterator[Path | None]:
 def _database(uri: str) -> Path | None:
     if not uri.startswith("sqlite"):
         return None
-    path = uri.partition(":///")[2].partition("?")[0]
+    path = database_path(uri)
     if path in {"", ":memory:"}:
         raise RecordError(
             f"record.uri: got {uri!r}, which is gone with its process; wanted a file: sqlite:///mlflow.db"

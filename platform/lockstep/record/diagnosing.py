@@ -29,10 +29,10 @@ class Diagnosing:
         """In a new journal: the last step whose rows were restored."""
         trained = spec.initial_weights is not None or spec.fork is not None
         self._diagnosis = Diagnosis(trained=trained)
-        # Whoever writes the ledger reports what cannot be read. Here the judgement just starts anew: recording must not fail for it.
+        # The writer of the ledger reports what cannot be read. Here the diagnosis just starts again: recording must not fail for it.
         with suppress(RecordError, OSError):
             self._take_up(journal)
-        self._diagnosis.told = {event.rule for event in journal.events if isinstance(event, Diagnosed)}
+        self._diagnosis.reported = {event.rule for event in journal.events if isinstance(event, Diagnosed)}
 
     def _take_up(self, journal: Journal) -> None:
         after, by_step = journal.last_step - REACH, attrgetter("step")

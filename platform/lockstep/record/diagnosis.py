@@ -1,7 +1,7 @@
 """What a run's rows show to be wrong with it, each problem reported once, with its evidence and a remedy. A pure fold over rows.
 
 Steps are judged in windows of `WINDOW`, evaluations and observations one by one. A rule reports only when its evidence has lasted, and
-looks only at the newest `REACH` steps. So a resumed run is judged from those rows, and `told` has the rules that have already reported.
+looks only at the newest `REACH` steps. So a resumed run is judged from those rows, and `reported` has the rules that have reported already.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
+from lockstep.record import events
 from lockstep.record.events import Diagnosed, EvaluationRow, Observation, Recorded, StepRow
 
 WINDOW = 50
@@ -104,10 +105,10 @@ class Window(NamedTuple):
 class Diagnosis:
     """The fold over one run. `take` gives what a row shows for the first time.
 
-    `told` has the rules that have already reported. `trained` means that the run starts from weights that may be good already, so no progress is expected.
+    `reported` has the rules that have reported already. `trained` means that the run starts from weights that may be good already, so no progress is expected.
     """
 
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
     trained: bool = False
     _open: list[StepRow] = field(default_factory=list)
     _windows: deque[Window] = field(default_factory=lambda: deque(maxlen=REACH // WINDOW))
@@ -135,13 +136,23 @@ class Diagnosis:
             case Observation():
                 found = self._observation(event)
             case Diagnosed():
-                self.told.add(event.rule)
+                self.reported.add(event.rule)
+                return
+            case events.Started() | events.CheckpointRow() | events.Sampled():
+                return
+            case events.PeakMemory() | events.AttemptsSummarised() | events.Document():
+                return
+            case events.Finished() | events.Failed() | events.TakenOver():
+                return
+            case events.Corrupted() | events.Warned() | events.Straggling():
+                return
+            case events.Opened() | events.SetAside() | events.Mended() | events.Sealed() | events.Delivered():
                 return
             case _:
-                return
+                assert_never(event)
         for one in found:
-            if one.rule not in self.told:
-                self.told.add(one.rule)
+            if one.rule not in self.reported:
+                self.reported.add(one.rule)
                 yield one
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -221,7 +232,7 @@ class Diagnosis:
             )
         elif len(self._windows) >= FLAT_WINDOWS:
             since = list(self._windows)[1 - FLAT_WINDOWS :]
-            if DEAD not in self.told and _same([first], since) and _near(since, self._start):
+            if DEAD not in self.reported and _same([first], since) and _near(since, self._start):
                 yield self._flat(newest[-1], where)
 
     def _is_hot(self) -> bool:
@@ -297,7 +308,7 @@ class Diagnosis:
         )
 
     def _overfits(self) -> Iterator[Diagnosed]:
-        if DIFFERS in self.told:
+        if DIFFERS in self.reported:
             return
         best, train = min(self._evaluations, key=lambda one: _loss(one[0]))
         since = [(row, now) for row, now in self._evaluations if row.step > best.step]
@@ -375,7 +386,7 @@ class Diagnosis:
             )
 
     def _grows(self) -> Iterator[Diagnosed]:
-        if len(self._observed) < GROWTH_TIMES or GRAPH_KEPT in self.told:
+        if len(self._observed) < GROWTH_TIMES or GRAPH_KEPT in self.reported:
             return
         for name in self._observed[-1].values:
             if not (name.startswith("perf/memory/") and name.endswith("_mb")):
@@ -394,9 +405,9 @@ class Diagnosis:
                 )
 
 
-def of(rows: Sequence[Recorded], told: Collection[str] = (), *, trained: bool = False) -> list[Diagnosed]:
+def of(rows: Sequence[Recorded], reported: Collection[str] = (), *, trained: bool = False) -> list[Diagnosed]:
     """What these rows show, in their order."""
-    diagnosis = Diagnosis(set(told), trained)
+    diagnosis = Diagnosis(set(reported), trained)
     return [found for row in rows for found in diagnosis.take(row)]
 
 

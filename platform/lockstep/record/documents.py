@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 import yaml
 
+from lockstep.files import encoded
+
 HIDDEN = "***"
 """What replaces a secret."""
 
@@ -118,8 +120,8 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def as_value(value: Any) -> str:
-    """A value as a spec file would write it."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    """A value as a spec file would write it. No store gets a text that UTF-8 cannot hold."""
+    return encoded(value).decode() if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def single_values(facts: Mapping[str, Any]) -> dict[str, Any]:

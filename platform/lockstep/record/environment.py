@@ -12,11 +12,13 @@ import socket
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.record.system import nvml
 from lockstep.record.versions import versions
-from lockstep.spec.fields import Spec
+
+if TYPE_CHECKING:
+    import torch
 
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -29,9 +31,9 @@ _GIT_S = 5.0
 _LONGEST_DIFF = 2_000_000
 
 
-def environment(spec: Spec) -> dict[str, Any]:
-    """Flat facts of this process and its machine. Call it in a worker: it looks at the device, which initialises CUDA there."""
-    return {**versions(), **machine(), **_device(spec), **_determinism()}
+def environment(device: torch.device) -> dict[str, Any]:
+    """Flat facts of this process, its machine, and the device that it trains on."""
+    return {**versions(), **machine(), **_device(device), **_determinism()}
 
 
 def machine() -> dict[str, Any]:
@@ -54,12 +56,12 @@ def _cpu_model() -> str:
     return found.group(1) if found else platform.processor()
 
 
-def _device(spec: Spec) -> dict[str, Any]:
+def _device(device: torch.device) -> dict[str, Any]:
     import torch
 
-    if spec.workers.gpus_each == 0 or not torch.cuda.is_available():
+    if device.type == "cpu":
         return {"device_kind": "cpu", "device_name": _cpu_model()}
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
     driver = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", _text(Path("/proc/driver/nvidia/version")))
     return {
         "device_kind": "cuda",
@@ -78,13 +80,15 @@ def _determinism() -> dict[str, Any]:
     """The current flags that may change the bits; an unset variable is left out."""
     import torch
 
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn  # partly untyped
+    matmul = torch.backends.cuda.matmul
     return {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": cudnn.deterministic,
         "cudnn_benchmark": cudnn.benchmark,
-        "cudnn_tf32": cudnn.allow_tf32,
-        "matmul_tf32": matmul.allow_tf32,
+        # Not `allow_tf32`: it raises where a job has set torch's newer `fp32_precision`.
+        "cudnn_tf32": cudnn.conv.fp32_precision == "tf32",
+        "matmul_tf32": matmul.fp32_precision == "tf32",
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -114,12 +118,12 @@ def _git(folder: Path | str, *arguments: str) -> str | None:
     variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
     # Use a file: after a timeout, a pipe would be waited on for as long as any process that git started holds it.
-    with tempfile.TemporaryFile() as told:
+    with tempfile.TemporaryFile() as output:
         try:
             subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=told,
+                stdout=output,
                 stderr=subprocess.DEVNULL,
                 timeout=_GIT_S,
                 env=variables,
@@ -127,8 +131,8 @@ def _git(folder: Path | str, *arguments: str) -> str | None:
             )
         except (OSError, subprocess.SubprocessError):
             return None  # no git, no repository, no commit or too slow: a run does without
-        told.seek(0)
-        return told.read().decode("utf-8", errors="replace")
+        output.seek(0)
+        return output.read().decode("utf-8", errors="replace")
 
 
 def _bounded(diff: str) -> str:

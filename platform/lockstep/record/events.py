@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.errors import FailedAt, LockstepError, StorageError
+from lockstep.errors import LockstepError, StorageError
 
 EndStatus = Literal["FAILED", "KILLED"]
 
@@ -31,12 +31,16 @@ class Opened:
     process: Mapping[str, str] = field(default_factory=dict)
 
 
+SOURCE = "source"
+"""The fact that has files of the job which only a worker knows of: their texts by path below its root."""
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """An attempt is prepared. Each attempt tells it again.
 
     Of `facts`, `plan` (a mapping) becomes parameters, `environment` becomes environment.json and some tags, `git` (see
-    `environment.git_state`) becomes tags and git.diff. Of the others a single value becomes the tag `lockstep.<name>`, and
+    `environment.git_state`) becomes tags and git.diff, `source` files in `source/`. Of the others a single value becomes the tag `lockstep.<name>`, and
     anything else becomes `<name>.json`.
     """
 
@@ -166,6 +170,8 @@ class Finished:
 
     summary: Mapping[str, Any]
     files: Sequence[Path] = ()
+    at: float | None = field(default=None, compare=False)
+    """When the run ended (Unix seconds), as its recorder heard it; None in a journal of an older version."""
 
     @property
     def error(self) -> str:
@@ -185,6 +191,8 @@ class Failed:
     message: str
     details: str = ""
     status: EndStatus = "FAILED"
+    at: float | None = field(default=None, compare=False)
+    """As in `Finished`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +214,20 @@ class Diagnosed:
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.evidence}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something that a person should know, and that ends nothing. The journal has each text once."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Straggling:
+    """A rank keeps the others waiting. The journal has each text once."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +338,7 @@ class Segment(NamedTuple):
         return cls(int(found[1]), int(found[2]), found[3], size, sha256)
 
 
-# --- passing: only for those who watch now --------------------------------------------------------------------
+# --- passing: the journal does not keep them --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,20 +357,6 @@ class Restored:
 @dataclass(frozen=True, slots=True)
 class Alive:
     """Nothing hangs, although no step is done: an evaluation, a save or a wait goes on. Told often."""
-
-
-@dataclass(frozen=True, slots=True)
-class Straggling:
-    """A rank keeps the others waiting."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Warned:
-    """Something that a person should know, and that ends nothing."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,8 +397,6 @@ class Broke:
     error: LockstepError
     details: str
     rank: int = 0
-    place: FailedAt | None = None
-    """The micro-batch, if it failed in one and not in the connection to a peer or to storage."""
 
 
 Row = StepRow | EvaluationRow
@@ -409,13 +415,15 @@ Recorded = (
     | Failed
     | TakenOver
     | Diagnosed
+    | Warned
+    | Straggling
     | SetAside
     | Mended
     | Corrupted
     | Sealed
     | Delivered
 )
-Passing = Restored | Alive | Straggling | Warned | Printed | Joined | StageEnded | Broke
+Passing = Restored | Alive | Printed | Joined | StageEnded | Broke
 Event = Recorded | Passing
 
 Tell = Callable[[Event], None]

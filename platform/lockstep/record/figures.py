@@ -7,10 +7,11 @@ a single spike stays visible. A point that is not finite is left out and mention
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import LockstepError, first_line
 from lockstep.files import replacing
 from lockstep.record.events import EvaluationRow
 
@@ -26,27 +27,54 @@ Column = Callable[[str], "np.ndarray[Any, Any]"]
 """Returns a column of the ledger by its name, as float64: one column is held at a time, not the rows."""
 
 
-def draw(steps: Column, evaluations: Sequence[EvaluationRow], folder: Path, *, scaled: bool) -> list[Path]:
-    """Draw the figures of at least two steps into `<folder>/figures`. Returns the files."""
+def draw(
+    steps: Column,
+    evaluations: Sequence[EvaluationRow],
+    folder: Path,
+    *,
+    scaled: bool,
+    log: Callable[[str], None],
+) -> list[Path]:
+    """Draw the figures of at least two steps into `<folder>/figures`, as `save_drawn` does. Returns the files."""
     x = steps("step")
     if len(x) < 2:
         return []
-    drawn = {
-        "loss": _loss(x, steps, evaluations),
-        "gradient_norm": _gradient_norm(x, steps),
-        "time": _time(x, steps),
-        **({"scale": _scale(x, steps)} if scaled else {}),
+    figures = {
+        "loss": lambda: _loss(x, steps, evaluations),
+        "gradient_norm": lambda: _gradient_norm(x, steps),
+        "time": lambda: _time(x, steps),
+        **({"scale": lambda: _scale(x, steps)} if scaled else {}),
     }
-    return [save(figure, folder / FOLDER / f"{name}.png") for name, figure in drawn.items()]
+    return save_drawn(figures, folder, log)
+
+
+def save_drawn(
+    figures: Mapping[str, Callable[[], Any]], folder: Path, log: Callable[[str], None]
+) -> list[Path]:
+    """Draw and write figures by their names. Returns the files. One that cannot be drawn is left out, and told to `log` with the reason.
+
+    matplotlib refuses some numbers, such as losses near the largest float64: its axes overflow.
+    """
+    saved = []
+    for name, figure in figures.items():
+        try:
+            saved.append(save(figure(), folder / FOLDER / f"{name}.png"))
+        except (OSError, LockstepError):  # the disk, or the rows
+            raise
+        except Exception as error:  # noqa: BLE001 - a picture must not cost the run its status
+            log(f"no figure {name}.png: it cannot be drawn: {first_line(error)}")
+    return saved
 
 
 def _loss(x: Any, steps: Column, evaluations: Sequence[EvaluationRow]) -> Any:
     figure, (above, below) = panels("Loss and learning rate", ("loss", "learning rate"))
     _line(above, x, steps("loss"), _BLUE, "train/loss")
-    told = [row for row in evaluations if "eval/loss" in row.metrics]
-    if told:
-        losses = [row.metrics["eval/loss"] for row in told]
-        above.plot([row.step for row in told], losses, "o-", color=_ORANGE, markersize=3, label="eval/loss")
+    evaluated = [row for row in evaluations if "eval/loss" in row.metrics]
+    if evaluated:
+        losses = [row.metrics["eval/loss"] for row in evaluated]
+        above.plot(
+            [row.step for row in evaluated], losses, "o-", color=_ORANGE, markersize=3, label="eval/loss"
+        )
     above.legend(frameon=False)
     _line(below, x, steps("lr"), _GREY, "train/lr")
     below.set_ylim(bottom=0)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shutil
 import threading
 import time
@@ -16,46 +18,133 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lockstep.errors import RecordError, SpecError
-from lockstep.files import replacing, write_text
+from lockstep.files import is_there, replacing, write_text
 from lockstep.record.data_sets import DataSet
 from lockstep.record.documents import as_json
+from lockstep.record.events import Opened
 from lockstep.record.final_model import FinalModel
 from lockstep.record.heartbeat import process_tags, same_beat, vanished
-from lockstep.record.journal import newest_step
+from lockstep.record.journal import Journal, newest_step
+from lockstep.record.journal_file import NAME
 from lockstep.record.points import Point
+from lockstep.record.replay import last_words, status_of
 from lockstep.record.run_store import (
-    Recorded,
+    Ended,
     RunInfo,
     Sent,
     Status,
+    StoredRun,
     UnavailableError,
     no_such_run,
     recorded,
 )
+from lockstep.record.texts import LOG
+from lockstep.spec.locations import RECORD_OFF
 
 
-def recorded_in_folder(storage: Path, run_id: str) -> Recorded:
+def recorded_in_folder(storage: Path, run_id: str) -> StoredRun:
     """The run of this id in its own folder. RecordError where there is none."""
+    run = run_in_folder(storage, run_id, "name its folder with record.folder")
+    files = [storage / run_id / name for name in ("spec.yaml", "summary.json")]
+    try:
+        spec, summary = (file.read_text(encoding="utf-8") if file.exists() else None for file in files)
+    except (OSError, ValueError) as error:
+        raise RecordError(f"run {run_id}: its record in {str(storage)!r} cannot be read ({error})") from error
+    return recorded(run_id, run["status"], spec, summary, "", repr(str(storage)))
+
+
+def run_in_folder(
+    storage: Path, run_id: str, advice: str = "name the folder of runs with --storage"
+) -> dict[str, Any]:
+    """What run.json has of a run. NoSuchRunError where there is no such run, RecordError where the file is lost, or not as it was written."""
     folder = storage / run_id
     try:
-        status = json.loads((folder / "run.json").read_text(encoding="utf-8"))["status"]
-        files = [folder / name for name in ("spec.yaml", "summary.json")]
-        spec, summary = (file.read_text(encoding="utf-8") if file.exists() else None for file in files)
-    except FileNotFoundError as error:
-        raise no_such_run(run_id, repr(str(storage)), "name its folder with record.folder") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _read(folder / "run.json")
+    except ValueError as error:
+        what = f"cannot be read ({error})"
+    except PermissionError as error:
         raise RecordError(
-            f"run {run_id}: no record of it in {str(storage)!r} ({error}); name its folder with record.folder, or its store with --uri"
+            f"run {run_id}: {str(folder)!r} cannot be read: {error.strerror}; it may be another user's"
         ) from error
-    return recorded(run_id, status, spec, summary, "", repr(str(storage)))
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
+            raise UnavailableError(f"run {run_id}: cannot read {str(folder)!r}: {error}") from error
+        if not is_there(folder / NAME) or not _is_recorded_here(folder):
+            raise no_such_run(run_id, repr(str(storage)), advice) from error
+        what = "is missing"
+    raise RecordError(
+        f"run {run_id}: its run.json in {str(folder)!r} {what}; `lockstep record check {run_id} --repair` writes it again"
+    )
 
 
-def finished_in_folder(storage: Path, identity: str) -> Iterator[Recorded]:
+def _is_recorded_here(folder: Path) -> bool:
+    """Whether the run's spec says that its folder is all of its record: MLflow's runs have one without a run.json.
+
+    One without a spec has never begun.
+    """
+    try:
+        spec = yaml.safe_load((folder / "spec.yaml").read_text(encoding="utf-8"))
+        return bool(spec["record"]["uri"] == RECORD_OFF)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # nothing says otherwise
+        return True
+
+
+_KINDS: Mapping[str, Any] = {
+    "run_id": str,
+    "name": str,
+    "status": str,
+    "started": (int, float),
+    "ended": (int, float, type(None)),
+    "params": dict,
+    "tags": dict,
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A run.json. ValueError where it is not as it was written."""
+    run = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(run, dict) or not run:
+        raise ValueError("it has no run")
+    wrong = next((name for name, kind in _KINDS.items() if not isinstance(run.get(name, ...), kind)), "")
+    if wrong:
+        raise ValueError(f"it has no {wrong}")
+    return run
+
+
+def write_run(folder: Path, name: str, journal: Journal) -> None:
+    """Write run.json again, with as much as nothing but the journal and the log have; the rest comes from a sync."""
+    end = last_words(journal.events)[-1]
+    opened = next((event for event in journal.events if isinstance(event, Opened)), None)
+    first = next(journal.steps(), None)
+    at = opened.at if opened else first.wall_clock if first else time.time()
+    tags = {name: str(value) for name, value in opened.process.items()} if opened else {}
+    log = folder / LOG
+    said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    if violated := re.search("determinism violation: (.*)", said):
+        tags["lockstep.violation"] = violated[1]
+    status = status_of(journal.events)
+    ended = None if status == "RUNNING" else getattr(end, "at", None) or journal.last_sign or at
+    run: dict[str, Any] = {
+        "run_id": folder.name,
+        "name": name,
+        "started": at,
+        "status": status,
+        "ended": ended,
+        "params": {},
+    }
+    write_text(folder / "run.json", as_json({**run, "tags": tags}))
+
+
+def finished_in_folder(storage: Path, identity: str) -> Iterator[StoredRun]:
     """The runs with status FINISHED and this identity, newest first; unreadable ones are skipped."""
     found = []
     for path in storage.glob("*/run.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             now = path.stat()
             of_run, started = _finished(path, now.st_ino, now.st_mtime_ns, now.st_size)
             if of_run == identity:
@@ -84,6 +173,7 @@ class FolderStore:
         self._name = run_name
         self._folder = storage
         self._run: dict[str, Any] = {}
+        self._ended: Ended | None = None
         self._changing = threading.Lock()
 
     def open(self, run_id: str | None) -> str:
@@ -100,19 +190,14 @@ class FolderStore:
                 "tags": process_tags(time.time()),  # so a run killed in its first second is known too
             }
         else:
-            self._run = self._existing(run_id)
+            self._run = run_in_folder(self._storage, run_id)
+            status, at = self._run["status"], self._run["ended"]
+            self._ended = (
+                None
+                if status == "RUNNING" or at is None
+                else Ended(status, at, self._run["tags"].get("lockstep.error", ""))
+            )
         return known
-
-    def _existing(self, run_id: str) -> dict[str, Any]:
-        try:
-            run: dict[str, Any] = json.loads((self._folder / "run.json").read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
-        except OSError as error:
-            raise UnavailableError(f"run {run_id}: cannot read {str(self._folder)!r}: {error}") from error
-        except ValueError as error:
-            raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
-        return run
 
     def last_steps(self) -> Mapping[str, int]:
         return {}
@@ -174,10 +259,13 @@ class FolderStore:
     def delete_checkpoint(self, step: int) -> None:
         """Nothing to do: the store has no copies of checkpoints."""
 
-    def set_status(self, status: Status) -> None:
+    def ended(self) -> Ended | None:
+        return self._ended
+
+    def set_status(self, status: Status, at: float | None = None) -> None:
         with self._changing:
             self._run["status"] = status
-            self._run["ended"] = None if status == "RUNNING" else time.time()
+            self._run["ended"] = None if status == "RUNNING" else at or time.time()
             self._save()
 
     def url(self) -> str:
@@ -197,31 +285,30 @@ class FolderReader:
 
     def __init__(self, storage: Path) -> None:
         self._storage = storage
+        self.passed_over: list[str] = []
 
     def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
         if experiment is not None:
             raise SpecError("experiment: runs that are recorded in folders alone have none; leave it out")
-        found = [self.run(path.parent.name) for path in self._storage.glob("*/run.json")]
+        found = []
+        for path in self._storage.glob("*/run.json"):
+            try:
+                found.append(self.run(path.parent.name))
+            except RecordError as error:
+                self.passed_over.append(str(error))
         return sorted(found, key=lambda run: -run.started)[:limit]
 
     def run(self, run_id: str) -> RunInfo:
-        path = self._storage / run_id / "run.json"
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise no_such_run(
-                run_id, repr(str(self._storage)), "name the folder of runs with --storage"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise RecordError(f"run {run_id}: no record of it in {str(self._storage)!r} ({error})") from error
+        known = run_in_folder(self._storage, run_id)
         reason = vanished(run_id, known["tags"]) if known["status"] == "RUNNING" else ""
-        now = json.loads(path.read_text(encoding="utf-8")) if reason else known
+        now = run_in_folder(self._storage, run_id) if reason else known
         if now["status"] != "RUNNING" or not same_beat(known["tags"], now["tags"]):
             known = now  # it has given a sign of life since
         elif reason:
             known |= {"status": "FAILED", "ended": float(known["tags"]["lockstep.heartbeat"])}
             known["tags"] |= {"lockstep.vanished": reason, "lockstep.error": reason}
-            write_text(path, as_json(known))
+            with suppress(OSError):  # the run of another user, who will mark it
+                write_text(self._storage / run_id / "run.json", as_json(known))
         return self._info(known)
 
     def _info(self, known: dict[str, Any]) -> RunInfo:

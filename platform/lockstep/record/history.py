@@ -6,6 +6,8 @@ with the checkpoint itself: its cost does not grow with the number of earlier st
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +35,7 @@ class HandedRows(NamedTuple):
     observations: tuple[Observation, ...]
     reached: int
     evaluated: int
+    best: dict[tuple[str, str], tuple[float, int]]
 
 
 class History:
@@ -53,6 +56,8 @@ class History:
         self.reached = reached
         """The newest step that has a row, or the step that a fork begins after."""
         self._evaluated = 0
+        self._best: dict[tuple[str, str], tuple[float, int]] = {}
+        """The best value of each metric in each direction, and its step; of several the first, and NaN is never best."""
 
     def add(self, row: StepRow) -> None:
         """Add the row of a step. An existing row is kept: a repeated step has the same bits."""
@@ -68,6 +73,19 @@ class History:
         if row.step > self._evaluated:
             self._evaluated = row.step
             self.evaluations.append(row)
+            self._note_best(row)
+
+    def _note_best(self, row: EvaluationRow) -> None:
+        for name, value in row.metrics.items():
+            for mode, better in (("min", operator.lt), ("max", operator.gt)):
+                best = self._best.get((name, mode))
+                if not math.isnan(value) and (best is None or better(value, best[0])):
+                    self._best[name, mode] = value, row.step
+
+    def best_step(self, metric: str, mode: str) -> int | None:
+        """The step of the best evaluation so far by a metric, also of those before a resume; None where none has it."""
+        best = self._best.get((metric, mode))
+        return None if best is None else best[1]
 
     def add_observation(self, row: Observation) -> None:
         """Add an observation, unless it exists."""
@@ -109,7 +127,7 @@ class History:
         with self._sealing:
             full = tuple(self._full)
         rows = tuple(self.steps), tuple(self.evaluations), tuple(self.observations)
-        return HandedRows(tuple(self.segments), full, *rows, self.reached, self._evaluated)
+        return HandedRows(tuple(self.segments), full, *rows, self.reached, self._evaluated, dict(self._best))
 
     @classmethod
     def of(cls, handed: HandedRows) -> History:
@@ -117,6 +135,7 @@ class History:
         history = cls(handed.segments, handed.reached)
         history.steps, history.evaluations = list(handed.steps), list(handed.evaluations)
         history._full, history._evaluated = list(handed.full), handed.evaluated
+        history._best = dict(handed.best)
         history.observations.extend(handed.observations)
         return history
 
@@ -170,6 +189,8 @@ class History:
                 history.evaluations = [one for one in evaluations if one.step < row.step]
                 evaluations = evaluations[len(history.evaluations) :]
             history.add(row)
+        for one in history._past.evaluations:
+            history._note_best(one)
         history.evaluations = evaluations
         last = segments[-1].last if segments else 0
         history.reached = steps[-1].step if steps else last

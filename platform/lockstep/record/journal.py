@@ -20,15 +20,19 @@ from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.errors import RecordError
+from lockstep.job.identity import forked_step
 from lockstep.record.events import (
+    CheckpointRow,
     Delivered,
     EvaluationRow,
     Mended,
     Observation,
+    Opened,
     Recorded,
     Sampled,
     Sealed,
     Segment,
+    Started,
     StepRow,
 )
 from lockstep.record.journal_file import NAME, READ_BYTES, JournalFile, broken
@@ -155,10 +159,18 @@ class Journal:
         """Number of the last step, or 0."""
         return max(self._open.last, self._sealed.last)
 
+    @property
+    def last_sign(self) -> float | None:
+        """When the last row was recorded, or without any the run was opened, Unix seconds; None if nothing tells."""
+        step = self.step(self.last_step)
+        rows = [row.wall_clock for row in (step, *self.evaluations()[-1:]) if row is not None]
+        opened = [event.at for event in self.events[:1] if isinstance(event, Opened)]
+        return max(rows or opened, default=None)
+
     def missing_steps(self) -> range:
-        """The first gap between the first and the last step; empty if there is none."""
+        """The first gap between the run's first step and the last one; empty if there is none."""
         count = self._open.count + self._sealed.count
-        if count == self.last_step - self._first_step + bool(count):
+        if not count or count == self.last_step - self._first_step + 1:
             return range(0)
         wanted = self._first_step
         open_steps = (range(number, number + 1) for number in self._open.in_order())
@@ -170,6 +182,10 @@ class Journal:
 
     @property
     def _first_step(self) -> int:
+        """The run's first step. A fork's is known from the facts of its attempts; without any it is the first one that is there."""
+        for event in self.events:
+            if isinstance(event, Started) and event.facts.get("fields"):
+                return forked_step(event.facts["fields"]) + 1
         return min(
             (first for first in (self._open.first, self._sealed.first) if first is not None), default=0
         )
@@ -193,7 +209,7 @@ class Journal:
         try:
             return self._sealed.step(number)
         except RecordError:
-            # Damaged since. Whoever writes the ledger or opens the journal finds that too.
+            # Damaged since. The next writer of the ledger or opener of the journal finds that too.
             return None
 
     def _step_at(self, start: int) -> StepRow | None:
@@ -381,3 +397,16 @@ def newest_step(folder: Path) -> StepRow | None:
         lines = file.read().split(b"\n")[:-1]
     rows = (from_line(line, folder) for line in reversed(lines) if line.startswith(b'{"step":'))
     return next((row for row in rows if isinstance(row, StepRow)), None)
+
+
+def newest_checkpoint(folder: Path) -> CheckpointRow | None:
+    """The last checkpoint in the journal of a run whose place it names, or None."""
+    path, found = folder / NAME, None
+    if not path.exists():
+        return None
+    with path.open("rb") as lines:
+        for line in lines:
+            row = from_line(line.rstrip(b"\n"), folder) if line.startswith(b'{"checkpoint":') else None
+            if isinstance(row, CheckpointRow) and row.uri is not None:
+                found = row
+    return found

@@ -36,7 +36,9 @@ from lockstep.record.events import (
     SetAside,
     Started,
     StepRow,
+    Straggling,
     TakenOver,
+    Warned,
     Witness,
 )
 
@@ -75,13 +77,19 @@ def _plain_event(event: Recorded, folder: Path) -> tuple[str, Any]:
             files = [
                 path.relative_to(folder) if path.is_relative_to(folder) else path for path in event.files
             ]
-            return "finished", {"summary": dict(event.summary), "files": [str(path) for path in files]}
+            return "finished", {
+                "summary": dict(event.summary), "files": [str(path) for path in files], "at": event.at
+            }  # fmt: skip
         case Failed():
-            return "failed", {"message": event.message, "details": event.details, "status": event.status}
+            return "failed", asdict(event)
         case TakenOver():
             return "taken_over", {"message": event.message}
         case Diagnosed():
             return "diagnosed", asdict(event)
+        case Warned():
+            return "warned", {"text": event.text}
+        case Straggling():
+            return "straggling", {"text": event.text}
         case SetAside():
             return "set_aside", {"what": event.what, "reason": event.reason}
         case Mended():
@@ -144,13 +152,17 @@ def _from_plain(kind: str, value: Any, folder: Path) -> Recorded:
         case "document":
             return Document(**value)
         case "finished":
-            return Finished(value["summary"], [folder / name for name in value["files"]])
+            return Finished(value["summary"], [folder / name for name in value["files"]], value.get("at"))
         case "failed":
             return Failed(**value)
         case "taken_over":
             return TakenOver(**value)
         case "diagnosed":
             return Diagnosed(**value)
+        case "warned":
+            return Warned(**value)
+        case "straggling":
+            return Straggling(**value)
         case "set_aside":
             return SetAside(**value)
         case "mended":

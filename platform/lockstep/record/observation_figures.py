@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,18 @@ PHASES = ("data", "forward", "backward", "slowest", "reduction", "optimizer", "o
 _SHOWN = {"data": "waiting for data", "slowest": "waiting for the slowest"}
 
 
-def draw(observed: Sequence[Observation], folder: Path) -> list[Path]:
-    """Draw the figures of at least two observations into `<folder>/figures`. Returns the files."""
+def draw(observed: Sequence[Observation], folder: Path, log: Callable[[str], None]) -> list[Path]:
+    """Draw the figures of at least two observations into `<folder>/figures`, as `figures.save_drawn` does. Returns the files."""
     if len(observed) < 2:
         return []
-    drawn = {}
+    drawn: dict[str, Callable[[], Any]] = {}
     if any(name.startswith(LAYERS) for name in observed[-1].values):
-        drawn["layers"] = _layers(observed)
+        drawn["layers"] = partial(_layers, observed)
     if any(name.startswith("perf/time/") for name in observed[-1].values):
-        drawn["phases"] = _phases(observed)
+        drawn["phases"] = partial(_phases, observed)
     if any(name.startswith("perf/memory/") for name in observed[-1].values):
-        drawn["memory"] = _memory(observed)
-    return [figures.save(figure, folder / figures.FOLDER / f"{name}.png") for name, figure in drawn.items()]
+        drawn["memory"] = partial(_memory, observed)
+    return figures.save_drawn(drawn, folder, log)
 
 
 def _layers(observed: Sequence[Observation]) -> Any:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import RecordError
 from lockstep.record.admission import Admission
 from lockstep.record.delivery import Delivery
-from lockstep.record.events import Opened, Recorded, SetAside
+from lockstep.record.events import Failed, Finished, Opened, Recorded, SetAside
 from lockstep.record.heartbeat import process_tags
 from lockstep.record.journal import Journal
 from lockstep.record.outbox import Outbox
 from lockstep.record.page import Page
-from lockstep.record.replay import last_words, unsaid
+from lockstep.record.replay import GONE, last_words, unsaid
 from lockstep.record.run_state import RunState
 from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.spec.fields import Spec
@@ -109,10 +109,8 @@ class OpenRecord:
         spec, resumed = self._request.spec, self._request.run_id is not None
         if spec.record.private:  # also if the folder existed
             self.folder.chmod(0o700)
-        try:
-            self.store.set_status("RUNNING")
-        except UnavailableError:  # from here on it is a call like others
-            self._outbox.send("status", "status RUNNING", self.store.set_status, "RUNNING")
+        if not self._request.replay:
+            self._set_running()
         self._outbox.advice = f"`lockstep record sync {self.folder.name}` sends it again"
         before, left = list(self.journal.events), not self.journal.delivered
         self.journal.add([Opened(time.time(), process_tags(time.time()))])
@@ -125,9 +123,30 @@ class OpenRecord:
         self.page.take_up_copies()
         self._tell_damage()
         if self._request.replay:
-            self.again = list(last_words(self.journal.events))
+            *said, end = last_words(self.journal.events)
+            self.again = [*said, self._as_known(end)]
         elif left and resumed:
             self.again = list(unsaid(before))
+
+    def _as_known(self, end: Recorded) -> Recorded:
+        """An end of which the journal does not tell when it was, or why, as the store has it, or else at the last sign of life."""
+        if not isinstance(end, Finished | Failed) or end.at is not None:
+            return end
+        known, last_sign = self.store.ended(), self.journal.last_sign
+        if known is None or known.status != end.status or known.at < (last_sign or 0.0):
+            return replace(end, at=last_sign)
+        if isinstance(end, Failed) and end.message == GONE and known.error:
+            file = self.folder / "error.txt"
+            told = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+            details = told.removeprefix(known.error).strip() if told.startswith(known.error) else ""
+            end = Failed(known.error, details)
+        return replace(end, at=known.at)
+
+    def _set_running(self) -> None:
+        try:
+            self.store.set_status("RUNNING")
+        except UnavailableError:  # from here on it is a call like others
+            self._outbox.send("status", "status RUNNING", self.store.set_status, "RUNNING")
 
     def _make_parts(self, *, thorough: bool) -> None:
         request, run_id = self._request, self.folder.name
@@ -140,7 +159,15 @@ class OpenRecord:
             thorough=request.replay or thorough,
             outbox=self._outbox,
         )
-        self.state = RunState(self.folder, self.page, self.delivery, self._outbox, self.store, self._failure)
+        self.state = RunState(
+            self.folder,
+            self.page,
+            self.delivery,
+            self._outbox,
+            self.store,
+            self._failure,
+            goes_on=not request.replay,
+        )
         self.admission = Admission(
             self.journal,
             request.spec,

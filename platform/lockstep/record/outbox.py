@@ -106,13 +106,13 @@ class Lane:
 
     def aside(self, what: str, error: Exception) -> None:
         """Set something aside. UnavailableError if the journal cannot note it now."""
-        told = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
+        refusal = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
         if what not in self.set_aside:
             try:
-                self._note(SetAside(what, str(told)))
+                self._note(SetAside(what, str(refusal)))
             except RecordError as disk:
                 raise UnavailableError(str(disk)) from disk
-            self.set_aside[what] = told
+            self.set_aside[what] = refusal
 
     # --- the thread -----------------------------------------------------------------------------------------
 
@@ -214,8 +214,8 @@ class Outbox:
 
     def refuse(self, error: Exception) -> None:
         """Note what cannot be recorded. The first error is kept: the others mostly follow from it."""
-        told = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
-        self._refused = self._refused or told
+        refusal = error if isinstance(error, RecordError) else RecordError(f"record: {first_line(error)}")
+        self._refused = self._refused or refusal
 
     def idle(self, kinds: Sequence[Kind]) -> bool:
         """Whether no call of these kinds is waiting."""

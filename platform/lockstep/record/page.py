@@ -21,6 +21,7 @@ from lockstep.record import documents, figures, final_tables
 from lockstep.record.copies import Copies
 from lockstep.record.data_sets import data_sets
 from lockstep.record.events import (
+    SOURCE,
     AttemptsSummarised,
     CheckpointRow,
     Corrupted,
@@ -40,7 +41,9 @@ from lockstep.record.events import (
     SetAside,
     Started,
     StepRow,
+    Straggling,
     TakenOver,
+    Warned,
 )
 from lockstep.record.final_model import FinalModel, model_folder
 from lockstep.record.journal import Journal
@@ -84,12 +87,14 @@ class Page:
         self.working = False
         self.came_to: Status | None = None
         """The final status of the run, until its store has it."""
+        self.ended_at: float | None = None
+        """When the run ended, Unix seconds; None if nothing tells."""
         self._copies = Copies(store, self._copied, _checkpoint_tags, spec.record.copy_mb_per_s)
         self.lost = ""
         """Steps of an earlier attempt that cannot be read anywhere, and why."""
         self.not_whole = ""
         """What the ledger of a run that reached its end lacks."""
-        for event in journal.events:  # told to an earlier recorder
+        for event in journal.events:  # of an earlier recorder
             if isinstance(event, Started):
                 self._facts = _single_facts(event.facts)
 
@@ -117,6 +122,8 @@ class Page:
             case Diagnosed():
                 self._diagnosed()
                 self.log(str(event))
+            case Warned() | Straggling():
+                self.log(f"warning: {event.text}")
             case Corrupted():
                 self.log(str(event))
                 self._tag({"corrupted": str(event)})
@@ -149,7 +156,7 @@ class Page:
         """Show the facts of an attempt."""
         self.log(f"training begins on {facts.get('workers', '?')} workers")
         plan, git, environment = (facts.get(name) or {} for name in _DOCUMENTS)
-        rest = {name: value for name, value in facts.items() if name not in _DOCUMENTS}
+        rest = {name: value for name, value in facts.items() if name not in {*_DOCUMENTS, SOURCE}}
         self._send("facts", "parameters", self._store.log_params, documents.flat({"plan": plan}), later=True)
         if facts.get("fields"):
             data = data_sets(self._spec, facts["fields"])
@@ -162,16 +169,20 @@ class Page:
         self._tag(self._facts)
         if git.get("diff"):
             self._document("git.diff", git["diff"])
+        for path, text in (facts.get(SOURCE) or {}).items():
+            self._document(f"source/{path}", text)
         for name, value in {"environment": environment, **rest}.items():
             if value and name not in self._facts:
                 self._document(f"{name}.json", documents.as_json(value))
 
     def _attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
         """Show what is known of each attempt so far; those of an earlier driver stay as it left them."""
-        told = {attempt["attempt"]: attempt for attempt in [*self._earlier_attempts(), *attempts]}
-        self._stragglers = [line for attempt in told.values() for line in attempt.get("stragglers", ())]
-        self._tag({"attempts": len(told), "stragglers": "; ".join(self._stragglers[-3:])})
-        self._document("attempts.json", documents.as_json([told[number] for number in sorted(told)]))
+        by_number = {attempt["attempt"]: attempt for attempt in [*self._earlier_attempts(), *attempts]}
+        self._stragglers = [line for attempt in by_number.values() for line in attempt.get("stragglers", ())]
+        self._tag({"attempts": len(by_number), "stragglers": "; ".join(self._stragglers[-3:])})
+        self._document(
+            "attempts.json", documents.as_json([by_number[number] for number in sorted(by_number)])
+        )
 
     def _diagnosed(self) -> None:
         """Show everything that the run has shown to be wrong with it."""
@@ -254,7 +265,7 @@ class Page:
         """
         self.not_whole = self._missing(int(end.summary.get("step") or 0))
         if self.not_whole:
-            self._failed(Failed(self.not_whole))
+            self._failed(Failed(self.not_whole, at=end.at))
             return
         summary, files = end.summary, end.files
         self._tables()
@@ -279,7 +290,7 @@ class Page:
             f"**{status}**{killer} at step {summary.get('step', '?')}" + (f": {error}" if error else ""),
             *map(documents.reading, sorted(metrics.items(), key=lambda one: not one[0].startswith("eval/"))),
         ]
-        self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts})
+        self._end(status, " · ".join(verdict[:5]), {**values, **metrics, **self._facts}, end.at)
 
     def _missing(self, last: int) -> str:
         """What the ledger of a run that ended after step `last` lacks; empty if nothing."""
@@ -305,7 +316,7 @@ class Page:
             self._document("error.txt", f"{end.message}\n\n{end.details}".rstrip() + "\n")
             self._tables()
         finally:  # a run whose folder is not writable has failed too
-            self._end(end.status, f"**{end.status}** {reached}: {end.message}", self._facts)
+            self._end(end.status, f"**{end.status}** {reached}: {end.message}", self._facts, end.at)
 
     def log(self, text: str) -> None:
         """Add a line to log.txt, with its time. Any thread may call it."""
@@ -320,11 +331,11 @@ class Page:
         for path in self._texts.end():
             self._keep(path)
 
-    def _end(self, status: Status, verdict: str, details: Mapping[str, Any]) -> None:
+    def _end(self, status: Status, verdict: str, details: Mapping[str, Any], at: float | None) -> None:
         self._note(verdict, details)
         self.log(verdict.replace("**", ""))
         self._keep(self._folder / LOG)
-        self.came_to = status
+        self.came_to, self.ended_at = status, at
 
     def _note(self, verdict: str, details: Mapping[str, Any]) -> None:
         self._verdict = verdict, details
@@ -356,7 +367,7 @@ class Page:
     def _tables(self) -> None:
         """Write and send the final tables and the figures, which the run's note names."""
         for path, is_figure in final_tables.write(
-            self._journal, self._folder, scaled=self._spec.precision == "fp16"
+            self._journal, self._folder, scaled=self._spec.precision == "fp16", log=self.log
         ):
             if is_figure:
                 self._figures.append(path.name)
@@ -384,7 +395,7 @@ _REMEDY = "resume the run, or `lockstep record check RUN --repair`: what is miss
 
 def _single_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that are one value: they become tags of the run and rows of its note."""
-    return documents.single_values({name: facts[name] for name in facts if name not in _DOCUMENTS})
+    return documents.single_values({name: facts[name] for name in facts if name not in {*_DOCUMENTS, SOURCE}})
 
 
 def _checkpoint_tags(uri: str) -> dict[str, str]:

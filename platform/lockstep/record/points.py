@@ -10,8 +10,9 @@ import hashlib
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
+from lockstep.record import events
 from lockstep.record.events import CheckpointRow, EvaluationRow, Observation, Recorded, Sampled, StepRow
 
 
@@ -35,9 +36,18 @@ def points_of(event: Recorded, before: StepRow | None, *, scaled: bool, started_
             return observation_points(event)
         case Sampled():
             return system_points(event, started_at)
-        case CheckpointRow() if event.uri is not None:
+        case CheckpointRow():
             return checkpoint_points(event)
-    return iter(())
+        case events.Started() | events.PeakMemory() | events.AttemptsSummarised():
+            return iter(())
+        case events.Document() | events.Diagnosed() | events.Corrupted():
+            return iter(())
+        case events.Warned() | events.Straggling() | events.Finished() | events.Failed() | events.TakenOver():
+            return iter(())
+        case events.Opened() | events.SetAside() | events.Mended() | events.Sealed() | events.Delivered():
+            return iter(())
+        case _:
+            assert_never(event)
 
 
 def step_points(row: StepRow, before: StepRow | None, *, scaled: bool) -> Iterator[Point]:
@@ -90,7 +100,9 @@ def system_points(sample: Sampled, started_at: float) -> Iterator[Point]:
 
 
 def checkpoint_points(row: CheckpointRow) -> Iterator[Point]:
-    """The points of a checkpoint that was published."""
+    """The points of a checkpoint; none if it was given up."""
+    if row.uri is None:
+        return iter(())
     values = {
         "perf/checkpoint_pause_s": row.waited_s + row.copied_s,
         "perf/checkpoint_write_s": row.written_s,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.record.events import CheckpointRow, Failed, Finished, Recorded, Started, TakenOver
+from lockstep.record.events import CheckpointRow, Failed, Finished, Opened, Recorded, Started, TakenOver
 
+PROCESS = "lockstep.process"
+"""The tag of a run with the process that recorded it last."""
 GONE = "the process that recorded the run has gone without a word"
 
 
@@ -36,3 +38,19 @@ def last_words(events: Sequence[Recorded]) -> list[Recorded]:
                 end = Failed(GONE)
             said.append(event)
     return [*said, end]
+
+
+def status_of(events: Sequence[Recorded]) -> str:
+    """The status that a run has by its journal; RUNNING where a newer attempt has taken it over."""
+    end = last_words(events)[-1]
+    return end.status if isinstance(end, Finished | Failed) else "RUNNING"
+
+
+def lost_end(events: Sequence[Recorded], status: str, process: str | None) -> bool:
+    """Whether a store was told an end, by `process`, that is not among a journal's events: it was written down there first.
+
+    The journal may also go on after what the store was told: then `process` has opened it, and another one after it.
+    """
+    opened = [event.process.get(PROCESS) for event in events if isinstance(event, Opened)]
+    goes_on = process in opened and opened[-1] != process
+    return status in {"FINISHED", "KILLED"} and status_of(events) not in {status, "FINISHED"} and not goes_on

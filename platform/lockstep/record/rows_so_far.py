@@ -6,16 +6,10 @@ from collections.abc import Iterator
 from heapq import merge
 from operator import attrgetter
 from pathlib import Path
+from typing import assert_never
 
-from lockstep.record.events import (
-    EvaluationRow,
-    Failed,
-    Finished,
-    Observation,
-    Recorded,
-    Sealed,
-    StepRow,
-)
+from lockstep.record import events
+from lockstep.record.events import EvaluationRow, Failed, Finished, Observation, Recorded, Sealed, StepRow
 from lockstep.record.journal_file import NAME
 from lockstep.record.journal_lines import from_line
 from lockstep.record.sealed import SealedSteps
@@ -49,21 +43,35 @@ class RowsSoFar:
         evaluations: dict[int, EvaluationRow],
         observations: dict[int, Observation],
     ) -> None:
-        if isinstance(event, Finished | Failed):
-            self.failed = isinstance(event, Failed) or event.status == "FAILED"
-        elif isinstance(event, StepRow):
-            self.failed = None  # it was resumed
         match event:
+            case Finished():
+                self.failed = event.status == "FAILED"
+            case Failed():
+                self.failed = True
             case Sealed():
                 self._sealed.take_up(event.segments)
-            case StepRow() if self._sealed.segment_of(event.step) is None:
-                self._open[event.step] = event
+            case StepRow():
+                self.failed = None  # it was resumed
+                if self._sealed.segment_of(event.step) is None:
+                    self._open[event.step] = event
             case EvaluationRow():
                 evaluations[event.step] = event
             case Observation():
                 observations[event.step] = event
+            case events.Started() | events.CheckpointRow() | events.Sampled():
+                pass
+            case events.PeakMemory() | events.AttemptsSummarised() | events.Document():
+                pass
+            case events.TakenOver() | events.Diagnosed() | events.Corrupted():
+                pass
+            case events.Warned() | events.Straggling():
+                pass
+            case events.Opened() | events.SetAside() | events.Mended() | events.Delivered():
+                pass
+            case None:
+                pass  # damaged
             case _:
-                pass  # not a row, or damaged
+                assert_never(event)
 
     def steps(self) -> Iterator[StepRow]:
         """The steps, in order; those of sealed segments are held one segment at a time."""

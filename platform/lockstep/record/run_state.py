@@ -19,7 +19,10 @@ _CONTENT: tuple[Kind, ...] = ("facts", "points", "files")
 
 
 class RunState:
-    """The state of the run in `folder`. `failure` says what could not be recorded so far. One thread calls it; any thread may call `beat`."""
+    """The state of the run in `folder`. `failure` says what could not be recorded so far. One thread calls it; any thread may call `beat`.
+
+    Of a run that does not go on (`goes_on`), the status that the store has stays until its end is told.
+    """
 
     def __init__(
         self,
@@ -29,8 +32,10 @@ class RunState:
         outbox: Outbox,
         store: RunStore,
         failure: Callable[[], RecordError | None],
+        *,
+        goes_on: bool = True,
     ) -> None:
-        self._folder = folder
+        self._folder, self._goes_on = folder, goes_on
         self._page, self._delivery = page, delivery
         self._outbox, self._store = outbox, store
         self._failure = failure
@@ -38,7 +43,7 @@ class RunState:
         """Whether the run has ended, which its page shows or will show soon. Set by `end`."""
         self._over = False
         self._telling = threading.Lock()
-        self._trouble = self._trouble_told = ""
+        self._trouble = self._trouble_sent = ""
         self._away = False
         self._beat_at = 0.0
 
@@ -79,8 +84,8 @@ class RunState:
             settle(*_CONTENT)
         copied = self._page.close(max(closing_at, self._outbox.away_since) + patience_s)
         self._outbox.give_up(kept, ("points", "files"))
-        told = self._told(settle)
-        if self._page.came_to is not None and told:  # else readers would take the record for complete
+        informed = self._is_informed(settle)
+        if self._page.came_to is not None and informed:  # else readers would believe the record complete
             self._tell_end()
         elif self._page.came_to is not None:
             self._outbox.refuse(RecordError(f"record: the store was not told how the run ended; {kept}"))
@@ -97,12 +102,12 @@ class RunState:
             self.beat()
             self._report()
 
-    def _told(self, settle: Callable[[Kind], None]) -> bool:
+    def _is_informed(self, settle: Callable[[Kind], None]) -> bool:
         """Whether the store knows what it lacks, and lacks nothing else."""
         for _ in range(3):  # the report itself may be refused
             self._report()
             settle("facts")
-            if self._outbox.idle(("facts",)) and self._trouble_told == str(self._failure() or ""):
+            if self._outbox.idle(("facts",)) and self._trouble_sent == str(self._failure() or ""):
                 return True
         return False
 
@@ -112,14 +117,15 @@ class RunState:
         assert end is not None
         with self._telling:  # so that no beat follows it
             self._over = True
-            self._send_status(end)
+            self._send_status(end, self._page.ended_at)
 
     def beat(self) -> None:
         """Report now and then that this process lives. This also clears what a hasty reader may have set, and restores RUNNING."""
         with self._telling:
             if self._over or not self._outbox.idle(("status",)) or time.monotonic() - self._beat_at < BEAT_S:
                 return
-            self._send_status("RUNNING")
+            if self._goes_on:
+                self._send_status("RUNNING")
             self._tag_process()
             # Queued with the facts, so that an error of the run itself comes after it.
             if not self.ended and self._outbox.idle(("facts",)):
@@ -144,12 +150,12 @@ class RunState:
 
     def _tag_trouble(self, text: str) -> None:
         self._store.set_tags({"lockstep.record_error": text})
-        self._trouble_told = text
+        self._trouble_sent = text
 
     def _tag_process(self) -> None:
         self._beat_at = time.monotonic()
         tags = process_tags(time.time()) | {"lockstep.vanished": ""}
         self._outbox.send("status", "heartbeat", self._store.set_tags, tags)
 
-    def _send_status(self, status: Status) -> None:
-        self._outbox.send("status", f"status {status}", self._store.set_status, status)
+    def _send_status(self, status: Status, at: float | None = None) -> None:
+        self._outbox.send("status", f"status {status}", self._store.set_status, status, at)

@@ -38,6 +38,14 @@ class RejectedError(RecordError):
     """The store refuses this content, now and later. Example: a file is larger than a proxy lets through (413)."""
 
 
+class Ended(NamedTuple):
+    """With which status a run has ended, when (Unix seconds), and why if it failed."""
+
+    status: str
+    at: float
+    error: str
+
+
 class RunStore(Protocol):
     """One run in a store. Call `open` first. Calls come from several threads, and may be repeated: a repetition changes nothing.
 
@@ -88,8 +96,11 @@ class RunStore(Protocol):
     def delete_checkpoint(self, step: int) -> None:
         """Delete a checkpoint and its files, unless it has an alias."""
 
-    def set_status(self, status: Status) -> None:
-        """End the run, or mark it RUNNING again."""
+    def ended(self) -> Ended | None:
+        """How the run had ended when it was opened; None where it goes on, or its store does not tell when that was."""
+
+    def set_status(self, status: Status, at: float | None = None) -> None:
+        """End the run, `at` Unix seconds or else now, or mark it RUNNING again."""
 
     def url(self) -> str:
         """A link to the run's page; empty if the store has no pages."""
@@ -114,6 +125,9 @@ class RunInfo(NamedTuple):
 class RunReader(Protocol):
     """A store of runs, for reading. Raises RecordError for what does not exist, UnavailableError where the store does not answer."""
 
+    passed_over: list[str]
+    """What `runs` could not read, one line each."""
+
     def runs(self, experiment: str | None, limit: int) -> list[RunInfo]:
         """The newest runs, newest first."""
 
@@ -127,7 +141,7 @@ class RunReader(Protocol):
         """The text of one of these files."""
 
 
-class Recorded(NamedTuple):
+class StoredRun(NamedTuple):
     """What a store knows of a run: enough to resume it."""
 
     run_id: str
@@ -146,9 +160,12 @@ class CheckpointCopy(NamedTuple):
     download: Callable[[Path], None]
 
 
+_CHECK = "`lockstep record check {} --repair` writes again what its journal has"
+
+
 def recorded(
     run_id: str, status: str, spec: str | None, summary: str | None, url: str, where: str
-) -> Recorded:
+) -> StoredRun:
     """A run from its files. RecordError where they are not those of a run of Lockstep."""
     import yaml
 
@@ -157,14 +174,19 @@ def recorded(
         found = json.loads(summary) if summary is not None else {}
     except (yaml.YAMLError, ValueError) as error:
         raise RecordError(
-            f"run {run_id}: its record in {where} cannot be understood: {' '.join(str(error).split())}"
+            f"run {run_id}: its record in {where} cannot be understood: {' '.join(str(error).split())}; {_CHECK.format(run_id)}"
         ) from error
-    if not isinstance(document, dict) or not isinstance(found, dict):
+    if not isinstance(found, dict) or (
+        status == "FINISHED" and summary is None and isinstance(document, dict)
+    ):
+        what = "is missing" if summary is None else "has no summary"
+        raise RecordError(f"run {run_id}: its summary.json in {where} {what}; {_CHECK.format(run_id)}")
+    if not isinstance(document, dict):
         raise NoSuchRunError(
-            f"run {run_id} in {where} has no spec.yaml; either it was ended before it began, and is started anew with its spec, or Lockstep did not make it"
+            f"run {run_id} in {where} has no spec.yaml; either it ended before it began, so start it again with its spec, or Lockstep did not create it"
         )
     known: Status = status if status in get_args(Status) else "RUNNING"  # type: ignore[assignment]
-    return Recorded(run_id, known, document, found, url)
+    return StoredRun(run_id, known, document, found, url)
 
 
 def no_such_run(run_id: str, where: str, advice: str) -> NoSuchRunError:

@@ -6,7 +6,7 @@ import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.documents import without_password
@@ -21,7 +21,7 @@ _REMEDIES = {
     "readonly database": f"make the file and its folder writable, {_NAME}",
     "unable to open database file": f"see that its folder can be written, {_NAME}",
     "database is locked": f"another process writes to it: wait until it has ended, {_NAME}",
-    "its tables have version": f"another MLflow made it: install that one, or back it up and call `mlflow db upgrade` where it is older, {_NAME}",
+    "its tables have version": f"another version of MLflow made it: install that version, or, if it is an older one, back the database up and run `mlflow db upgrade`, {_NAME}",
     "Can't locate revision": f"a newer MLflow, or another program, made it: install that version of MLflow, {_NAME}",
     "No module named 'psycopg": "give a URI that begins with postgresql+psycopg://, and pip install 'lockstep-train[stores]'",
 }
@@ -51,7 +51,7 @@ def refused(uri: str, reason: str) -> str:
 def check_uri(uri: str) -> None:
     """Check what the URI names, and change nothing.
 
-    SpecError for a folder, in which MLflow no longer stores runs; RecordError for a file that is not an intact SQLite database.
+    SpecError for a folder, in which MLflow no longer stores runs, and as `database_path`; RecordError for a file that is not an intact SQLite database.
     """
     scheme = urlsplit(uri).scheme
     if (scheme == "file" or uri.startswith("/")) and not _folders_allowed():
@@ -60,7 +60,18 @@ def check_uri(uri: str) -> None:
             "a server, or off; `mlflow migrate-filestore` moves the runs of a folder into a database"
         )
     if scheme == "sqlite":
-        check_database(Path(uri.partition(":///")[2].partition("?")[0]))
+        check_database(Path(database_path(uri)))
+
+
+def database_path(uri: str) -> str:
+    """The path in the URI of a SQLite database. SpecError for one that SQLAlchemy takes for another path: it decodes %41, and ends at a `?`."""
+    path, _, options = uri.partition(":///")[2].partition("?")
+    if unquote(path) != path or "/" in options:
+        raise SpecError(
+            f"record.uri: got {uri!r}, with a `%` or a `?` in its path, which a URI takes for something else; wanted a path without them: "
+            "name another database or a server with --uri, or set record.uri=off"
+        )
+    return path
 
 
 def _folders_allowed() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.errors import RecordError
 from lockstep.record.events import Observation
 from lockstep.record.ledger import OBSERVATIONS, Rows, read_history, read_observations
-from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, Recorded, RunReader, RunStore
+from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, RunReader, RunStore, StoredRun
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 
@@ -47,7 +47,7 @@ def find_copies(uri: str, run_id: str) -> list[CheckpointCopy]:
     return [] if uri == RECORD_OFF else checkpoint_copies(uri, run_id)
 
 
-def find_run(uri: str, run_id: str, folder: Path) -> Recorded:
+def find_run(uri: str, run_id: str, folder: Path) -> StoredRun:
     """The run that the store at `uri` knows by this id; for RECORD_OFF the one in `folder`. RecordError where there is none."""
     from lockstep.record.folder_store import recorded_in_folder
     from lockstep.record.mlflow_store import recorded_in_mlflow
@@ -57,7 +57,7 @@ def find_run(uri: str, run_id: str, folder: Path) -> Recorded:
     return recorded_in_mlflow(uri, run_id)
 
 
-def find_finished(uri: str, identity: str, folder: Path) -> Iterator[Recorded]:
+def find_finished(uri: str, identity: str, folder: Path) -> Iterator[StoredRun]:
     """The runs that are called finished and of this identity, newest first; what can't be read is passed over."""
     from lockstep.record.folder_store import finished_in_folder
     from lockstep.record.mlflow_store import finished_in_mlflow

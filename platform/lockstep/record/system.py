@@ -110,13 +110,16 @@ def _memory(used: int, total: int) -> dict[str, float]:
 
 
 def _memory_seen_by_torch() -> dict[str, float]:
-    """GPU memory as torch sees it; empty if this process does not use CUDA, which asking would initialise."""
+    """The memory, as torch sees it, of the GPUs that this process uses; empty if it does not use CUDA, which asking would initialise."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     found: dict[str, float] = {}
     for number in range(torch.cuda.device_count()):
+        # Asking opens a context on a GPU, of hundreds of MB. The current device of this thread says nothing: each thread has its own.
+        if not torch.cuda.memory_reserved(number):
+            continue
         free, total = torch.cuda.mem_get_info(number)
         found |= {f"gpu_{number}_{name}": value for name, value in _memory(total - free, total).items()}
     return found

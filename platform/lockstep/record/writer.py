@@ -12,6 +12,7 @@ thread. Metric points wait in the journal, not in memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -39,6 +40,7 @@ from lockstep.record.events import (
 )
 from lockstep.record.opening import Fetch, OpenRecord, Request, no_fetch
 from lockstep.record.outbox import Outbox
+from lockstep.record.recorder_state import RecorderState
 from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.record.segments import end_of
 from lockstep.spec.fields import Spec
@@ -54,7 +56,7 @@ Aliases = Callable[[str, frozenset[int]], None]
 class Writer:
     """Writes one run's record: of a new run or, with `run_id`, of one that is resumed.
 
-    `patience_s` is how long a store may be silent before `failure` reports it. `on_aliases` is called, in the writer's thread and after
+    `patience_s` is how long a store may be silent before the state reports it. `on_aliases` is called, in the writer's thread and after
     each checkpoint, with the run's id and the steps whose checkpoints have an alias in the store's registry. `source` is the folder
     whose git state is recorded. `fetch` reads what checkpoints share. With `replay` the journal is reported again instead of continued.
     """
@@ -72,18 +74,13 @@ class Writer:
     ) -> None:
         self.spec = spec
         self.opened = threading.Event()
-        self.run_id: str | None = None
-        self.url = ""
-        self.violation = ""
-        self.journaled = 0
-        """How many of the told events are in the journal (or have no place there) and are shown."""
-        self.diagnosed: tuple[str, ...] = ()
-        """What the run has shown to be wrong with it since it was opened, one line each."""
+        self._state = RecorderState(pid=os.getpid())
+        """All but the failure. The thread changes it."""
         self._on_aliases = on_aliases
         self._replay = replay
         self._outbox = Outbox(patience_s, self._set_aside)
         request = Request(spec, make_store, run_id, patience_s, source, replay, fetch)
-        self._record = OpenRecord(request, self._outbox, self.failure, self._violated)
+        self._record = OpenRecord(request, self._outbox, self._failure, self._violated)
         self._inbox: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
         self._unwritten: list[Event] = []
         """Events that are not in the journal yet."""
@@ -108,11 +105,17 @@ class Writer:
 
     def tell(self, events: Sequence[Event]) -> None:
         """Record events, after everything told before. Returns at once."""
-        if self.run_id is not None or not self.opened.is_set():  # if opening failed, nobody reads the inbox
+        if (
+            self._state.run_id is not None or not self.opened.is_set()
+        ):  # if opening failed, nobody reads the inbox
             self._inbox.put(events)
 
-    def failure(self) -> RecordError | None:
-        """What could not be recorded so far."""
+    @property
+    def state(self) -> RecorderState:
+        """How the record stands. Never waits."""
+        return self._state._replace(failure=self._failure())
+
+    def _failure(self) -> RecordError | None:
         return self._disk_failure or self._outbox.failure()
 
     def close(self, timeout_s: float) -> None:
@@ -184,7 +187,7 @@ class Writer:
         """End the record: no more events will come."""
         copied = self._record.state.finish(self._closing_at, self._closing_s)
         try:
-            if copied and self.failure() is None:
+            if copied and self._failure() is None:
                 self._record.journal.add([Delivered()])
         except RecordError as error:
             self._outbox.refuse(error)
@@ -197,8 +200,8 @@ class Writer:
         self._record.open()
         self._unshown.extend(self._record.again)
         self._diagnosing = Diagnosing(self._record.journal, self.spec)
-        self.url = self._record.url
-        self.run_id = self._record.folder.name
+        folder = self._record.folder
+        self._state = self._state._replace(run_id=folder.name, url=self._record.url, folder=str(folder))
 
     def _set_aside(self, aside: SetAside) -> None:
         self._record.journal.add([aside])
@@ -234,7 +237,7 @@ class Writer:
             if isinstance(event, Printed):
                 self._guarded(partial(self._record.page.output, event.name, event.text))
         del events, recorded  # the count may rise only when they are no longer in memory
-        self.journaled += count
+        self._state = self._state._replace(journaled=self._state.journaled + count)
 
     def _add(self, events: Sequence[Event]) -> list[Recorded]:
         """Put the admitted ones of these events into the journal, and return them. RecordError where the disk refuses them all."""
@@ -250,7 +253,8 @@ class Writer:
                 self._outbox.refuse(error)
                 return []
             return [one for event in events for one in self._add([event])]
-        self.diagnosed += tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
+        found = tuple(str(event) for event in recorded if isinstance(event, Diagnosed))
+        self._state = self._state._replace(diagnosed=self._state.diagnosed + found)
         return recorded
 
     def _not_written(self, error: RecordError) -> None:
@@ -274,8 +278,10 @@ class Writer:
             try:
                 self._take(event)
             except (OSError, StorageError, RecordError) as error:
-                told = f"record.folder: cannot write {str(self._record.folder)!r}: {error}"
-                self._not_shown(RecordError(told) if isinstance(error, OSError) else RecordError(str(error)))
+                problem = f"record.folder: cannot write {str(self._record.folder)!r}: {error}"
+                self._not_shown(
+                    RecordError(problem) if isinstance(error, OSError) else RecordError(str(error))
+                )
                 return
             except Exception as error:  # noqa: BLE001 - a fact that cannot be shown must not cost the others
                 self._outbox.refuse(error)
@@ -326,7 +332,7 @@ class Writer:
             self._record.page.take(mended)
 
     def _violated(self, violation: str) -> None:
-        self.violation = violation
+        self._state = self._state._replace(violation=violation)
         self._record.page.violated(violation)
 
     def _guarded(self, show: Callable[[], None]) -> None:
@@ -341,7 +347,7 @@ class Writer:
         return (
             self._busy
             or bool(self._unwritten or self._unshown)
-            or (self.run_id is not None and self._record.page.working)
+            or (self._state.run_id is not None and self._record.page.working)
         )
 
     def _say_last_words(self) -> None:
@@ -350,8 +356,9 @@ class Writer:
             return
         self._last_words = True
         if not self._record.state.ended:
-            failure = self.failure()
-            end = Failed(f"the run ended without a result{f' ({failure})' if failure else ''}")
+            failure = self._failure()
+            why = f"the run ended without a result{f' ({failure})' if failure else ''}"
+            end = Failed(why, at=time.time())
             with contextlib.suppress(RecordError):  # the disk refuses, but the page still shows it
                 self._record.journal.add([end])
             self._guarded(partial(self._take, end))

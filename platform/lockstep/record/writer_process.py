@@ -22,6 +22,7 @@ from typing import BinaryIO, NamedTuple
 from lockstep.errors import RecordError
 from lockstep.record.events import Event
 from lockstep.record.opening import Fetch, no_fetch
+from lockstep.record.recorder_state import RecorderState
 from lockstep.record.run_store import RunStore
 from lockstep.record.stores import warm_up
 from lockstep.record.writer import Aliases, Writer
@@ -41,17 +42,12 @@ STARTING_S = 300.0
 """How long it may take to start, and to import what its store needs."""
 
 
-class State(NamedTuple):
-    """The state of the writer, as the process reports it."""
+class Report(NamedTuple):
+    """What the process reports: how the record stands, whether opening it is over, and whether the process ends now."""
 
-    opened: bool = False
-    run_id: str | None = None
-    url: str = ""
-    failure: RecordError | None = None
-    violation: str = ""
-    journaled: int = 0
-    diagnosed: tuple[str, ...] = ()
-    closed: bool = False
+    state: RecorderState
+    opened: bool
+    closed: bool
 
 
 class Close(NamedTuple):
@@ -77,7 +73,10 @@ class WriterProcess:
         self.spec = spec
         self.opened = threading.Event()
         self._arguments = (spec, make_store, run_id, patience_s, on_aliases, source, replay, fetch)
-        self._state = State()
+        self.state = RecorderState()
+        """How the record stands, as the process last reported it."""
+        self._closed_well = False
+        """Whether the process ended as it was asked to."""
         self._closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._inbox: queue.SimpleQueue[Sequence[Event] | Close] = queue.SimpleQueue()
@@ -87,30 +86,6 @@ class WriterProcess:
         """How many reports the process has sent."""
         self._hung = ""
         """Why the process was killed; empty if it was not."""
-
-    @property
-    def run_id(self) -> str | None:
-        return self._state.run_id
-
-    @property
-    def url(self) -> str:
-        return self._state.url
-
-    @property
-    def violation(self) -> str:
-        return self._state.violation
-
-    @property
-    def journaled(self) -> int:
-        return self._state.journaled
-
-    @property
-    def diagnosed(self) -> tuple[str, ...]:
-        return self._state.diagnosed
-
-    def failure(self) -> RecordError | None:
-        """What could not be recorded so far."""
-        return self._state.failure
 
     def start(self) -> None:
         """Let the process open the store and create the run."""
@@ -138,7 +113,7 @@ class WriterProcess:
         if self._process is None:
             return
         if not self._started.is_set():  # there is nothing to write
-            self._state = State(closed=True)
+            self._closed_well = True
             self._process.kill()
             self._process.wait()
             self._closed.wait()
@@ -179,28 +154,30 @@ class WriterProcess:
         events: list[Event] = []
         with suppress(queue.Empty):
             while True:
-                told = self._inbox.get_nowait()
-                if isinstance(told, Close):
-                    return events, told
-                events.extend(told)
+                message = self._inbox.get_nowait()
+                if isinstance(message, Close):
+                    return events, message
+                events.extend(message)
         return events, None
 
     def _hear(self) -> None:
         assert self._process is not None and self._process.stdout is not None
         with self._process.stdout as pipe, suppress(EOFError, pickle.UnpicklingError):
             while True:
-                self._state = pickle.load(pipe)
+                report: Report = pickle.load(pipe)
+                self.state = report.state
                 self._heard += 1
-                if self._state.opened:
+                if report.opened:
                     self.opened.set()
-        if not self._state.closed:
+                self._closed_well |= report.closed
+        if not self._closed_well:
             why = f"has ended (exit code {self._process.wait()})"
             why = self._hung or why
             died = RecordError(
                 f"record: the process that writes it {why}; "
-                f"`lockstep record sync {self.run_id or 'RUN'}` sends what the run's folder has"
+                f"`lockstep record sync {self.state.run_id or 'RUN'}` sends what the run's folder has"
             )
-            self._state = self._state._replace(failure=died)
+            self.state = self.state._replace(failure=died)
         self.opened.set()
         self._closed.set()
 
@@ -228,25 +205,25 @@ def main() -> None:
         signal.SIGTERM,
     ):  # a terminal or a job sends them to all its processes: the parent handles them
         signal.signal(number, signal.SIG_IGN)
-    told, said = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    messages, reports = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not mix with the reports
-    writer = Writer(*pickle.load(told))
+    writer = Writer(*pickle.load(messages))
     over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(writer, said, os.getppid(), over), daemon=True)
+    watch = threading.Thread(target=_watch, args=(writer, reports, os.getppid(), over), daemon=True)
     watch.start()
     with suppress(Exception):  # any problem is reported when the store is opened
         warm_up(writer.spec.record.uri)
     started = False
     while True:
         try:
-            message: list[Event] | Close = pickle.load(told)
+            message: list[Event] | Close = pickle.load(messages)
         except (EOFError, pickle.UnpicklingError):
             os._exit(1)  # the parent has ended without a message, and so has the run
         if isinstance(message, Close):
             writer.close(message.timeout_s)
             over.set()
             watch.join()
-            _say(said, _state(writer)._replace(closed=True))
+            _send(reports, Report(writer.state, opened=True, closed=True))
             return
         if not started:
             started = True
@@ -254,31 +231,21 @@ def main() -> None:
         writer.tell(message)
 
 
-def _watch(writer: Writer, said: BinaryIO, parent: int, over: threading.Event) -> None:
+def _watch(writer: Writer, reports: BinaryIO, parent: int, over: threading.Event) -> None:
     """Report news and signs of life, and end with the parent. The pipe alone does not show its end: a process that it forked may hold it open."""
-    before, said_at = State(), 0.0
+    before: Report | None = None
+    sent_at = 0.0
     while not over.wait(LOOK_S):
         if os.getppid() != parent:
             os._exit(1)
-        now = _state(writer)
-        if now != before or time.monotonic() - said_at > BEAT_S:
-            _say(said, now)
-            said_at = time.monotonic()
+        opened = writer.opened.is_set()  # read first: the state is then that of an opened record
+        now = Report(writer.state, opened, closed=False)
+        if now != before or time.monotonic() - sent_at > BEAT_S:
+            _send(reports, now)
+            sent_at = time.monotonic()
         before = now
 
 
-def _state(writer: Writer) -> State:
-    return State(
-        writer.opened.is_set(),
-        writer.run_id,
-        writer.url,
-        writer.failure(),
-        writer.violation,
-        writer.journaled,
-        writer.diagnosed,
-    )
-
-
-def _say(said: BinaryIO, state: State) -> None:
-    pickle.dump(state, said)
-    said.flush()
+def _send(reports: BinaryIO, report: Report) -> None:
+    pickle.dump(report, reports)
+    reports.flush()

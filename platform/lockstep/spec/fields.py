@@ -1,8 +1,7 @@
 """The validated configuration of a run.
 
-Types are strict, for a spec is compared and digested: a number is no text and no truth value, "3" is not 3.
-A whole number will do where any number is wanted. (`job.params` are the job's own; pydantic's usual rules
-hold there.)
+Types are strict, because a spec is compared and digested: neither text nor a boolean counts as a number, so "3" is not 3.
+A whole number is accepted wherever any number is. (`job.params` belong to the job and follow pydantic's usual rules.)
 """
 
 from __future__ import annotations
@@ -69,15 +68,16 @@ class JobSpec(Section):
 
 
 class _Count(Section):
-    """Whole epochs, or optimizer steps: exactly one of the two."""
+    """Exactly one of its fields: whole epochs, or optimizer steps."""
 
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("wanted exactly one of epochs and steps")
+        *others, last = type(self).model_fields
+        if sum(getattr(self, name) is not None for name in (*others, last)) != 1:
+            raise ValueError(f"wanted exactly one of {', '.join(others)} and {last}")
         return self
 
 
@@ -273,7 +273,7 @@ class EarlyStop(Section):
 
 
 class Workers(Section):
-    """How many processes execute the run, and what each is given."""
+    """How many processes execute the run, and which resources each gets."""
 
     min: PositiveInt = 1
     max: PositiveInt = Field(default_factory=lambda workers: int(workers["min"]))
@@ -290,22 +290,14 @@ class Workers(Section):
         return most
 
 
-class Cadence(Section):
+class Cadence(Every):
     """When the state is saved: each so many epochs, steps or seconds, exactly one of the three."""
 
-    epochs: PositiveInt | None = None
-    steps: PositiveInt | None = None
     seconds: PositiveFloat | None = None
 
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if sum(given is not None for given in (self.epochs, self.steps, self.seconds)) != 1:
-            raise ValueError("wanted exactly one of epochs, steps and seconds")
-        return self
-
-    def due(self, position: Position) -> bool:
-        """Whether it is due after the step at `position`. A cadence in seconds is the clock's to tell, not the plan's."""
-        return is_due(position, steps=self.steps, epochs=self.epochs)
+    def due_after(self, elapsed_s: float) -> bool:
+        """Whether it counts seconds, and is due `elapsed_s` seconds after the last save."""
+        return self.seconds is not None and elapsed_s >= self.seconds
 
 
 class KeepBest(Section):
@@ -326,7 +318,7 @@ class Checkpoint(Section):
 
 
 class Fork(Section):
-    """A run that starts from the state that another one had after a step, its counters and optimizer included."""
+    """Start from the state of another run after a step, its counters and optimizer included."""
 
     run: str
     step: PositiveInt | None = None
@@ -335,7 +327,7 @@ class Fork(Section):
 
 
 class Record(Section):
-    """The MLflow tracking store, and the folder of the files beside it, `<folder>/<run_id>/`; `uri: off` records there alone."""
+    """The MLflow tracking store, and the folder of the run's files, `<folder>/<run_id>/`; with `uri: off` everything is recorded there only."""
 
     uri: str | None = None
     experiment: str | None = None
@@ -387,7 +379,7 @@ Schedule = Annotated[
 
 
 class Spec(Section):
-    """A run as it is configured. The shortest valid one names a job and nothing else."""
+    """The configuration of a run. The shortest valid one names only a job."""
 
     name: Annotated[str, AfterValidator(_one_word)] = ""
     job: JobSpec = Field(examples=['{use: "package.module:Class"}'])

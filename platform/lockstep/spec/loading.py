@@ -17,8 +17,8 @@ import pydantic
 from lockstep.errors import SpecError
 from lockstep.spec.fields import Spec
 from lockstep.spec.file import override, read_document
-from lockstep.spec.locations import absolute, absolute_weights, tracking_uri
-from lockstep.spec.messages import one_line
+from lockstep.spec.locations import absolute, absolute_weights, storage_location, tracking_uri
+from lockstep.spec.messages import one_line, shown
 
 
 def load_spec(
@@ -38,7 +38,7 @@ def load_spec(
 def named_store(
     source: str | Path | Mapping[str, Any], overrides: Iterable[str] = (), uri: str | None = None
 ) -> str | None:
-    """The store that somebody has named for a spec, by `uri`, in the spec or by MLFLOW_TRACKING_URI. None where only the default is left."""
+    """The store that is named for a spec, by `uri`, in the spec or by MLFLOW_TRACKING_URI; None if only the default is left."""
     document = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
     override(document, overrides)
     record = document.get("record")
@@ -61,7 +61,11 @@ def _default_name(source: str | Path | Mapping[str, Any], spec: Spec) -> str:
 
 
 def _resolve(spec: Spec, *, default_name: str, uri: str | None) -> Spec:
-    record, storage = spec.record, absolute(spec.checkpoint.storage)
+    record, storage = spec.record, storage_location(spec.checkpoint.storage)
+    if record.folder is not None and "://" in record.folder:
+        raise SpecError(
+            f"record.folder: got {shown(record.folder)}, wanted a folder of the file system; an object store is for checkpoint.storage"
+        )
     folder = record.folder or ("runs" if "://" in storage else storage)
     return spec.model_copy(
         update={

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 RECORD_OFF = "off"
 """The value of `record.uri` that keeps a run out of MLflow."""
@@ -13,6 +14,13 @@ RECORD_OFF = "off"
 def absolute(path: str) -> str:
     """A path from the root on; a URI stays as it is."""
     return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def storage_location(given: str) -> str:
+    """A checkpoint storage: a path from the root on, also where it was given as a file:// URI of this machine, or another URI as it is."""
+    uri = urlsplit(given)
+    local = uri.scheme == "file" and uri.netloc in {"", "localhost"} and not uri.query
+    return absolute(unquote(uri.path) if local and "://" in given else given)
 
 
 def absolute_weights(given: str) -> str:

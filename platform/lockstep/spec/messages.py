@@ -130,8 +130,8 @@ def _verdict(findings: Sequence[ErrorDetails]) -> str:
     if wanted:
         return f"wanted {' or '.join(wanted)}"
     message = findings[0]["msg"]
-    told = findings[0].get("ctx", {}).get("error")
-    return str(told) if told else message[:1].lower() + message[1:]
+    reason = findings[0].get("ctx", {}).get("error")
+    return str(reason) if reason else message[:1].lower() + message[1:]
 
 
 def _wanted(finding: ErrorDetails) -> str | None:

@@ -27,10 +27,10 @@ from pydantic import (
     model_validator,
 )
 
-from lockstep.errors import SpecError
+from lockstep.errors import SpecError, nearest
 from lockstep.spec.fields import PLACEMENT, Section, Spec
 from lockstep.spec.file import override, read_document
-from lockstep.spec.loading import load_spec
+from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.messages import one_line, shown
 
 _Bounds = Annotated[tuple[float, float], Field(strict=False)]
@@ -86,6 +86,23 @@ class Domain(Section):
         assert self.loguniform is not None
         return self.rounded(math.exp(source.uniform(*map(math.log, self.loguniform))))
 
+    def gives(self, value: Any, field: str = "") -> bool:
+        """Whether a drawn value can be this one, or have it at a dotted field."""
+        if self.values is not None:
+            return any(_at(each, field) == value for each in self.values)
+        if self.randint is not None:
+            return not field and value in range(*self.randint)
+        low, high = self.uniform or self.loguniform or (math.inf, -math.inf)
+        return not field and isinstance(value, int | float) and low <= value <= high
+
+    def nearest(self, value: Any) -> Any:
+        """The value that may be drawn which is nearest to this one: to a drawn one, or a changed number."""
+        if self.values is not None:
+            return value
+        if self.randint is not None:
+            return min(max(round(value), self.randint[0]), self.randint[1] - 1)
+        return self.rounded(value)
+
     def rounded(self, value: float) -> float:
         """`value` with six digits, within the bounds."""
         low, high = self.uniform or self.loguniform or (-math.inf, math.inf)
@@ -130,7 +147,7 @@ class Pbt(Section):
 
 
 class Budget(Section):
-    """When the sweep ends at the latest: seconds since it began, or steps of all its trials together."""
+    """When the sweep ends at the latest: seconds since it began or was resumed, or steps of all its trials together."""
 
     seconds: PositiveFloat | None = None
     steps: PositiveInt | None = None
@@ -177,14 +194,63 @@ class SweepSpec(Section):
                 raise ValueError("search: optuna and scheduler=pbt cannot be combined; leave one out")
             if domain.when and self.scheduler.name == "pbt":
                 raise ValueError(f"space.{field}: `when` and scheduler=pbt cannot be combined; leave one out")
-            for other in domain.when:
-                if other in self.space and list(self.space).index(other) > list(self.space).index(field):
-                    raise ValueError(f"space.{field}: it depends on {other}, which must come before it")
+            self._check_place(field)
+            for other, value in domain.when.items():
+                self._check_when(field, other, value)
         if not self._enumerated and self.trials is None:
             raise ValueError(
                 "trials: missing; wanted the number of trials, because nothing in the space is a grid"
             )
         return self
+
+    def _check_place(self, field: str) -> None:
+        """ValueError where a section of the space would replace a field of it, or have another value for it."""
+        order = list(self.space)
+        for section in order:
+            if not field.startswith(f"{section}."):
+                continue
+            if order.index(section) > order.index(field):
+                raise ValueError(
+                    f"space.{field}: {section} replaces the section that it is in; put {section} before it"
+                )
+            rest = field.removeprefix(f"{section}.")
+            for given in self.space[section].values or ():
+                if _at(given, rest) is not None:
+                    raise ValueError(
+                        f"space.{field}: a value of space.{section}, {shown(given)}, has it too; leave out one of the two"
+                    )
+
+    def _check_when(self, field: str, other: str, value: Any) -> None:
+        """ValueError where a field depends on one that is not there, that comes later, or that never has this value."""
+        order = list(self.space)
+        owner = _owner(other, order)
+        if owner is None:
+            self._check_constant(field, other, value)
+            return
+        if order.index(owner) >= order.index(field):
+            raise ValueError(f"space.{field}: it depends on {other}, which must come before it")
+        domain, rest = self.space[owner], other.removeprefix(owner).removeprefix(".")
+        if not domain.gives(value, rest):
+            among = domain.values and [shown(_at(each, rest)) for each in domain.values]
+            wanted = f"one of {', '.join(among)}" if among else f"a value of space.{owner}"
+            raise ValueError(f"space.{field}.when.{other}: got {shown(value)}, wanted {wanted}")
+
+    def _check_constant(self, field: str, other: str, value: Any) -> None:
+        """ValueError where no field of the base is called `other`, or none could have this value."""
+        section, _, leaf = other.rpartition(".")
+        if section == "job.params" and leaf not in (params := self.spec["job"]["params"]):
+            known = nearest(other, [*self.space, *(f"job.params.{name}" for name in params)])
+            raise ValueError(f"space.{field}.when.{other}: in neither the space nor spec{known}")
+        # of another kind the section's other fields may be unknown
+        given = (section, {leaf: value}) if section and leaf == "name" else (other, value)
+        document = copy.deepcopy(self.spec)
+        try:
+            override(document, [f"{given[0]}={json.dumps(given[1])}"])
+            validate(document)
+        except SpecError as error:
+            told = str(error).partition(":")[0]
+            if f"{other}.".startswith(f"{told}."):
+                raise ValueError(f"space.{field}.when.{error}") from error
 
     @property
     def _enumerated(self) -> dict[str, list[Any]]:
@@ -219,10 +285,13 @@ class SweepSpec(Section):
 
     def holds(self, when: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
         """Whether the fields that a domain depends on have the values it wants, in `chosen` or else in the base."""
-        return all(
-            chosen[field] == value if field in chosen else _at(self.spec, field) == value
-            for field, value in when.items()
-        )
+        return all(self._value(field, chosen) == value for field, value in when.items())
+
+    def _value(self, field: str, chosen: Mapping[str, Any]) -> Any:
+        owner = _owner(field, chosen)
+        if owner is None:
+            return _at(self.spec, field)
+        return _at(chosen[owner], field.removeprefix(owner).removeprefix("."))
 
     def trial(self, chosen: Mapping[str, Any], **more: Any) -> Spec:
         """The spec of a trial that sets `chosen`, and sections `more`. SpecError where it is none."""
@@ -281,8 +350,13 @@ def _in_step(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     return {**spec, "evaluate": {"every": every}, "checkpoint": checkpoint}
 
 
+def _owner(field: str, fields: Iterable[str]) -> str | None:
+    """That one of `fields` which decides the value of a field: itself, or else a section that it is in."""
+    return max((one for one in fields if field == one or field.startswith(f"{one}.")), key=len, default=None)
+
+
 def _at(document: Any, field: str) -> Any:
-    """The value at a dotted field; None where there is none."""
-    for part in field.split("."):
+    """The value at a dotted field; None where there is none, and all of it where the field is empty."""
+    for part in filter(None, field.split(".")):
         document = document.get(part) if isinstance(document, Mapping) else None
     return document

@@ -8,16 +8,19 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.checkpoint.holder import Hold
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
+from lockstep.driver.going_on import resume_command
 from lockstep.driver.notebook import as_table, default_progress
+from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
 from lockstep.driver.signals import StopSignal
@@ -30,6 +33,10 @@ from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps.resumption import held_sweep
 from lockstep.sweeps.standing import best_of, tally
+
+if TYPE_CHECKING:
+    from lockstep.sweeps.decisions import Decisions
+    from lockstep.sweeps.table import SweepTable
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the record is elsewhere
@@ -77,7 +84,7 @@ class SweepResult:
             }
         shown |= {"sweep": self.sweep_id, "folder": self.folder}
         if self.status != "FINISHED":
-            shown["resume it with"] = f"lockstep resume {self.sweep_id}"
+            shown["resume it with"] = resume_command(self.sweep_id, self.tracking_uri, self.folder)
         if self.tracking_uri != RECORD_OFF:
             shown["look at it"] = self.url or f"lockstep ui --uri {self.tracking_uri}"
         return as_table(shown)
@@ -95,13 +102,15 @@ def sweep(
     uri: str | None = None,
     progress: Progress | None = None,
     verbose: bool = False,
+    notify: str | Sequence[str] | None = None,
     job: type | None = None,
 ) -> SweepResult:
     """Search the space of a sweep with Ray Tune, on the cluster at `address` or a local one.
 
-    `source` is a SweepSpec, a YAML file or plain data. `job` is the class of the job, in the place of `spec.job.use`; one of a
-    notebook or of the script that runs has its source recorded, with the sweep and with each trial. A SIGTERM or SIGINT ends its
-    trials after their next step with a checkpoint. Raises LockstepError.
+    `source` is a SweepSpec, a YAML file or plain data. `job` is the class of the job and replaces `spec.job.use`; the source of a
+    class that a notebook or the running script defines is recorded with the sweep and with each trial. A SIGTERM or SIGINT ends the
+    trials after their next step, with a checkpoint. `notify` is a command, words or a text for the shell, that is run at the start, failure and
+    end of the sweep. Raises LockstepError.
     """
     files = None
     if job is not None:
@@ -111,7 +120,11 @@ def sweep(
             spec = {**source.spec, "job": {**source.spec["job"], "use": use}}
             source = load_sweep({**source.document(), "spec": spec})
     options = RunOptions(
-        progress=progress or default_progress(), address=address, verbose=verbose, source=files or None
+        progress=progress or default_progress(),
+        source=files or None,
+        address=address,
+        verbose=verbose,
+        notify=notify,
     )
     loaded = source if isinstance(source, SweepSpec) else load_sweep(source, overrides, uri=uri)
     return run_sweep(options, loaded)
@@ -140,13 +153,37 @@ def _run_sweep(options: RunOptions, spec: SweepSpec, sweep_id: str | None, hold:
     from lockstep.clusters.keeper import kept
 
     verbose, say = options.verbose, options.progress.say
-    with (
-        StopSignal() as stop,
-        importing_ahead(options.address),
-        connected(options.address, verbose=verbose, for_workers=True, preload=PRELOADED, stop=stop, say=say),
-        kept(options.retries, say),
-    ):
-        return _Driver(spec, sweep_id, options, stop, warnings, hold).run()
+    notifications = Notifications(options.notify, base.folder, say, sweep_id)
+    with StopSignal() as stop:
+        driver = _Driver(spec, sweep_id, options, stop, warnings, hold, notifications)
+        try:
+            with (
+                importing_ahead(options.address),
+                connected(
+                    options.address, verbose=verbose, for_workers=True, preload=PRELOADED, stop=stop, say=say
+                ),
+                kept(options.retries, say),
+            ):
+                result = driver.run()
+        except BaseException as error:
+            notifications.failed(error, driver.steps)
+            raise
+        notifications.ended(result.status, driver.steps)
+    return replace(result, warnings=[*result.warnings, *notifications.warnings])
+
+
+class _OpenSweep(NamedTuple):
+    """A sweep whose run exists, and which this command holds. All nodes see its folder."""
+
+    sweep_id: str
+    url: str
+    folder: Path
+    hold: Hold
+
+    @property
+    def tune_folder(self) -> Path:
+        """For Tune's own files."""
+        return self.folder / "tune"
 
 
 class _Driver:
@@ -160,10 +197,13 @@ class _Driver:
         stop: StopSignal,
         warnings: list[str],
         hold: Hold | None,
+        notifications: Notifications,
     ) -> None:
         self.spec, self.options, self.stop, self.warnings = spec, options, stop, warnings
         self.progress = options.progress
-        self._sweep_id, self._hold = sweep_id, hold
+        self.steps = 0
+        """Those of all trials, known when the search has ended."""
+        self._sweep_id, self._hold, self._notifications = sweep_id, hold, notifications
 
     def run(self) -> SweepResult:
         """Search until the trials, the budget or a signal end it."""
@@ -175,109 +215,131 @@ class _Driver:
             self.progress.say(f"warning: {text}")
         self.warnings += found
         with ExitStack() as stack, recorders_here(concurrency) as recorders:
-            return self._search(recorders, concurrency, bundles, stack)
+            facts = self._prepare(recorders, gpu="GPU" in bundles[0])
+            opened = self._open(recorders, stack)
+            self.progress.say(f"sweep {opened.sweep_id}: {self.spec.total} trials, {concurrency} at a time")
+            table, error = self._search(recorders, opened, facts, concurrency, bundles)
+            return self._end(recorders, opened, table, error)
 
-    def _search(
-        self, recorders: Any, concurrency: int, bundles: list[dict[str, float]], stack: ExitStack
-    ) -> SweepResult:
-        from lockstep.attempts.recording import CLOSING_S
-        from lockstep.sweeps.decisions import Decisions
+    def _prepare(self, recorders: Any, *, gpu: bool) -> Mapping[str, int]:
+        """Prepare the first trial, before the sweep's run is created, which a mistake would leave behind."""
         from lockstep.sweeps.first_trial import first_trial
-        from lockstep.sweeps.recorders import AGAIN, ANSWER_S, GOES_ON, answer_of_recorders
-        from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
-        from lockstep.sweeps.search import Search
-        from lockstep.sweeps.table import SweepTable
+        from lockstep.sweeps.recorders import AGAIN, GOES_ON
 
         recorders.prepare.remote(self.spec.base.record.uri or "")
-        # Before the sweep's run is created, which a mistake would leave behind.
-        facts = first_trial(
+        return first_trial(
             self.spec,
             self.options.source,
-            gpu="GPU" in bundles[0],
+            gpu=gpu,
             stop=self.stop,
             say=self.progress.say,
             then=GOES_ON if self._sweep_id else AGAIN,
         )
+
+    def _open(self, recorders: Any, stack: ExitStack) -> _OpenSweep:
+        """Create the sweep's run, or reopen it. It is held as long as `stack` is open."""
+        from lockstep.sweeps.recorders import AGAIN, ANSWER_S, answer_of_recorders
+
         opened = recorders.open_sweep.remote(self.spec, self._sweep_id, self.options.source)
         sweep_id, url, folder = answer_of_recorders(opened, ANSWER_S, AGAIN)
         hold = self._hold or stack.enter_context(held_sweep(self.spec, sweep_id))
         hold.when_taken(self.stop.ask)
-        self.progress.say(f"sweep {sweep_id}: {self.spec.total} trials, {concurrency} at a time")
+        self._notifications.began(sweep_id, 0)
+        return _OpenSweep(sweep_id, url, Path(folder), hold)
 
-        decisions = Decisions(Path(folder), self.stop.wait, self.progress.say)
-        board = SweepTable(self.spec, decisions, recorders, self.progress, self.stop)
+    def _search(
+        self,
+        recorders: Any,
+        opened: _OpenSweep,
+        facts: Mapping[str, int],
+        concurrency: int,
+        bundles: list[dict[str, float]],
+    ) -> tuple[SweepTable, LockstepError | None]:
+        """Have Tune run the trials. Their table, and the error that ended the search."""
+        from lockstep.sweeps.decisions import Decisions
+        from lockstep.sweeps.schedulers import RecordedScheduler, make_scheduler
+        from lockstep.sweeps.search import Search
+        from lockstep.sweeps.table import SweepTable
+        from lockstep.sweeps.trial import was_begun
+
+        decisions = Decisions(opened.folder, self.stop.wait, self.progress.say)
+        table = SweepTable(self.spec, decisions, recorders, self.progress, self.stop)
         error: LockstepError | None = None
         try:
             rule = make_scheduler(self.spec, facts["total_steps"], facts["first_evaluation"])
-            scheduler = RecordedScheduler(rule, self.spec, decisions, board.pruned, concurrency)
-            search = Search(self.spec, decisions, lambda: board.over is None and scheduler.room())
-            self._tune(
-                search, scheduler, board, recorders, sweep_id, decisions, bundles, Path(folder, "tune")
-            )
+            begun = partial(was_begun, self.spec, opened.sweep_id)
+            scheduler = RecordedScheduler(rule, self.spec, decisions, table.pruned, concurrency, begun)
+            search = Search(self.spec, decisions, lambda: table.over is None and scheduler.room())
+            self._tune(search, scheduler, table, recorders, opened, decisions, bundles)
         except LockstepError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001 - whatever ends a sweep is recorded, and raised
             error = ClusterError(f"Ray Tune ended: {raised!r}")
-        shutil.rmtree(Path(folder, "tune"), ignore_errors=True)
+        shutil.rmtree(opened.tune_folder, ignore_errors=True)
+        self.steps = table.standing.steps
+        return table, error
+
+    def _end(
+        self, recorders: Any, opened: _OpenSweep, table: SweepTable, error: LockstepError | None
+    ) -> SweepResult:
+        """Have the end of the sweep recorded. Raises the error that ended it, or what could not be recorded."""
+        from lockstep.attempts.recording import CLOSING_S
+        from lockstep.sweeps.recorders import ANSWER_S, answer_of_recorders
+
         status = "KILLED" if self.stop.asked else "FAILED" if error else "FINISHED"
         if isinstance(error, SilentError):  # nothing can be written any more; the sweep can be resumed
             raise error
-        closed = recorders.close.remote(board.over or "the sweep is over")
+        closed = recorders.close.remote(table.over or "the sweep is over")
         failures = answer_of_recorders(closed, CLOSING_S + ANSWER_S)
-        verdict = str(error or board.over or f"{len(board.rows)} trials")
-        ended = recorders.end_sweep.remote(board.table, status, verdict)
+        verdict = str(error or table.over or f"{len(table.rows)} trials")
+        trials = table.trials
+        ended = recorders.end_sweep.remote(trials, status, verdict)
         unsaid = answer_of_recorders(ended, ANSWER_S)
         for failure in filter(None, [error, *failures, unsaid]):
             raise failure
         if status == "KILLED":
-            hold.ensure()
+            opened.hold.ensure()
         return SweepResult(
-            sweep_id=sweep_id,
+            sweep_id=opened.sweep_id,
             status=status,
             metric=self.spec.metric,
             mode=self.spec.mode,
-            trials=board.table,
-            best=best_of(board.table, self.spec.mode),  # type: ignore[arg-type]
-            counts=tally(board.table),
+            trials=trials,
+            best=best_of(trials, self.spec.mode),  # type: ignore[arg-type]
+            counts=tally(trials),
             seconds=time.time() - self.options.began_at,
-            url=url,
+            url=opened.url,
             tracking_uri=self.spec.base.record.uri or "",
-            folder=folder,
+            folder=str(opened.folder),
             signal_number=self.stop.number,
             warnings=self.warnings,
         )
 
     def _places(self) -> tuple[int, list[dict[str, float]]]:
         """How many trials run at a time, and what the workers of one are given."""
-        import ray
+        from lockstep.attempts.cluster_watch import most_resources, node_resources
+        from lockstep.attempts.placement import place, room_on
 
-        from lockstep.attempts.cluster_watch import most_resources
-        from lockstep.attempts.placement import place
-
-        resources = ray.cluster_resources()
-        if self.spec.scheduler.name != "pbt":  # a trial more than there is room for is what asks for a node
-            resources = {**resources, **most_resources()}
-        _, each = place(self.spec.base, resources)
-        workers = self.spec.base.workers.min
-        room = min(int(resources.get(kind, 0.0) / (amount * workers) + 1e-9) for kind, amount in each.items())
-        concurrency = min(room, self.spec.concurrency or room, self.spec.total)
-        bundles = [dict(each) for _ in range(workers)]
-        if self.spec.scheduler.name == "pbt":  # all of it begins at once, so each trial takes its whole share
-            bundles[0]["CPU"] += resources["CPU"] // concurrency - workers * each["CPU"]
-        return concurrency, bundles
+        pbt = self.spec.scheduler.name == "pbt"
+        # A trial more than there is room for is what asks for a node. A population begins all at once.
+        nodes = node_resources() if pbt else most_resources()
+        _, each = place(self.spec.base, nodes)
+        workers, room = self.spec.base.workers.min, room_on(each, nodes)
+        most = min(self.spec.concurrency or room, self.spec.total)
+        if pbt and most < self.spec.total:  # so many bundles that no more trials than that fit
+            workers = max(workers, room // (most + 1) + 1)
+        return min(room // workers, most), [dict(each) for _ in range(workers)]
 
     def _tune(
         self,
         search: Any,
         scheduler: Any,
-        board: Any,
+        table: SweepTable,
         recorders: Any,
-        sweep_id: str,
-        decisions: Any,
+        opened: _OpenSweep,
+        decisions: Decisions,
         bundles: list[dict[str, float]],
-        aside: Path,
     ) -> None:
-        """`aside` is for Tune's own files; all nodes see it."""
         begin = self.spec.total if self.spec.scheduler.name == "pbt" else 1
         os.environ.update({**TUNE_SETTINGS, "TUNE_MAX_PENDING_TRIALS_PG": str(begin)})
         from ray import tune
@@ -290,7 +352,7 @@ class _Driver:
         trainable = tune.with_parameters(
             Trial,
             sweep=self.spec,
-            sweep_id=sweep_id,
+            sweep_id=opened.sweep_id,
             recorders=recorders,
             folder=str(Path.cwd()),
             ends=dict(decisions.ends),
@@ -307,9 +369,9 @@ class _Driver:
             ),
             run_config=tune.RunConfig(
                 name=f"lockstep-{uuid.uuid4().hex[:12]}",
-                storage_path=str(aside),
-                callbacks=[board],
-                stop=board,
+                storage_path=str(opened.tune_folder),
+                callbacks=[table],
+                stop=table,
                 failure_config=tune.FailureConfig(max_failures=self.spec.base.faults.max_worker_failures),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                 verbose=0,

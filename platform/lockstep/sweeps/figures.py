@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.record.figures import FOLDER, save
+from lockstep.record.figures import save_drawn
 from lockstep.spec.sweep import SweepSpec
 
 _COLOURS = ("#1f6fb4", "#d9680c", "#2a8a4a", "#8d4bb0", "#b03a48", "#6b6b6b")
@@ -16,20 +17,22 @@ _MARKS = {"finished": "o", "pruned": "v", "reused": "s"}
 Trials = Sequence[Mapping[str, Any]]
 
 
-def draw(sweep: SweepSpec, trials: Trials, folder: Path) -> list[Path]:
-    """Draw what the trials that have a finite value allow, into `<folder>/figures`. Returns the files."""
-    told = [trial for trial in trials if trial["metric"] is not None and math.isfinite(trial["metric"])]
-    if not told:
+def draw(sweep: SweepSpec, trials: Trials, folder: Path, log: Callable[[str], None]) -> list[Path]:
+    """Draw what the trials that have a finite value allow, into `<folder>/figures`, as `save_drawn` does. Returns the files."""
+    measured = [trial for trial in trials if trial["metric"] is not None and math.isfinite(trial["metric"])]
+    if not measured:
         return []
-    numbers = [field for field in sweep.space if _is_number(told, field)]
+    numbers = [field for field in sweep.space if _is_number(measured, field)]
     words = [field for field in sweep.space if field not in numbers]
-    drawn = {f"metric_by_{field}": _scatter(sweep, told, field, words) for field in numbers}
+    drawn: dict[str, Callable[[], Any]] = {
+        f"metric_by_{field}": partial(_scatter, sweep, measured, field, words) for field in numbers
+    }
     if len(sweep.space) > 1:
-        drawn["parallel_coordinates"] = _parallel(sweep, told)
-    drawn["learning_curves"] = _curves(sweep, told)
-    if any(trial["status"] == "pruned" for trial in told):
-        drawn["rungs"] = _rungs(sweep, told)
-    return [save(figure, folder / FOLDER / f"{name}.png") for name, figure in drawn.items()]
+        drawn["parallel_coordinates"] = partial(_parallel, sweep, measured)
+    drawn["learning_curves"] = partial(_curves, sweep, measured)
+    if any(trial["status"] == "pruned" for trial in measured):
+        drawn["rungs"] = partial(_rungs, sweep, measured)
+    return save_drawn(drawn, folder, log)
 
 
 def _is_number(trials: Trials, field: str) -> bool:
@@ -106,10 +109,10 @@ def _positions(sweep: SweepSpec, trials: Trials, field: str) -> tuple[list[float
         places = {name: i / max(1, len(names) - 1) for i, name in enumerate(names)}
         return [places[str(value)] for value in values], {place: name for name, place in places.items()}
     scale: Callable[[float], float] = math.log if _is_log(sweep, field) else float
-    told = [value for value in values if value is not None]
-    low, high = scale(min(told)), scale(max(told))
+    known = [value for value in values if value is not None]
+    low, high = scale(min(known)), scale(max(known))
     found = [0.5 if value is None else (scale(value) - low) / (high - low or 1.0) for value in values]
-    return found, {0.0: f"{min(told):.4g}", 1.0: f"{max(told):.4g}"}
+    return found, {0.0: f"{min(known):.4g}", 1.0: f"{max(known):.4g}"}
 
 
 def _curves(sweep: SweepSpec, trials: Trials) -> Any:

@@ -6,6 +6,7 @@ A fault of the machine that is met there is no mistake: it is tried again as an 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lockstep.attempts.policy import RetryBudget, outcome_of
-from lockstep.communication.group import Group
+from lockstep.communication.group import Group, assigned_device
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError
 from lockstep.job.loading import load_job
@@ -24,6 +25,12 @@ from lockstep.spec.sweep import SweepSpec
 from lockstep.training.determinism import determinism
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.setup import prepare
+
+LOOK_S = 0.2
+"""How often the wait for a worker looks for a signal."""
+
+TELL_S = 20.0
+"""How long a worker is waited for until it is told: another job may have the GPUs."""
 
 
 def first_trial(
@@ -38,13 +45,16 @@ def first_trial(
     """Prepare it, as often as `faults` of the spec allows: its number of steps, and the first that ends with an evaluation.
 
     `source` are the files of a job of `__main__`, which this process imports already. With `gpu` a worker does it. `then` says
-    what to do where a fault stays. SpecError where the job never gives the metric of the sweep.
+    what to do where a fault stays. SpecError where the job never gives the metric of the sweep; KeyboardInterrupt where a signal
+    comes while a worker is waited for.
     """
     faults = spec.base.faults
     budget = RetryBudget(faults)
     while True:
         try:
-            return _on_gpu(spec, source) if gpu else _prepared(spec, str(Path.cwd()))
+            if gpu:
+                return _on_gpu(spec, source, stop, say)
+            return _prepared(spec, str(Path.cwd()), gpu=False)
         except LockstepError as error:
             outcome = outcome_of(error)
             decision = budget.decide(outcome, 0)
@@ -52,7 +62,7 @@ def first_trial(
                 raise
             if not decision.again:
                 tries = f"{budget.lost} {'try' if budget.lost == 1 else 'tries'}"
-                raise type(error)(
+                raise error.with_message(
                     f"{error} (the first trial could not be prepared in {tries}; "
                     f"faults.max_worker_failures is {faults.max_worker_failures}; {then})"
                 ) from error
@@ -61,31 +71,50 @@ def first_trial(
         stop.wait(decision.pause_s)
 
 
-def _on_gpu(spec: SweepSpec, source: Mapping[str, bytes] | None) -> dict[str, int]:
+def _on_gpu(
+    spec: SweepSpec, source: Mapping[str, bytes] | None, stop: StopSignal, say: Callable[[str], None]
+) -> dict[str, int]:
     import ray
 
-    from lockstep.clusters.answers import answer_of
+    from lockstep.attempts.worker_group import why_lost
+    from lockstep.clusters.answers import unanswered
 
-    asked = ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()), source)
+    asked = (
+        ray.remote(_prepared).options(num_cpus=1, num_gpus=1).remote(spec, str(Path.cwd()), source, gpu=True)
+    )
     whose = "a worker with a GPU, which was to prepare a trial,"
+    limit_s, told, began = spec.base.faults.longest_start_s, False, time.monotonic()
     try:
-        found: dict[str, int] = answer_of(asked, whose, spec.base.faults.longest_start_s)
-    except SilentError:
+        while not ray.wait([asked], timeout=LOOK_S)[0]:
+            waited_s = time.monotonic() - began
+            if stop.asked:
+                raise KeyboardInterrupt  # there is nothing to save yet
+            if waited_s > limit_s:
+                raise unanswered(whose, limit_s)
+            if waited_s > TELL_S and not told:
+                told = True
+                say(
+                    f"waiting up to {limit_s:.0f} s (faults.longest_start_s) for a worker with a GPU to prepare the first trial"
+                )
+        found: dict[str, int] = ray.get(asked)
+    except (SilentError, KeyboardInterrupt):
         ray.cancel(asked, force=True)  # the next try needs its GPU
         raise
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
-        raise ClusterError(f"{whose} was lost: {' '.join(str(error).split())[-300:]}") from error
+        raise ClusterError(f"{whose} was lost: {why_lost(str(error))}") from error
     return found
 
 
-def _prepared(sweep: SweepSpec, folder: str, source: Mapping[str, bytes] | None = None) -> dict[str, int]:
+def _prepared(
+    sweep: SweepSpec, folder: str, source: Mapping[str, bytes] | None = None, *, gpu: bool
+) -> dict[str, int]:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         with imported_from(source) if source else nullcontext():
-            return _prepared_here(sweep)
+            return _prepared_here(sweep, gpu)
     except Exception as error:
         known = as_lockstep_error(error, "the first trial, before training")
         if known is error:
@@ -93,7 +122,7 @@ def _prepared(sweep: SweepSpec, folder: str, source: Mapping[str, bytes] | None 
         raise known from error
 
 
-def _prepared_here(sweep: SweepSpec) -> dict[str, int]:
+def _prepared_here(sweep: SweepSpec, gpu: bool) -> dict[str, int]:
     first = sweep.trial(sweep.sample(0))
     spec = first.model_copy(
         update={
@@ -104,10 +133,10 @@ def _prepared_here(sweep: SweepSpec) -> dict[str, int]:
             ),
         }
     )
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    group = Group.join(assigned_device(gpu and torch.cuda.is_available()))
     try:
         with determinism(spec.determinism, spec.threads):
-            run = prepare(spec, load_job(spec.job.use, spec.job.params), Group.join(device), tell_nobody)
+            run = prepare(spec, load_job(spec.job.use, spec.job.params), group, tell_nobody)
     except SpecError as error:
         raise SpecError(
             str(error)

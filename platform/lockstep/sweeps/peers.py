@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.attempts.watchdog import listening
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group
+from lockstep.communication.group import COLLECTIVE_TIMEOUT, Group, assigned_device, ensure_descriptors
 from lockstep.errors import ClusterError, LockstepError
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
@@ -62,7 +62,7 @@ class Peer:
                 fit(spec, job, group, tell_nobody, NoRequests(), origin)
         except Exception as error:
             known = as_lockstep_error(error, f"rank {rank}")
-            raise type(known)(str(known)) from error
+            raise known.with_message(str(known)) from error
 
 
 def start_peers(spec: Spec, folder: str, source: Mapping[str, bytes] | None) -> list[Any]:
@@ -88,6 +88,7 @@ def joined(store: Any, rank: int, size: int) -> Iterator[None]:
     Its connections are closed with its last reference, for which the peers of a rank that has left wait.
     """
     backend = "nccl" if device().type == "cuda" else "gloo"
+    ensure_descriptors(size, groups=2)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     try:
         yield
@@ -100,8 +101,8 @@ def joined(store: Any, rank: int, size: int) -> Iterator[None]:
 
 
 def device() -> torch.device:
-    """What Ray gave this process."""
-    return torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")
+    """The device of this process, a worker of a trial."""
+    return assigned_device(gpu=bool(ray.get_gpu_ids()))
 
 
 def first_cause(others: list[Any], error: Exception) -> Exception:

@@ -17,7 +17,7 @@ import ray
 from lockstep.attempts.mailbox import Asked
 from lockstep.attempts.recording import CLOSING_S
 from lockstep.checkpoint.runs import pin_aliased, read_shared
-from lockstep.clusters.answers import end_actor
+from lockstep.clusters.answers import answer_of, end_actor
 from lockstep.driver.finished_run import find_proven
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError, SilentError
@@ -32,7 +32,7 @@ from lockstep.record.events import (
     Started,
 )
 from lockstep.record.recorder import Recorder
-from lockstep.record.run_store import Recorded, Status
+from lockstep.record.run_store import Status, StoredRun
 from lockstep.record.stores import find_history, warm_up
 from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
@@ -59,7 +59,7 @@ class TrialRecorder:
     def __init__(self, spec: Spec, name: str, run_id: str | None, source: Path, *, may_reuse: bool) -> None:
         self.spec, self.name = spec, name
         self.view, self.asked = RunView(attempt=0), Asked()
-        self.found: Recorded | None = None
+        self.found: StoredRun | None = None
         self.closed = False
         self._recorder: Recorder | None = Recorder(
             spec,
@@ -80,7 +80,7 @@ class TrialRecorder:
         recorder = self._recorder
         if recorder is None:
             return self._closed_as
-        return recorder.run_id() if recorder.opened else None
+        return recorder.state.run_id
 
     def run_id(self) -> str:
         """Wait until the run exists; its id."""
@@ -99,7 +99,7 @@ class TrialRecorder:
         """Wait until the run exists; its id, or None where a finished one stands for it."""
         if not self._looked.wait(ANSWER_S):
             raise SilentError(
-                f"rank 0, which was to tell what the trial is, did not answer for {ANSWER_S:.0f} s"
+                f"rank 0, which should have described the trial, did not answer for {ANSWER_S:.0f} s"
             )
         return self.run_id() if self.found is None else None
 
@@ -178,7 +178,7 @@ class TrialRecorder:
         except RecordError as error:
             return error
         finally:
-            self._closed_as = recorder.run_id() if recorder.opened else None
+            self._closed_as = recorder.state.run_id
             self._recorder, self._started = None, self._started and Started({})
         return None
 
@@ -344,9 +344,7 @@ def answer_of_recorders(reference: Any, limit_s: float, then: str = GOES_ON) -> 
     SilentError, which tells to do what `then` says, where the actor's process is lost, or does not answer for `limit_s`.
     """
     try:
-        return ray.get(reference, timeout=limit_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise SilentError(f"{WHOSE} did not answer for {limit_s:.0f} s; {then}") from error
+        return answer_of(reference, WHOSE, limit_s, then)
     except ray.exceptions.RayActorError as error:
         raise SilentError(f"{WHOSE} was lost: it was killed from outside or crashed; {then}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 
+from lockstep.errors import SpecError
 from lockstep.spec.sweep import Asha, Domain, Median, Pbt, SweepSpec
 from lockstep.sweeps.decisions import Decisions, WithoutState
 
@@ -27,12 +28,12 @@ STEP = "step"
 
 def make_scheduler(sweep: SweepSpec, total_steps: int, first_evaluation: int) -> Any:
     """Tune's scheduler for a sweep whose trials have `total_steps` steps and evaluate first after `first_evaluation`."""
-    rule, told = sweep.scheduler, {"metric": sweep.metric, "mode": sweep.mode, "time_attr": STEP}
+    rule, settings = sweep.scheduler, {"metric": sweep.metric, "mode": sweep.mode, "time_attr": STEP}
     match rule:
         case Asha():
             grace = min(rule.grace_steps or first_evaluation, total_steps)
             return ASHAScheduler(
-                **told,
+                **settings,
                 max_t=total_steps,
                 grace_period=grace,
                 reduction_factor=rule.reduction_factor,
@@ -40,13 +41,14 @@ def make_scheduler(sweep: SweepSpec, total_steps: int, first_evaluation: int) ->
             )
         case Median():
             return MedianStoppingRule(
-                **told,
+                **settings,
                 grace_period=rule.grace_steps or first_evaluation,
                 min_samples_required=rule.min_trials,
+                hard_stop=False,  # else it cannot hear of a trial again that it would have ended
             )
         case Pbt():
             return PopulationBasedTraining(
-                **told,
+                **settings,
                 perturbation_interval=rule.every_steps,
                 hyperparam_mutations={
                     "fields": {field: mutation(domain) for field, domain in sweep.space.items()}
@@ -68,10 +70,51 @@ def mutation(domain: Domain) -> Any:
     return tune.uniform(*domain.uniform) if domain.uniform else tune.loguniform(*(domain.loguniform or ()))
 
 
+class _Member:
+    """A trial as Tune's rules know it."""
+
+    def __init__(self, number: int) -> None:
+        self.trial_id = str(number)
+
+
+class EndingRule:
+    """Which trials end early by one of Tune's rules, which lives through the results and ends that the decisions have, in their order.
+
+    So it is the same after a resume, before anything new. It knows trials by their numbers; whether others wait is nothing to it.
+    """
+
+    def __init__(self, inner: Any, metric: str) -> None:
+        self._inner, self._metric = inner, metric
+        self._members: dict[int, _Member] = {}
+        self._going: set[int] = set()
+        self._controller = SimpleNamespace(get_live_trials=list)
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """Live through a decision. Whether a trial whose result it is should end there."""
+        number, metric = event["trial"], event.get("metric")
+        if "heard" in event:
+            result = {STEP: event["heard"], self._metric: metric}
+            verdict = self._inner.on_trial_result(self._controller, self._member(number), result)
+            return bool(verdict != TrialScheduler.CONTINUE)
+        if event.get("status", "failed") != "failed" and metric is not None:
+            result = {STEP: event["step"], self._metric: metric}
+            self._inner.on_trial_complete(self._controller, self._member(number), result)
+            self._going.remove(number)
+        return False
+
+    def _member(self, number: int) -> _Member:
+        member = self._members.setdefault(number, _Member(number))
+        if number not in self._going:
+            self._going.add(number)
+            self._inner.on_trial_add(self._controller, member)
+        return member
+
+
 class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
     """A scheduler that hears each step of a trial once, however often an attempt reports it, and stands by what it decided.
 
-    `on_stop` is told of a trial that it ends. No more than `concurrency` trials are begun at a time.
+    `on_stop` is told of a trial that it ends. No more than `concurrency` trials are begun at a time. `begun` says whether a run of a
+    trial, by its number, with a configuration was begun by an earlier session.
     """
 
     def __init__(
@@ -81,14 +124,23 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         decisions: Decisions,
         on_stop: Callable[[int, str], None],
         concurrency: int,
+        begun: Callable[[int, Mapping[str, Any]], bool] = lambda number, config: False,
     ) -> None:
         super().__init__()
+        self._begun, self._resumed = begun, bool(decisions.events)
         self._concurrency = concurrency
         self._trials: list[Any] = []
         self._going: list[Any] = []
         self._numbers: dict[str, int] = {}
         self._inner, self._sweep, self._decisions, self._on_stop = inner, sweep, decisions, on_stop
-        self._heard: dict[int, int] = {}
+        self._population = isinstance(sweep.scheduler, Pbt)
+        self._rule = EndingRule(inner, sweep.metric) if isinstance(sweep.scheduler, Asha | Median) else None
+        self._lived = 0
+        """How many of the decisions the rule has lived through."""
+        self._reached: dict[int, dict[str, Any]] = {}
+        """The run and the step of each member's last result."""
+        self._results: dict[Any, dict[str, Any]] = {}
+        """Each member's last one."""
         self._random = random.Random(sweep.seed).getstate(), np.random.RandomState(sweep.seed).get_state()
 
     @property
@@ -99,25 +151,104 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
         return not metric and not mode
 
     def on_trial_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        number, step = trial.config["trial"], result.get(STEP, 0)
-        if self._sweep.metric not in result or step <= self._heard.get(number, 0):
+        if self._sweep.metric not in result:
             return str(TrialScheduler.CONTINUE)
-        self._heard[number] = step
+        if self._population:
+            return self._on_member_result(controller, trial, result)
+        number = trial.config["trial"]
+        why = self._verdict(number, result.get(STEP, 0), result[self._sweep.metric])
+        if why is None:
+            return str(TrialScheduler.CONTINUE)
+        self._on_stop(number, why)
+        return str(TrialScheduler.STOP)
+
+    def _verdict(self, number: int, step: int, metric: float) -> str | None:
+        """Why a trial is to end after this result, as it was decided where it was; None where it goes on."""
+        why = self._decisions.stopped(number, step)
+        if self._rule is None or step <= self._decisions.heard.get(number, 0):
+            return why
+        end = self._decisions.ends.get(number)
+        if end is None:
+            self._catch_up()
+            ends = self._rule.take({"trial": number, "heard": step, "metric": metric})
+            if why is None and ends:
+                rule = self._sweep.scheduler.name
+                why = f"{rule}: {self._sweep.metric} {metric:.6g} at step {step} is not among the best"
+            self._decisions.hear(number, step, metric, why)
+            self._lived = len(self._decisions.events)
+        elif step < end["step"]:  # decided by a version that did not record what was heard
+            self._decisions.hear(number, step, metric)
+        return why
+
+    def _catch_up(self) -> None:
+        """Have the rule live through what it has not yet of the decisions: what has just ended, or all after a resume."""
+        assert self._rule is not None
+        new = self._decisions.events[self._lived :]
+        last = {event["trial"]: place for place, event in enumerate(new) if "heard" in event}
+
+        def order(place: int) -> float:
+            """Of a trial that ended under a version that did not record what was heard, the results have come after the end."""
+            event = new[place]
+            return max(place, last.get(event["trial"], 0) + 0.5) if "status" in event else place
+
+        for place in sorted(range(len(new)), key=order):
+            self._rule.take(new[place])
+        self._lived += len(new)
+
+    def _on_member_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        number, step = trial.config["trial"], result.get(STEP, 0)
+        if step <= self._reached.get(number, {STEP: 0})[STEP]:
+            return str(TrialScheduler.CONTINUE)
+        self._reached[number] = {"run": result["run_id"], STEP: step}
+        self._results[trial] = result
         decision = self._seeded(lambda: self._inner.on_trial_result(controller, trial, result))
-        if isinstance(self._sweep.scheduler, Pbt):
-            for (
-                other
-            ) in self._trials:  # who takes over another one's values takes over its whole configuration
-                other.config["trial"] = self._numbers[other.trial_id]
-        before = self._decisions.stopped(number, step)
-        if before is None and decision == TrialScheduler.STOP and not result.get("done"):
-            before = f"{self._sweep.scheduler.name}: {self._sweep.metric} {result[self._sweep.metric]:.6g} at step {step} is not among the best"
-            if number not in self._decisions.ends:
-                self._decisions.stop(number, step, before)
-        if before is not None:
-            self._on_stop(number, before)
-            return str(TrialScheduler.STOP)
-        return str(TrialScheduler.CONTINUE if decision == TrialScheduler.STOP else decision)
+        self._take_over()
+        return str(decision)
+
+    def _take_over(self) -> None:
+        """Tell the trials that have just taken over another one's state which one that is, and give them their own number back.
+
+        Tune copies the whole configuration. With it they get the folder of that trial's checkpoint, into which its next one may be
+        written before they begin: so the run and the step stand in their configuration.
+        """
+        for other in self._trials:
+            own, taken = self._numbers[other.trial_id], other.config["trial"]
+            if taken != own:
+                other.config |= {"trial": own, "fork": self._reached[taken]}
+                origin = next(trial for trial in self._trials if self._numbers[trial.trial_id] == taken)
+                other.config["fields"] = self._explored(own, other.config, origin.config["fields"])
+
+    def _explored(self, number: int, config: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields with which a trial goes on that took over the state, and the fields `taken`, of another one.
+
+        Tune's, which know no bounds, within the space; what was decided before stays.
+        """
+        step, fields = config["fork"][STEP], dict(config["fields"])
+        known = self._decisions.explored(number, step)
+        if known is None:
+            known = self._within(fields, taken)
+            if known != fields and self._resumed and self._begun(number, config):
+                known = fields  # by a version that left the space
+            self._decisions.explore(number, step, known)
+        return known
+
+    def _within(self, fields: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
+        """Explored fields in their domains; where no spec has all of them, those that one has beside what was `taken`."""
+        within = {field: self._sweep.space[field].nearest(value) for field, value in fields.items()}
+        if self._is_spec(within):
+            return within
+        found = dict(taken)
+        for field, value in within.items():
+            if self._is_spec({**found, field: value}):
+                found[field] = value
+        return found
+
+    def _is_spec(self, fields: Mapping[str, Any]) -> bool:
+        try:
+            self._sweep.trial(fields)
+        except SpecError:
+            return False
+        return True
 
     def _seeded(self, decide: Callable[[], str]) -> str:
         """With Tune's generators, which are the process's own, in a state that only the sweep's decisions move."""
@@ -132,30 +263,44 @@ class RecordedScheduler(WithoutState, TrialScheduler):  # type: ignore[misc]
             np.random.set_state(others[1])
 
     def on_trial_add(self, controller: Any, trial: Any) -> None:
-        self._trials.append(trial)
         self._going.append(trial)
-        self._numbers[trial.trial_id] = trial.config["trial"]
-        # Population-based training refuses any search, for one would hear of its moves; ours draws by number.
-        self._inner.on_trial_add(SimpleNamespace(search_alg=None), trial)
+        if self._population:
+            self._trials.append(trial)
+            self._numbers[trial.trial_id] = trial.config["trial"]
+            # Population-based training refuses any search, for one would hear of its moves; ours draws by number.
+            self._inner.on_trial_add(SimpleNamespace(search_alg=None), trial)
 
-    def on_trial_error(self, controller: Any, trial: Any) -> None:
-        self._inner.on_trial_error(controller, trial)
+    # The rules hear of ends from the decisions, and a population of none.
 
-    def on_trial_complete(self, controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        if self._sweep.metric in result:
-            self._inner.on_trial_complete(controller, trial, result)
-        else:
-            self._inner.on_trial_error(controller, trial)
+    def on_trial_error(self, controller: Any, trial: Any) -> None: ...
 
-    def on_trial_remove(self, controller: Any, trial: Any) -> None:
-        self._inner.on_trial_remove(controller, trial)
+    def on_trial_complete(self, controller: Any, trial: Any, result: dict[str, Any]) -> None: ...
+
+    def on_trial_remove(self, controller: Any, trial: Any) -> None: ...
 
     def choose_trial_to_run(self, controller: Any) -> Any:
-        return self._inner.choose_trial_to_run(controller)
+        chosen = self._inner.choose_trial_to_run(controller)
+        if chosen is None and self._population and self._waits_for_nobody():
+            trial = next(trial for trial in self._trials if not trial.is_finished())
+            self._seeded(lambda: self._inner.on_trial_result(controller, trial, self._results[trial]))
+            self._take_over()
+            chosen = self._inner.choose_trial_to_run(controller)
+        return chosen
+
+    def _waits_for_nobody(self) -> bool:
+        """Whether the whole population waits, and the one that it waited for has ended for good: Tune decides only where one reports."""
+        left = [trial for trial in self._trials if not trial.is_finished()]
+        ended = [self._numbers[trial.trial_id] for trial in self._trials if trial.is_finished()]
+        return (
+            bool(left)
+            and len(self._trials) == self._sweep.total
+            and all(trial.status == Trial.PAUSED and trial in self._results for trial in left)
+            and all(number in self._decisions.ends for number in ended)
+        )
 
     def room(self) -> bool:
         """Whether another trial may begin now. All of a population do: it has to be whole before its first decision."""
-        if isinstance(self._sweep.scheduler, Pbt):
+        if self._population:
             return True
         self._going = [trial for trial in self._going if not trial.is_finished()]
         running = [trial for trial in self._going if trial.status in {Trial.PENDING, Trial.RUNNING}]

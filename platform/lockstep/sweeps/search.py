@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.tune.search import Searcher
@@ -21,9 +22,11 @@ class Search(WithoutState, Searcher):  # type: ignore[misc]
         self._room = room
         self._sweep, self._decisions = sweep, decisions
         self._numbers: dict[str, int] = {}
-        self._optuna = optuna_search(sweep) if sweep.search == "optuna" else None
-        if self._optuna is not None:
-            self._live_again()
+        self._optuna: Any = optuna_search(sweep) if sweep.search == "optuna" else None
+        self._suggested: set[int] = set()
+        self._lived = 0
+        """How many of the decisions Optuna has lived through."""
+        self._catch_up()
 
     def suggest(self, trial_id: str) -> dict[str, Any] | Any:
         number = len(self._numbers)
@@ -34,6 +37,7 @@ class Search(WithoutState, Searcher):  # type: ignore[misc]
         self._numbers[trial_id] = number
         fields = self._decisions.began.get(number)
         if fields is None:
+            self._catch_up()
             fields = self._suggest(number)
             self._decisions.begin(number, fields)
         return {"trial": number, "fields": fields}
@@ -41,30 +45,38 @@ class Search(WithoutState, Searcher):  # type: ignore[misc]
     def _suggest(self, number: int) -> dict[str, Any]:
         if self._optuna is None:
             return self._sweep.sample(number)
+        self._suggested.add(number)
         return {name: json.loads(value) for name, value in self._optuna.suggest(str(number)).items()}
 
-    def _live_again(self) -> None:
-        for event in self._decisions.events:
+    def _catch_up(self) -> None:
+        """Have Optuna live through what it has not yet of the decisions, in their order: what has just been decided, or all after a resume."""
+        if self._optuna is None:
+            return
+        for event in self._decisions.events[self._lived :]:
+            self._lived += 1
             number = event["trial"]
-            if "fields" in event and (again := self._suggest(number)) != event["fields"]:
-                raise SpecError(
-                    f"sweep: Optuna suggests {again} for trial {number} where it had suggested {event['fields']}; take the "
-                    "sweep up with the version of optuna that it was begun with"
-                )
             if "status" in event:
-                self._tell(number, event["metric"])
+                self._tell(number, event)
+            elif (
+                "fields" in event
+                and number not in self._suggested
+                and (again := self._suggest(number)) != event["fields"]
+            ):
+                raise SpecError(
+                    f"sweep: Optuna suggests {again} for trial {number} but suggested {event['fields']} before; resume "
+                    "the sweep with the version of optuna that it began with, or begin a new one"
+                )
+
+    def _tell(self, number: int, end: Mapping[str, Any]) -> None:
+        metric = end["metric"]
+        known = end["status"] != "failed" and metric is not None and not math.isnan(metric)
+        result = {self._sweep.metric: metric} if known else None
+        self._optuna.on_trial_complete(str(number), result, error=not known)
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
-        number = self._numbers[trial_id]
-        if number not in self._decisions.ends:
-            self._tell(number, None if error or not result else result.get(self._sweep.metric))
-
-    def _tell(self, number: int, metric: float | None) -> None:
-        if self._optuna is not None:
-            result = None if metric is None else {self._sweep.metric: metric}
-            self._optuna.on_trial_complete(str(number), result, error=metric is None)
+        """Nothing: Optuna hears of an end from the decisions, which have it first."""
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Nothing: the search hears of ends."""

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Trial = Mapping[str, Any]
+TrialRow = Mapping[str, Any]
 """A row of a sweep's table."""
 
 _Place = tuple[bool, float, int]
 """Whether a trial has no value, its value so that less is better, its number."""
 
 
-class _Told(NamedTuple):
-    """What counts of a row, as it was told last: the row itself may have changed since."""
+class _Counted(NamedTuple):
+    """What counts of a row when it was last taken: the row itself may have changed since."""
 
     status: str
     step: int
@@ -23,35 +23,35 @@ class _Told(NamedTuple):
 
 
 class Standing:
-    """The trials that were told so far, each as it was told last. The same as `best_of` and `tally` of them all."""
+    """The trials so far, each as it was when it was last taken. The same as `best_of` and `tally` of them all."""
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
-        self._told: dict[int, _Told] = {}
+        self._counted: dict[int, _Counted] = {}
         self._counts: Counter[str] = Counter()
         self._first: int | None = None
-        self.rows: dict[int, Trial] = {}
-        """By their number, in the order in which they were told first."""
-        self.ended: dict[int, Trial] = {}
+        self.rows: dict[int, TrialRow] = {}
+        """By their number, in the order in which they were first taken."""
+        self.ended: dict[int, TrialRow] = {}
         """The trials that have ended, by the order of their ends."""
         self.steps = 0
         """Those of all trials together."""
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> TrialRow | None:
         """The trial with the best value, or None."""
-        return None if self._first is None or self._told[self._first].place[0] else self.rows[self._first]
+        return None if self._first is None or self._counted[self._first].place[0] else self.rows[self._first]
 
     @property
     def counts(self) -> dict[str, int]:
         """How many trials have each status."""
         return {status: count for status, count in self._counts.items() if count}
 
-    def take(self, row: Trial) -> None:
+    def take(self, row: TrialRow) -> None:
         """A trial is new, or has changed."""
-        number, now = row["trial"], _Told(row["status"], row["step"], place(row, self._mode))
-        before = self._told.get(number)
-        self._told[number], self.rows[number] = now, row
+        number, now = row["trial"], _Counted(row["status"], row["step"], place(row, self._mode))
+        before = self._counted.get(number)
+        self._counted[number], self.rows[number] = now, row
         if before is not None:
             self._counts[before.status] -= 1
             self.steps -= before.step
@@ -59,19 +59,19 @@ class Standing:
         self.steps += now.step
         if row["order"] is not None:
             self.ended[row["order"]] = row
-        if self._first is None or now.place < self._told[self._first].place:
+        if self._first is None or now.place < self._counted[self._first].place:
             self._first = number
         elif number == self._first and before is not None and now.place > before.place:
-            self._first = min(self._told, key=lambda other: self._told[other].place)
+            self._first = min(self._counted, key=lambda other: self._counted[other].place)
 
 
-def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
+def best_of(trials: Sequence[TrialRow], mode: str) -> TrialRow | None:
     """The trial with the best value; of equal ones the one of the lowest number. None where no trial has one."""
     best = min(trials, key=lambda trial: place(trial, mode), default=None)
     return None if best is None or place(best, mode)[0] else best
 
 
-def place(trial: Trial, mode: str) -> _Place:
+def place(trial: TrialRow, mode: str) -> _Place:
     """What trials are ranked by, the best first: those that failed or have no value are last."""
     value, number = trial["metric"], trial["trial"]
     if value is None or trial["status"] == "failed" or math.isnan(value):
@@ -79,6 +79,6 @@ def place(trial: Trial, mode: str) -> _Place:
     return False, value if mode == "min" else -value, number
 
 
-def tally(trials: Sequence[Trial]) -> dict[str, int]:
+def tally(trials: Sequence[TrialRow]) -> dict[str, int]:
     """How many trials have each status."""
     return dict(Counter(trial["status"] for trial in trials))

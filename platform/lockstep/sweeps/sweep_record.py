@@ -26,7 +26,7 @@ from lockstep.record.run_store import SWEEP_FILE, Status, UnavailableError
 from lockstep.record.stores import find_run, reader, store_for
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps import figures
-from lockstep.sweeps.standing import Standing, Trial, best_of
+from lockstep.sweeps.standing import Standing, TrialRow, best_of
 
 PATIENCE_S = 60.0
 """How long a store that does not answer is asked again at the end."""
@@ -37,7 +37,7 @@ DOCUMENTS_S = 10.0
 SEEN = 1000
 """How many of the newest runs are looked through for those that a killed driver has left."""
 
-Trials = Sequence[Trial]
+Trials = Sequence[TrialRow]
 
 
 class SweepRecord:
@@ -55,10 +55,10 @@ class SweepRecord:
         self.run_id = self._store.open(sweep_id)
         self.folder = base.folder / self.run_id
         self.url = self._store.url()
-        self._told = max(self._store.last_steps().values(), default=0)
+        self._sent = max(self._store.last_steps().values(), default=0)
         self._best = ""
         self._standing = Standing(sweep.mode)
-        self._counted: tuple[int, Trial | None] = 0, None
+        self._counted: tuple[int, TrialRow | None] = 0, None
         """How many ends were looked at for points, and the best of those trials."""
         self._written_at = -math.inf
         self._store.set_status("RUNNING")
@@ -98,7 +98,8 @@ class SweepRecord:
         def say() -> None:
             self._written_at = -math.inf
             self._say()
-            for path in figures.draw(self._sweep, trials, self.folder):
+            undrawn: list[str] = []
+            for path in figures.draw(self._sweep, trials, self.folder, undrawn.append):
                 self._store.log_file(path, path.parent.name)
             best = best_of(trials, self._sweep.mode)
             shown = (
@@ -108,6 +109,7 @@ class SweepRecord:
             )
             drawn = [f"figures/{path.name}" for path in sorted((self.folder / "figures").glob("*.png"))]
             details = {} if best is None else {**best["fields"], "best run": best["run_id"]}
+            details |= {"figures": "; ".join(undrawn)} if undrawn else {}
             text = documents.note(
                 " · ".join([f"**{status}** {verdict}", *shown]), details, drawn, self.run_id
             )
@@ -132,8 +134,8 @@ class SweepRecord:
         if time.monotonic() - self._written_at >= DOCUMENTS_S:
             trials = [self._standing.rows[number] for number in sorted(self._standing.rows)]
             columns, rows = table(trials, list(self._sweep.space))
-            told = documents.without_nan({"columns": columns, "data": rows})
-            self._document("trials.json", json.dumps(told, default=str, allow_nan=False) + "\n")
+            document = documents.without_nan({"columns": columns, "data": rows})
+            self._document("trials.json", json.dumps(document, default=str, allow_nan=False) + "\n")
             self._document("trials.csv", _csv(columns, rows))
             self._written_at = time.monotonic()
         tags = {
@@ -151,7 +153,7 @@ class SweepRecord:
         points, (count, best) = [], self._counted
         while (trial := self._standing.ended.get(count)) is not None:
             count, best = count + 1, best_of([*filter(None, [best]), trial], self._sweep.mode)
-            if best is not None and count > self._told:
+            if best is not None and count > self._sent:
                 at = int(1000 * trial["ended"])
                 points.append(Point(f"best/{self._sweep.metric}", best["metric"], at, count))
         self._store.log_metrics(points)

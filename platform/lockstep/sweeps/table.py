@@ -16,7 +16,7 @@ from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.decisions import Decisions, WithoutState
 from lockstep.sweeps.recorders import NEWS_S, answer_of_recorders
 from lockstep.sweeps.standing import Standing
-from lockstep.sweeps.watch import Watch
+from lockstep.sweeps.watchdog import SweepWatchdog
 
 RECORD_S = 10.0
 """How often the table is recorded while no trial ends."""
@@ -41,7 +41,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         """Why no other trial begins and those that run end after their next step."""
         self._sweep, self._decisions, self._recorders = sweep, decisions, recorders
         self._progress, self._stop = progress, stop
-        self._watch = Watch(recorders, sweep.base.faults)
+        self._watchdog = SweepWatchdog(recorders, sweep.base.faults)
         self._began = self._placed_at = time.monotonic()
         self._recorded_at = time.monotonic()
         self._update: Any = None
@@ -53,15 +53,18 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         self._changed: set[int] = set()
         """Trials that the record does not know as they are."""
         self._ends = 0
+        self._trials: list[Any] = []
+        """Tune's own."""
 
     @property
-    def table(self) -> list[dict[str, Any]]:
+    def trials(self) -> list[dict[str, Any]]:
         """The trials by their number."""
         return [self.rows[number] for number in sorted(self.rows)]
 
     # --- what Tune tells ---------------------------------------------------------------------------------------
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        self._trials = trials
         # From the newest on: of a thousand trials it is among the last that one waits or runs.
         if not any(trial.status == "PENDING" for trial in reversed(trials)) or any(
             trial.status == "RUNNING" for trial in reversed(trials)
@@ -95,8 +98,8 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         row = self._row(trial)
-        told = str(trial.get_error() or "the trial's workers were lost").strip().splitlines()[-1]
-        reason = row["reason"] or told
+        error = str(trial.get_error() or "the trial's workers were lost").strip().splitlines()[-1]
+        reason = row["reason"] or error
         self._recorders.end_trial.remote(str(row["trial"]), reason, "", "FAILED")
         self._end(row, "failed", f"{trial.num_failures} attempts ended early, the last with: {reason}")
 
@@ -118,7 +121,7 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
     def stop_all(self) -> bool:
         self._record_now_and_then()
         self._ensure_room()
-        for number, why in self._watch.end_hung().items():
+        for number, why in self._watchdog.end_hung().items():
             self.rows[number]["reason"] = why
             self._touch(number)
             self._progress.say(f"trial {number} was ended and starts again: {why}")
@@ -128,7 +131,18 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
             self._progress.say(f"the sweep ends: {reason}; its trials stop after their next step")
             stopping = self._recorders.stop_all.remote(self._stop.number)
             answer_of_recorders(stopping, NEWS_S)
-        return self.over is not None and not self.standing.counts.get("running")
+        if self.over is None or not (running := self._running()):
+            return self.over is not None
+        paused = {trial.config["trial"] for trial in self._trials if trial.status == "PAUSED"}
+        if not paused.issuperset(running):
+            return False
+        for number in running:  # they wait for others of their population, which may be stopped on their way
+            self._touch(number)
+            self._end(self.rows[number], "stopped", "")
+        return True
+
+    def _running(self) -> list[int]:
+        return [number for number, row in self._going.items() if row["status"] == "running"]
 
     def _ensure_room(self) -> None:
         """ClusterError where trials wait and none runs, for longer than the spec allows."""
@@ -222,14 +236,14 @@ class SweepTable(WithoutState, tune.Callback, tune.Stopper):  # type: ignore[mis
         standing = self.standing
         best = standing.best
         counts = " · ".join(f"{count} {status}" for status, count in standing.counts.items())
-        told = (
+        leader = (
             ""
             if best is None
             else f" · best {self._sweep.metric} {best['metric']:.6g}, trial {best['trial']}"
         )
         last = [standing.ended[order] for order in range(max(0, self._ends - LAST_SHOWN), self._ends)]
         self._progress.table(
-            f"{len(self.rows)} of {self._sweep.total} trials · {counts}{told}{self._left()}",
+            f"{len(self.rows)} of {self._sweep.total} trials · {counts}{leader}{self._left()}",
             [*last, *self._going.values()],
         )
 

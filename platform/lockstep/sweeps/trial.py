@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.attempts.policy import FIRST_STORAGE_PAUSE_S
 from lockstep.attempts.watchdog import listening
+from lockstep.attempts.worker_group import why_lost
 from lockstep.checkpoint.names import give_name, run_of_name
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
@@ -32,12 +33,19 @@ from lockstep.checkpoint.storages import open_storage
 from lockstep.clusters.answers import answer_of
 from lockstep.communication.group import Group
 from lockstep.driver.finished_run import doubt
-from lockstep.errors import ClusterError, CorruptionError, SilentError, StorageError, TransientStorageError
+from lockstep.errors import (
+    ClusterError,
+    CorruptionError,
+    SilentError,
+    SpecError,
+    StorageError,
+    TransientStorageError,
+)
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import EvaluationRow
 from lockstep.record.ledger import Rows
-from lockstep.record.run_store import Recorded
+from lockstep.record.run_store import StoredRun
 from lockstep.record.stores import find_history, find_run
 from lockstep.spec.fields import PLACEMENT, Spec
 from lockstep.spec.sweep import SweepSpec
@@ -91,7 +99,6 @@ class Trial(tune.Trainable):  # type: ignore[misc]
 
     def _begin(self, config: dict[str, Any]) -> None:
         self._config = config
-        self._taken: dict[str, Any] | None = None
         self._training: Training | None = None
 
     def step(self) -> dict[str, Any]:
@@ -100,17 +107,10 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         return self._training.next_result()
 
     def _start(self) -> Training:
-        number, fields = self._config["trial"], self._config["fields"]
-        fork = None if self._taken is None else self._taken["fork"]
-        if self._taken is not None and self._taken["trial"] != number:  # another one's state
-            storage = self._sweep.base.checkpoint.storage
-            fork = {"run": self._taken["run"], "step": self._taken["step"], "storage": storage}
-        name = f"{self._sweep.base.name}-{number}"
-        spec = self._sweep.trial(fields, name=name, **({"fork": fork} if fork else {}))
+        number = self._config["trial"]
         return Training(
-            spec,
+            spec_of(self._sweep, number, self._config),
             number,
-            fork,
             self._sweep_id,
             self._recorders,
             self._peers,
@@ -130,7 +130,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         return self._training.saved()
 
     def load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._taken = checkpoint
+        """Nothing: the trial's configuration says which run goes on, and from where it was forked."""
 
     def _end_peers(self) -> None:
         if self._source:  # they have it in folders of their own; one that hangs leaves its folder behind
@@ -154,7 +154,6 @@ class Training:
         self,
         spec: Spec,
         number: int,
-        fork: Mapping[str, Any] | None,
         sweep_id: str,
         recorders: Any,
         peers: list[Any],
@@ -164,7 +163,7 @@ class Training:
         may_reuse: bool,
     ) -> None:
         self._may_reuse = may_reuse
-        self.spec, self.number, self.fork = spec, number, fork
+        self.spec, self.number = spec, number
         self.results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.run_id = ""
         self._sweep_id, self._recorders, self._peers, self._end = sweep_id, recorders, peers, end
@@ -182,6 +181,8 @@ class Training:
         result = self.results.get()
         if "lost" in result:
             raise WorkersLostError(result["lost"])  # Tune starts the trial again
+        if "step" in result:
+            self._last = {}  # what another evaluation gave
         self._last |= result
         return {**self._last, "trial": self.number}
 
@@ -190,10 +191,10 @@ class Training:
         step = int(self._last["step"])
         if step not in steps_of(self.spec.checkpoint.storage, self.run_id):
             self._rank_zero.wait_for_checkpoint(step)
-        return {"trial": self.number, "run": self.run_id, "step": step, "fork": self.fork}
+        return {"trial": self.number, "run": self.run_id, "step": step}
 
     def leave(self) -> bool:
-        """End the thread where it waits; what has become of the trial is recorded by whoever decided it. Whether the peers have ended it too."""
+        """End the thread where it waits; the code that ended the trial records its outcome. Whether the peers have ended it too."""
         self._rank_zero.leave()
         self._thread.join(3 * PATIENCE_S)
         if self._thread.is_alive():  # it waits for a rank that is gone, and cannot be told
@@ -257,12 +258,11 @@ class Training:
         key = str(self.number)
         found, rows, digest = answer_of(self._recorders.adopt.remote(key), RECORDER, ANSWER_S)
         self.run_id = answer_of(self._recorders.run_id.remote(key), RECORDER, ANSWER_S)
-        for row in rows:
-            self.give(row)
+        self._give_all(rows)
         self._recorders.close_trial.remote(key)
         self._over("reused", f"run {found} has the same identity and is finished", digest)
 
-    def _history(self, found: Recorded) -> Rows | None:
+    def _history(self, found: StoredRun) -> Rows | None:
         """The rows of a run that has ended; None where it was cut off before all were written, or only its status says that it ended."""
         if found.status == "FINISHED" and doubt(found, self.spec.record.uri or "", self.spec.folder):
             return None
@@ -272,14 +272,13 @@ class Training:
             if found.status == "FINISHED":
                 raise
             return None
-        told = history.evaluations[-1].step if history.evaluations else 0
-        return history if found.status == "FINISHED" or told >= (self._end or {}).get("step", 0) else None
+        last = history.evaluations[-1].step if history.evaluations else 0
+        return history if found.status == "FINISHED" or last >= (self._end or {}).get("step", 0) else None
 
-    def _replay(self, found: Recorded, history: Rows) -> None:
+    def _replay(self, found: StoredRun, history: Rows) -> None:
         """A trial that had ended before the sweep was taken up again: its results, and nothing else."""
         self.run_id = found.run_id
-        for row in history.evaluations:
-            self.give(row)
+        self._give_all(history.evaluations)
         end = self._end or {}
         digest = found.summary.get("weights_digest")
         self._over(end.get("status", "finished"), end.get("reason", ""), digest)
@@ -319,9 +318,7 @@ class Training:
                 ray.get(ended)
             except ray.exceptions.RayError as error:
                 if not over.wait(PATIENCE_S):
-                    lost = ClusterError(
-                        f"a worker of the trial is gone: {' '.join(str(error).split())[-300:]}"
-                    )
+                    lost = ClusterError(f"a worker of the trial is gone: {why_lost(str(error))}")
                     self._broke(first_cause(others, lost))
                 return
 
@@ -329,7 +326,7 @@ class Training:
         if isinstance(
             error, ray.exceptions.RayActorError
         ):  # where it is the recorders', the driver ends the sweep
-            error = ClusterError(f"a process of the sweep is gone: {' '.join(str(error).split())[-300:]}")
+            error = ClusterError(f"a process of the sweep is gone: {why_lost(str(error))}")
         known = as_lockstep_error(error, "rank 0")
         if isinstance(known, TransientStorageError):  # Tune begins at once with the next attempt
             self._rank_zero.rest(FIRST_STORAGE_PAUSE_S)
@@ -348,6 +345,12 @@ class Training:
         """A result for Tune."""
         self.results.put(self._result(row))
 
+    def _give_all(self, rows: Sequence[EvaluationRow]) -> None:
+        """The results of a run that is over; the last one comes with its end, as where it is trained."""
+        for row in rows[:-1]:
+            self.give(row)
+        self._rank_zero.pending = rows[-1] if rows else None
+
     def _result(self, row: EvaluationRow) -> dict[str, Any]:
         return {"step": row.step, **row.metrics, "run_id": self.run_id}
 
@@ -365,6 +368,23 @@ class Training:
 
 class WorkersLostError(RuntimeError):
     """A worker of the trial is gone; the trial goes on in another attempt."""
+
+
+def spec_of(sweep: SweepSpec, number: int, config: Mapping[str, Any]) -> Spec:
+    """The spec of a trial with this configuration of Tune's. SpecError where it is none."""
+    more = {}
+    if "fork" in config:  # another trial's state; see RecordedScheduler
+        more["fork"] = {**config["fork"], "storage": sweep.base.checkpoint.storage}
+    return sweep.trial(config["fields"], name=f"{sweep.base.name}-{number}", **more)
+
+
+def was_begun(sweep: SweepSpec, sweep_id: str, number: int, config: Mapping[str, Any]) -> bool:
+    """Whether a trial of a sweep has a run with this configuration."""
+    try:
+        name = run_name(sweep_id, number, spec_of(sweep, number, config))
+    except SpecError:
+        return False
+    return run_of_name(open_storage(sweep.base.checkpoint.storage), name) is not None
 
 
 def run_name(sweep_id: str, number: int, spec: Spec) -> str:

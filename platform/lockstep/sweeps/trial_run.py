@@ -66,7 +66,7 @@ class TrialRun:
         """Until the checkpoint of a step is published. StorageError where it was given up, or nobody saves it."""
         with self._saved:
             self._saved.wait_for(lambda: step in self._save_errors, SAVE_S)
-        error = self._save_errors.get(step, f"nothing was heard of it for {SAVE_S:.0f} s")
+        error = self._save_errors.get(step, f"no result of the save after {SAVE_S:.0f} s")
         if error is not None:
             raise StorageError(f"the checkpoint of step {step} could not be saved: {error}")
 
@@ -75,7 +75,7 @@ class TrialRun:
     def tell(self, event: Event) -> None:
         """Take an event of rank 0."""
         if self._left.is_set():
-            return  # what becomes of the trial is recorded by whoever decided it
+            return  # the code that ended the trial records its outcome
         match event:
             case Started():
                 event = Started({**event.facts, **self._facts})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
@@ -23,3 +25,20 @@ def checkpoint_activations(job: Job, model: nn.Module) -> None:
         )
     for module in modules:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+@contextmanager
+def kept_activations(model: nn.Module) -> Iterator[None]:
+    """Have the model's modules compute by their own `forward`, as before `checkpoint_activations`."""
+    own = {
+        module: forward
+        for module in model.modules()
+        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is checkpoint
+    }
+    for module, forward in own.items():
+        module.forward = forward.args[0]
+    try:
+        yield
+    finally:
+        for module, forward in own.items():
+            module.forward = forward

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.errors import LockstepError
 from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import job_at
 from lockstep.training.state import TrainState
 
 
@@ -27,10 +26,5 @@ def has_after_step(job: Job) -> bool:
 def call_after_step(state: TrainState, step: int, *, seed: int, cuda: torch.device | None) -> None:
     """Call the job's `after_step` without gradients, with the generators seeded from (seed, "after step", step - 1)."""
     seed_all(seed, "after step", step - 1, cuda=cuda)
-    try:
-        with torch.no_grad():
-            state.job.after_step(state.model, step)
-    except LockstepError:
-        raise
-    except (Exception, SystemExit) as error:  # a job may call sys.exit()
-        raise as_lockstep_error(error, f"after step {step}") from error
+    with job_at(f"after step {step}"), torch.no_grad():
+        state.job.after_step(state.model, step)

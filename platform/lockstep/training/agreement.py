@@ -26,10 +26,11 @@ from torch import Tensor
 from lockstep.communication.group import Group
 from lockstep.errors import CorruptionError
 from lockstep.record.events import Corrupted, Tell, Witness, tell_nobody
+from lockstep.training.beside import unlisted_buffers
 from lockstep.training.digests import Digester, leaves, model_digest, optimizer_digest
 from lockstep.training.job_phases import optimizers_of
 from lockstep.training.sharding import ShardedOptimizer
-from lockstep.training.state import TrainState, tensors, unlisted_buffers
+from lockstep.training.state import TrainState, tensors
 
 Held = tuple[int, int, int, int]
 """The digests of what a rank holds, in the order of `QUANTITIES`."""
@@ -54,7 +55,7 @@ def outvoted(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def settled(doubt: Corrupted, held: Held) -> Corrupted:
-    """An undecided difference, settled: the ranks now agree on `held` after the same step, so whoever held other digests was wrong."""
+    """An undecided difference, settled: the ranks now agree on `held` after the same step, so the ranks that held other digests were wrong."""
     wrong = tuple(worker.rank for worker in doubt.workers if worker.digests != held)
     return replace(doubt, wrong=wrong, how="recomputation")
 

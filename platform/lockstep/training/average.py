@@ -7,7 +7,7 @@ averaged; frozen ones and buffers are the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,17 +37,19 @@ class Average:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Put the average in the place of the model's weights, which come back bit for bit."""
-        self._swap()
+        names = list(self.weights)
+        self._swap(names)
         try:
             yield
         finally:
-            self._swap()
+            self._swap(names[::-1])
 
-    def _swap(self) -> None:
+    def _swap(self, names: Sequence[str]) -> None:
         """Swap weights and average by value, one parameter at a time: storages keep their owners, and it takes the memory of the largest parameter."""
-        learning = self._learning() if self.weights else {}
+        learning = self._learning()
         with torch.no_grad():
-            for name, parameter in learning.items():
+            for name in names:
+                parameter = learning[name]
                 own = parameter.detach().clone()
                 parameter.copy_(self.weights[name])
                 self.weights[name].copy_(own)

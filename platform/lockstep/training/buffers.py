@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
+from lockstep.training.rehearsal.memory import LARGEST, same_bits
 
 
 class StepBuffers:
@@ -35,10 +36,13 @@ class StepBuffers:
     def keep(self) -> list[int]:
         """Set aside what micro-batch 0's forward wrote. Returns which buffers those are."""
         changed = self._changed()
-        self._kept = {i: self._kept_value(i) for i in changed}
+        written = [self._written_value(i) for i in changed]
+        kept = [torch.empty_like(value) for value in written]
+        copy_all(kept, written)
+        self._kept = dict(zip(changed, kept, strict=True))
         return changed
 
-    def _kept_value(self, i: int) -> Tensor:
+    def _written_value(self, i: int) -> Tensor:
         held, name = self._owners[i]
         value, before = held[name], self._before[i]
         if value is None or value.shape != before.shape or value.dtype != before.dtype:
@@ -47,7 +51,7 @@ class StepBuffers:
                 f"buffer {name!r} became {got} in training, wanted {tuple(before.shape)} of {before.dtype} as at the start; "
                 "a buffer keeps its shape and type"
             )
-        return value.detach().clone()
+        return value.detach()
 
     def restore(self) -> None:
         """Put the step's buffers back. Called after backward, which may still read what forward wrote."""
@@ -69,6 +73,19 @@ class StepBuffers:
             if buffer._version != self._versions[i] or i in self.written or held[name] is not buffer
         ]
 
+    def check_unseen(self, where: str) -> None:
+        """JobError where a write past torch's count (`.data`, NumPy) has changed a small buffer; `where` is the place in the run.
+
+        Called when the step's buffers have been put back. On a CUDA device it waits for each buffer.
+        """
+        for i, (buffer, before) in enumerate(zip(self.buffers, self._before, strict=True)):
+            small = buffer.numel() * buffer.element_size() <= LARGEST
+            if small and i not in self.written and not same_bits(buffer, before):
+                raise JobError(
+                    f"buffer {self._owners[i][1]!r} was written to past torch's count of writes ({where}), and not in the rehearsal, so each "
+                    "worker would keep what its own micro-batches wrote; write to it by torch: buffer.copy_(…), not buffer.data"
+                )
+
     def end_step(self, flagged: Sequence[int]) -> None:
         """Give every rank micro-batch 0's update of the `flagged` buffers, in one broadcast."""
         if not flagged:
@@ -87,15 +104,13 @@ class StepBuffers:
 
     def take_over(self) -> None:
         """Adopt the buffers as an update's hooks left them, the same on every rank: the next step starts from these."""
-        if not self.buffers:
-            return
-        with torch.no_grad():
-            for i, (held, name) in enumerate(self._owners):
-                if held[name] is not self.buffers[i]:
-                    self.buffers[i].copy_(self._kept_value(i))
-                    held[name] = self.buffers[i]
-                self._before[i].copy_(self.buffers[i])
-                self._versions[i] = self.buffers[i]._version
+        replaced = [i for i, (held, name) in enumerate(self._owners) if held[name] is not self.buffers[i]]
+        copy_all([self.buffers[i] for i in replaced], [self._written_value(i) for i in replaced])
+        for i in replaced:
+            held, name = self._owners[i]
+            held[name] = self.buffers[i]
+        copy_all(self._before, self.buffers)
+        self._versions = [buffer._version for buffer in self.buffers]
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""When the state of a run is saved, and from which checkpoint an attempt starts.
+"""When the state of a run is saved.
 
 All ranks save at the same steps: the plan says when if the cadence counts epochs or steps; rank 0 votes in the step's
-exchange if it counts seconds. A failed save is reported and training goes on, unless a newer attempt has taken this
+exchange if it counts seconds. With `keep_best` they also save after an evaluation that is the best so far, which all ranks know. A failed save is reported and training goes on, unless a newer attempt has taken this
 one's place: then this attempt ends. A run whose last save failed has not finished: see `unsaved`.
 """
 
@@ -10,175 +10,29 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import astuple, replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.manifest import Facts, SharedFile
-from lockstep.checkpoint.reader import Loaded, load_newest, load_step, shared_files
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, AttemptOrigin, RunFolder
 from lockstep.checkpoint.runs import opened
-from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved, Share, Sharing
+from lockstep.checkpoint.saver import AsyncSaver, Pause, Saved, SaveFailed, Share, Sharing
 from lockstep.checkpoint.storages import open_storage
 from lockstep.communication.group import Group
-from lockstep.errors import DriftError, LockstepError, SpecError, StorageError
+from lockstep.errors import LockstepError, StorageError
 from lockstep.failure_kinds import kind_of
 from lockstep.plan import Plan, Position
-from lockstep.randomness import digest64
-from lockstep.record.events import Alive, CheckpointRow, Segment, Tell, Warned
+from lockstep.record.events import Alive, CheckpointRow, Tell, Warned
 from lockstep.record.history import History, Saving
 from lockstep.spec.fields import Spec
-from lockstep.training.digest import tree_digest
-from lockstep.training.digests import Digester, state_digests
-from lockstep.training.relay import read_once
 from lockstep.training.requests import Requests
+from lockstep.training.start import Start, check_facts
 from lockstep.training.state import TrainState
 
 GRACE_S = 30.0
 """How long a failed attempt, or one whose workers change, waits for the save in flight."""
-
-
-# --- resuming -----------------------------------------------------------------------------------------------
-
-
-class Start(NamedTuple):
-    """The checkpoint that an attempt starts from; a `fork` takes it from another run."""
-
-    loaded: Loaded
-    fork: bool
-    exact: bool = False
-    """Whether a fork takes over the whole state, as a resume does."""
-
-    def without_state(self) -> Start:
-        """A copy without the sections, for when they are restored: they would stay in memory for as long as the run."""
-        return self._replace(loaded=self.loaded._replace(sections={}))
-
-    @property
-    def facts(self) -> Facts:
-        return self.loaded.manifest.facts
-
-    @property
-    def parent(self) -> str | None:
-        """For a fork, the identity and step of the run that it started from, which are part of its own identity; else None."""
-        if self.fork:
-            how = " exact" if self.exact else ""
-            return f"{self.facts.identity}@{self.loaded.manifest.step}{how}"
-        parent: str | None = self.facts.identity_fields.get("fork")
-        return parent
-
-
-def find_start(
-    spec: Spec, group: Group, origin: AttemptOrigin | None, warn: Callable[[str], None]
-) -> Start | None:
-    """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
-    if origin is not None and origin.replay is not None and origin.replay.step:
-        replay = origin.replay
-        found = _load(replay.storage, replay.run_id, replay.step, group, warn)
-        return Start(found, fork=False) if found is not None else None
-    if origin is not None and origin.run_id is not None:
-        own = _load(spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
-        if own is not None:
-            return Start(own, fork=False)
-    if spec.fork is None:
-        return None
-    loaded = _load(spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step, group, warn)
-    if loaded is None:
-        raise SpecError(f"fork.run: run {spec.fork.run} has no good checkpoint to start from")
-    return Start(loaded, fork=True, exact=spec.fork.exact)
-
-
-def _load(
-    storage: str, run_id: str, step: int | None, group: Group, warn: Callable[[str], None]
-) -> Loaded | None:
-    """A run's checkpoint of `step`, or its newest good one. Rank 0 reads it, and every rank verifies what it receives."""
-    store = open_storage(storage)
-    with read_once(store, group) as relayed:
-        folder = RunFolder.open(relayed, run_id)
-        found = load_newest(folder, warn) if step is None else load_step(folder, step)
-    # Later reads come from one rank alone, so they must not go through the relay.
-    return found and found._replace(checkpoint=replace(found.checkpoint, storage=store))
-
-
-def check_identity(start: Start, fields: dict[str, Any]) -> None:
-    """SpecError for the first identity field in which a resumed run differs from the run that was saved. A fork may differ."""
-    if start.fork:
-        return
-    saved = start.facts.identity_fields
-    for name in sorted({*saved, *fields}):
-        if saved.get(name) != _as_saved(fields.get(name)):
-            raise SpecError(
-                f"resume: {name} is {fields.get(name)!r} and was {saved.get(name)!r} in the run, which would go on with other bits; "
-                "put it back, or start a new run from this state with --fork"
-            )
-
-
-def _as_saved(value: Any) -> Any:
-    """A value as a manifest gives it back: JSON has lists and no tuples."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
-    """What follows from the counters, saved beside them as a check: where the data, the schedule and the generators stand."""
-    counters = state.counters
-    return {
-        "global_batch": plan.global_batch,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "rate_factor": state.schedule.standing(counters.updates),
-        "draw": digest64((spec.seed, "step", counters.step, 0)),
-    }
-
-
-def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
-    """StorageError where a value of `now` differs from the one that was saved under the same name."""
-    for name in now:
-        if name in saved and now[name] != saved[name]:  # checkpoints of older versions have no digests
-            raise StorageError(
-                f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
-                "this Lockstep would go on with other bits"
-            )
-
-
-def restore(
-    start: Start, spec: Spec, plan: Plan, state: TrainState, warn: Callable[[str], None] | None = None
-) -> History:
-    """Restore the state from the checkpoint. Returns the rows up to it; for a fork, which did not take those steps, none.
-
-    Rank 0 reports the rows: it passes `warn`, and reads the files that the checkpoint shares.
-    """
-    sections = start.loaded.sections
-    saved: Any = sections["check"]
-    now = check_facts(spec, plan, state)
-    for name, unit in (("global_batch", "batch.global"), ("steps_per_epoch", "the number of steps an epoch")):
-        if saved[name] != now[name]:
-            raise SpecError(
-                f"fork: {unit} is {now[name]} and was {saved[name]}, so the run's place in its data would not be the same; "
-                "keep it, or start a new run from its weights with initial_weights"
-            )
-    state.restore(sections, fork=start.fork and not start.exact)
-    if start.fork:
-        return History(reached=state.counters.step)
-    now = check_facts(spec, plan, state)
-    if "weights_digest" in saved:
-        now |= state_digests(Digester(state.precision.device), state)
-    compare_check(saved, now, start.loaded.checkpoint.shown)
-    segments = [Segment.of(*astuple(one)) for one in start.loaded.manifest.shared]
-    contents = shared_files(start.loaded, warn) if warn is not None else ()
-    return History.restored(sections, segments, contents)
-
-
-def check_same_state(group: Group, state: TrainState) -> None:
-    """DriftError where the ranks hold different states after a restore, down to the last bit of the optimizer."""
-    if group.size == 1:
-        return
-    digests = group.gather(tree_digest(state.sections()))
-    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if strays:
-        raise DriftError(
-            f"after step {state.counters.step} was restored ranks {strays} hold another state than rank 0; "
-            "they read the same checkpoint: look for a job.load_state_dict that is not the same on every rank, or a fault of the machine"
-        )
 
 
 def _sharing(rows: Saving) -> Sharing:
@@ -189,9 +43,6 @@ def _sharing(rows: Saving) -> Sharing:
         return [SharedFile(segment.name, segment.size, segment.sha256) for segment in segments]
 
     return sharing
-
-
-# --- saving -------------------------------------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -221,7 +72,8 @@ class Checkpoints:
         self.unsaved = ""
         """Why the newest save failed; empty where it did not. Known on rank 0."""
         own = start is not None and not start.fork
-        self._saved_step = state.counters.step if own else -1
+        self._began_at = state.counters.step
+        self._saved_step = self._began_at if own else -1
         if start is not None and own:
             self.newest = start.loaded.checkpoint.shown
         self._own: RunFolder | None = None
@@ -237,16 +89,20 @@ class Checkpoints:
             return False
         if self.requests.save():
             return True
-        return (
-            every is not None
-            and every.seconds is not None
-            and time.monotonic() - self._saved_at >= every.seconds
-        )
+        return every is not None and every.due_after(time.monotonic() - self._saved_at)
 
     def due(self, position: Position, *, agreed: bool) -> bool:
-        """Whether the state is saved after this step."""
+        """Whether the state is saved after this step, once it is evaluated if that is due."""
         every = self.spec.checkpoint.every
-        return self.origin is not None and (agreed or (every is not None and every.due(position)))
+        at_cadence = every is not None and every.due(position)
+        return self.origin is not None and (agreed or at_cadence or self._is_best())
+
+    def _is_best(self) -> bool:
+        """Whether the current state is the one to keep: it has just been evaluated, and is the best so far."""
+        best, counters = self.spec.checkpoint.keep_best, self.state.counters
+        if best is None or counters.step == 0 or counters.evaluated != counters.step:
+            return False
+        return self.history.best_step(best.metric, best.mode) == counters.step
 
     def save(self) -> None:
         """Copy the current state, to be written in the background. All ranks call it at the same step.
@@ -274,9 +130,15 @@ class Checkpoints:
         saver.save(step, {**sections, **blocks}, facts, _sharing(rows))
         self._end_if_stale(saver)
 
-    def make_up(self) -> None:
-        """Save the current state if the plan has a checkpoint here: the previous attempt may have been lost while writing it."""
+    def make_up(self, *, evaluated: bool) -> None:
+        """Save the current state if a save is due here: the previous attempt may have been lost while writing it.
+
+        It may have saved the state, and have `evaluated` it no more: a checkpoint without metrics is the best of none.
+        """
         step = self.state.counters.step
+        if evaluated and self._is_best():
+            self._saved_step = -1
+            self.save()
         goes_on = self.origin is not None and self.origin.in_memory and step > 0
         if goes_on and self.due(self.plan.position(step - 1), agreed=False):
             self.save()
@@ -321,7 +183,7 @@ class Checkpoints:
         error = next((failed for failed in self.group.gather(error) if failed), None)
         if attempt is None or error is not None:
             self._saved_step = -1
-            self._failed(Failed(self.state.counters.step, Pause(0.0, 0.0), 1, StorageError(error or "")))
+            self._failed(SaveFailed(self.state.counters.step, Pause(0.0, 0.0), 1, StorageError(error or "")))
             return None
         rule = self.spec.checkpoint
         best = rule.keep_best
@@ -335,10 +197,16 @@ class Checkpoints:
                 best.mode if best else "min",
                 rule.keep_every,
             ),
+            since=self._began_at,
             on_saved=self._saved,
             on_failure=self._failed,
-            alive=lambda: self.tell(Alive()),
+            alive=self._wait_on,
         )
+
+    def _wait_on(self) -> None:
+        """Called each second of a wait for the save in flight. RuntimeError where the group is broken off: a lost rank's part never comes."""
+        self.tell(Alive())
+        self.group.waits.look()
 
     def _joined(self, action: Callable[[], Attempt]) -> tuple[Attempt | None, str | None]:
         """The attempt, or why there is none for now. StaleAttemptError where a newer one has begun."""
@@ -389,7 +257,7 @@ class Checkpoints:
         if saved.warning is not None:
             self.tell(Warned(saved.warning))
 
-    def _failed(self, failed: Failed) -> None:
+    def _failed(self, failed: SaveFailed) -> None:
         """Told by the thread that writes."""
         if self.group.rank > 0:
             return

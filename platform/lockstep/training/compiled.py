@@ -9,6 +9,7 @@ computes the loss is compiled: the model, its names and its checkpoints are thos
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.data.cache import cache_path
 from lockstep.data.loader import map_tensors
-from lockstep.errors import JobError, SpecError
+from lockstep.errors import JobError, SpecError, first_line
 from lockstep.job.interface import Loss
 
 NAME = "compile.json"
@@ -72,14 +73,15 @@ class Difference(NamedTuple):
 class CompiledLosses:
     """The compiled losses of a run, one for each of its phases. Importing the compiler takes a second or two."""
 
-    def __init__(self, determinism: Literal["strict", "fast"]) -> None:
+    def __init__(self, determinism: Literal["strict", "fast"], device: torch.device) -> None:
+        self.device = device
         self.options = _INDUCTOR | (_STRICT if determinism == "strict" else {})
         self.differences: dict[str, Difference] = {}
         """By phase name."""
         self._losses: dict[str, CompiledLoss] = {}
         self._eager = False
         cpp_compiler()
-        use_own_cache()
+        use_own_cache(device)
         forget_programs()
 
     def of(self, phase: str, loss: LossFunction) -> CompiledLoss:
@@ -119,13 +121,13 @@ class CompiledLosses:
         from torch._dynamo.utils import counters
 
         breaks = [" ".join(str(reason).split()) for reason in counters["graph_break"]]
-        told = {
+        report = {
             **identity_of_compiler(self),
             "programs": counters["stats"]["unique_graphs"],
             "graph_breaks": breaks,
             "first_micro_batch": {name: one._asdict() for name, one in self.differences.items()},
         }
-        return json.dumps(told, indent=1) + "\n"
+        return json.dumps(report, indent=1) + "\n"
 
 
 class CompiledLoss:
@@ -157,12 +159,12 @@ class CompiledLoss:
         except FailOnRecompileLimitHit as error:
             raise JobError(
                 f"compile: the loss would have to be compiled more than {_DYNAMO['recompile_limit']} times "
-                f"({_first_line(error)}); something other than the batch's shapes changes from one micro-batch to the next, such as a "
+                f"({first_line(error)[:300]}); something other than the batch's shapes changes from one micro-batch to the next, such as a "
                 "counter of the job's: hold it in a tensor, or set compile=false"
             ) from error
         except TorchDynamoException as error:
             raise JobError(
-                f"compile: the loss cannot be compiled: {_first_line(error)}; change what the message names, or set compile=false"
+                f"compile: the loss cannot be compiled: {first_line(error)[:300]}; change what the message names, or set compile=false"
             ) from error
 
 
@@ -185,7 +187,10 @@ def shapes_of(batch: Any) -> tuple[str, ...]:
 
 
 def identity_of_compiler(losses: CompiledLosses) -> dict[str, str]:
-    """For the identity: inductor's settings as a digest, the C++ compiler with its version, and the vector instructions it may use."""
+    """For the identity: inductor's settings as a digest, the C++ compiler with its version, and the vector instructions it may use.
+
+    On CUDA also the compiler of kernels.
+    """
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -197,6 +202,22 @@ def identity_of_compiler(losses: CompiledLosses) -> dict[str, str]:
         "compile.inductor": digest,
         "compile.compiler": cpp_compiler(),
         "compile.vectors": str(vectors) if vectors else "none",
+        **_kernel_compiler(losses.device),
+    }
+
+
+def _kernel_compiler(device: torch.device) -> dict[str, str]:
+    """On CUDA: the versions of Triton, which writes the kernels, and of CUDA, and the ptxas that assembles them if it is not Triton's own."""
+    if device.type != "cuda":
+        return {}
+    try:
+        triton = str(importlib.import_module("triton").__version__)
+    except ImportError:  # inductor then tells it
+        triton = "none"
+    return {
+        "compile.triton": triton,
+        "compile.cuda": str(torch.version.cuda),
+        "compile.ptxas": os.environ.get("TRITON_PTXAS_PATH", "Triton's own"),
     }
 
 
@@ -226,15 +247,18 @@ def forget_programs() -> None:
     counters.clear()
 
 
-def use_own_cache() -> None:
-    """Have inductor keep its programs in a folder for this user, processor, compiler and torch version.
+def use_own_cache(device: torch.device) -> None:
+    """Have inductor keep its programs in a folder for this user, processor, GPU, compilers and torch version.
 
     Inductor compiles for the local processor, but its file names do not say which: another machine with the same home would load
     instructions that it does not have. A folder that the user sets in TORCHINDUCTOR_CACHE_DIR is used as it is.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
-    folder = cache_path("compiled", f"{_processor()} {cpp_compiler()} {torch.__version__}")
+    kind = f"{_processor()} {cpp_compiler()} {torch.__version__}"
+    if device.type == "cuda":
+        kind += f" {torch.cuda.get_device_name(device)} {_kernel_compiler(device)}"
+    folder = cache_path("compiled", kind)
     with suppress(OSError):  # the home is not writable: torch uses a temporary folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
@@ -250,9 +274,3 @@ def _processor() -> str:
 
 def _largest(values: Tensor) -> float:
     return float(values.detach().abs().max()) if values.numel() else 0.0
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of a compiler error, which can fill pages; at most 300 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]

@@ -5,21 +5,26 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.errors import DeterminismError
+from lockstep.threads import library_threads, one_library_thread
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_at_random
 
 
 @contextmanager
 def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]:
     """Put this process into the given determinism and number of intra-op threads; restore both on the way out.
+
+    Under strict the libraries beside torch have one thread: what a job computes with NumPy depends on no number of cores.
 
     Raises DeterminismError where python's string hashing was left random at start-up.
     """
@@ -37,13 +42,14 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn.benchmark,
     )
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(kind == "strict")
-    cudnn.benchmark = kind == "fast"
     try:
-        # Filling every new tensor with NaN costs more than it finds; the rehearsal turns it on for one micro-batch.
-        with filled_memory(False):
-            yield
+        with one_library_thread() if kind == "strict" else nullcontext():
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(kind == "strict")
+            cudnn.benchmark = kind == "fast"
+            # Filling every new tensor with NaN costs more than it finds; the rehearsal turns it on for one micro-batch.
+            with filled_memory(False):
+                yield
     finally:
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=before[2])
@@ -56,6 +62,7 @@ def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
         "torch.set_num_threads": (torch.get_num_threads(), threads, "the spec's threads"),
         "torch.use_deterministic_algorithms": (torch.are_deterministic_algorithms_enabled(), True, "strict"),
         "torch.backends.cudnn.benchmark": (torch.backends.cudnn.benchmark, False, "strict"),
+        "the number of threads of NumPy's BLAS": (library_threads(), 1, "whatever the machine"),
     }
     for name, (value, wanted, why) in found.items() if kind == "strict" else ():
         if value != wanted:
@@ -83,6 +90,39 @@ def fp32_products(device: torch.device) -> dict[str, str]:
     return found
 
 
+_CUDA_PRODUCTS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction_split_k",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction_split_k",
+    "allow_fp16_accumulation",
+)
+"""Attributes of torch.backends.cuda.matmul."""
+
+_CUDA_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE")
+"""Variables by which cuBLAS chooses its kernels."""
+
+
+def cuda_settings(device: torch.device) -> dict[str, str]:
+    """For the identity: the settings by which torch and cuBLAS choose among CUDA kernels with different bits. Empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    cuda: Any = torch.backends.cuda  # partly untyped
+    found = {
+        **{f"matmul.{name}": getattr(cuda.matmul, name) for name in _CUDA_PRODUCTS},
+        "blas": cuda.preferred_blas_library(),
+        "linalg": cuda.preferred_linalg_library(),
+        "cudnn": torch.backends.cudnn.enabled,
+        "attention.flash": cuda.flash_sdp_enabled(),
+        "attention.mem_efficient": cuda.mem_efficient_sdp_enabled(),
+        "attention.math": cuda.math_sdp_enabled(),
+        "attention.cudnn": cuda.cudnn_sdp_enabled(),
+        "attention.math_reduced_precision": cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        **{name: os.environ[name] for name in _CUDA_ENVIRONMENT if name in os.environ},
+    }
+    return {f"cuda.{name}": str(value) for name, value in found.items()}
+
+
 @contextmanager
 def filled_memory(on: bool) -> Iterator[None]:
     """Turn filling of newly allocated tensors with NaN on or off inside the block (strict determinism only)."""
@@ -98,7 +138,7 @@ def filled_memory(on: bool) -> Iterator[None]:
 def numerics_probe(device: torch.device) -> str:
     """The first 16 hex digits of a sha256 over the results of some fifty kernels, forward and backward, on fixed inputs. Takes tens of ms.
 
-    Two processes with equal probes can be expected to give the same bits for the same program. Two whose probes differ
+    The kernels are torch's: `numpy_probe` is that of NumPy. Two processes with equal probes can be expected to give the same bits for the same program. Two whose probes differ
     (another instruction set, library build or number of threads) certainly do not.
     """
     digest = hashlib.sha256()
@@ -107,6 +147,38 @@ def numerics_probe(device: torch.device) -> str:
         digest.update(name.encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def numpy_probe() -> str:
+    """The same of NumPy: products of its BLAS, decompositions, functions and sums, by which data and metrics may be computed. Takes a few ms."""
+    digest = hashlib.sha256()
+    for name, result in _numpy_results():
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(result).data)
+    return digest.hexdigest()[:16]
+
+
+def _numpy_results() -> Iterator[tuple[str, NDArray[Any]]]:
+    kinds: tuple[Any, ...] = (np.float32, np.float64)
+    for kind in kinds:
+        matrix, square, vector = (
+            _values(torch.device("cpu"), *shape).numpy().astype(kind)
+            for shape in ((500, 300), (24, 24), (500,))
+        )
+        yield "dot", np.dot(vector, vector)
+        yield "matrix by vector", matrix.T @ vector
+        yield "vector by rows", matrix @ vector[:300]
+        yield "matrix by matrix", matrix[:65, :127] @ matrix[100:227, :33]
+        yield "matrix by itself", matrix.T @ matrix
+        yield "singular values", np.linalg.svd(square, compute_uv=False)
+        yield "solution", np.linalg.solve(square + 24 * np.eye(24, dtype=kind), vector[:24])
+        yield "einsum", np.einsum("ij,ij->j", matrix, matrix)
+        for function in (np.exp, np.log1p, np.sin, np.cos, np.tanh, np.sqrt):
+            yield function.__name__, function(np.abs(vector))
+        for reduce in (np.sum, np.mean, np.var):
+            yield reduce.__name__, reduce(matrix)
+            yield f"{reduce.__name__} of columns", reduce(matrix, axis=0)
+        yield "fft", np.fft.rfft(vector)
 
 
 def _values(device: torch.device, *shape: int) -> Tensor:
@@ -149,8 +221,22 @@ def _probe_results(device: torch.device) -> Iterator[tuple[str, Tensor]]:
     yield "batch norm", F.batch_norm(images, None, None, training=True)
     labels = torch.arange(33, device=device) % 127
     yield "cross entropy", F.cross_entropy(x, labels)
+    if device.type == "cuda":
+        yield from _reduced_precision(device)
     with torch.enable_grad():
         yield from _gradients(device, x, images, heads, labels)
+
+
+def _reduced_precision(device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """What has kernels of its own in bf16 and fp16 on CUDA: attention, and products over a long dimension, which may be split."""
+    for dtype in (torch.bfloat16, torch.float16):
+        yield f"linear {dtype}", F.linear(*(_values(device, rows, 16384).to(dtype) for rows in (16, 64)))
+        heads = _values(device, 2, 3, 80, 64).to(dtype).requires_grad_()
+        with torch.enable_grad():
+            result = F.scaled_dot_product_attention(heads, heads.flip(2), heads, is_causal=True)
+        yield f"attention {dtype}", result
+        (gradient,) = torch.autograd.grad(result, heads, _values(device, *result.shape).to(dtype))
+        yield f"gradient of attention {dtype}", gradient
 
 
 def _gradients(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.communication.group import Group
@@ -16,18 +16,19 @@ from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import DeterminismError, JobError, LockstepError
 from lockstep.job.interface import Job, Mean, overrides
-from lockstep.job.loading import dataset_size
 from lockstep.plan import evaluation_ranges
 from lockstep.randomness import seed_all
 from lockstep.training import whole_set
 from lockstep.training.buffers import KeptBuffers
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import job_at
+from lockstep.training.job_data import dataset_size
 from lockstep.training.job_phases import own_phases
 from lockstep.training.means import means_alone, means_of
 from lockstep.training.parameters import ParameterWatch
 from lockstep.training.precision import Precision
+from lockstep.training.rehearsal.generators import OwnGenerators
 from lockstep.training.rehearsal.held import memory_of, named
-from lockstep.training.rehearsal.memory import Memory
+from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.rehearsal.micro_batch import Computed
 
 Row = dict[str, tuple[float, float]]
@@ -36,15 +37,30 @@ Row = dict[str, tuple[float, float]]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, without gradients; restore every module's own mode afterwards."""
+    """Put the model in evaluation mode, without gradients; restore every module's own mode afterwards.
+
+    The modes are restored by `train()`, as a training loop would: a module may keep something until it is called.
+    """
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    listens = any(map(_has_own_train, modes))
+    if listens or any(modes.values()):  # setting the modes of a thousand modules takes milliseconds
+        model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        if listens or any(module.training != mode for module, mode in modes.items()):
+            model.train(modes[model])
+            for module, mode in modes.items():  # parents first: train() sets those below it as well
+                if module.training != mode:
+                    module.train(mode)
+            for module, mode in modes.items():  # where a train() of its own does otherwise
+                module.training = mode
+
+
+def _has_own_train(module: nn.Module) -> bool:
+    """Whether train() and eval() may do more to a module than set its mode."""
+    return getattr(module.train, "__func__", None) is not nn.Module.train
 
 
 class Evaluation:
@@ -92,8 +108,7 @@ class Evaluation:
 
     def __call__(self, model: nn.Module, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Metrics by name with the prefix `eval/`, equal on every rank. `alive` is called for each micro-batch."""
-        with evaluating(model):
-            own, outputs = self._own_results(model, alive)
+        own, outputs = self._own_results(model, alive)
         totals: dict[str, tuple[float, float]] = {}
         for rank_rows in self.group.gather(own):
             for row in rank_rows:
@@ -122,9 +137,9 @@ class Evaluation:
             except LockstepError as error:
                 wrong = error
         self.figures = found.figures if found is not None else {}
-        metrics, told = self.group.gather((found.metrics if found else {}, wrong))[0]
-        if told is not None:
-            raise wrong or told
+        metrics, refusal = self.group.gather((found.metrics if found else {}, wrong))[0]
+        if refusal is not None:
+            raise wrong or refusal
         return dict(metrics)
 
     def rehearse(
@@ -142,15 +157,15 @@ class Evaluation:
         a metric of the whole set may fail on one micro-batch, which only gives a warning.
         """
         self._repeats = repeat
+        self.batches.check_draws_nothing(self._key(0))
         before, self.restore_buffers = self.restore_buffers, KeptBuffers(model).restore
         held = memory_of(self.job, model) if repeat else None
         try:
-            with evaluating(model):
-                once, outputs = self._computed(model, 0)
-                if repeat:
-                    self._check_repeats(model)
+            once, outputs = self._computed(model, 0)
             if held is not None:
+                self._check_repeats(model, _texts(once, outputs), held)
                 self._check_left(model, held, training, warn)
+                check_modes(model)
             over_all = self._tried(model, outputs, warn)
         finally:
             self.restore_buffers = before
@@ -206,8 +221,7 @@ class Evaluation:
 
     def _after_others(self, model: nn.Module, held: Memory) -> Iterator[Mapping[str, str]]:
         """What the job holds after the whole-set metrics of the last micro-batch as well, and after those alone."""
-        with evaluating(model):
-            _, outputs = self._computed(model, self._last)
+        _, outputs = self._computed(model, self._last)
         whole_set.compute(self.job, outputs, seed=self.seed)
         yield memory_of(self.job, model).values
         held.restore()
@@ -236,14 +250,13 @@ class Evaluation:
                     "depends on it: each worker evaluates other micro-batches, and a run that evaluates less often would learn something "
                     "else; keep nothing in evaluation that training reads"
                 )
-        told = memory_of(self.job, model).changed_since(held)  # what training itself changes
+        by_training = memory_of(self.job, model).changed_since(held)
         held.restore()
-        with evaluating(model):
-            self._computed(model, 0)
+        self._computed(model, 0)
         # State that each micro-batch writes anew, such as a metric that is reset, is not carried over.
         places = after.changed_since(memory_of(self.job, model))
-        within = tuple(f"{one}[" for one in told)
-        handed_on = [p for p in places if p in left and p not in told and not p.startswith(within)]
+        within = tuple(f"{one}[" for one in by_training)
+        handed_on = [p for p in places if p in left and p not in by_training and not p.startswith(within)]
         if handed_on:
             warn(
                 f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
@@ -255,84 +268,119 @@ class Evaluation:
         """The number of the last micro-batch."""
         return -(-self.samples // self.micro_batch) - 1
 
-    def _check_repeats(self, model: nn.Module) -> None:
-        again = self._texts(model, 0)
+    def _check_repeats(self, model: nn.Module, once: dict[str, str], held: Memory) -> None:
+        """Refuse a first micro-batch that gives something else when it is computed again, also after the last one.
+
+        `once` are its first results, `held` what the job held before them.
+        """
+        own = OwnGenerators({"eval_data": self.batches.samples})
+        again = _texts(*self._computed(model, 0))
+        own.look()
         between = memory_of(self.job, model)
         if self._last:
             self._computed(model, self._last)
-        third = self._texts(model, 0)
-        differing = [name for name, value in again.items() if third.get(name) != value]
-        if not differing:
-            return
-        left = memory_of(self.job, model).changed_since(between)
-        metric = differing[0]
+            own.look()
+        third = _texts(*self._computed(model, 0))
+        own.look()
+        if gone_on := own.gone_on():
+            self._computed(model, 0)
+            own.look()
+            own.refuse(gone_on)
+        for one, other, before in ((again, third, between), (once, again, held)):
+            metric = next((name for name, value in one.items() if other.get(name) != value), None)
+            if metric is not None:
+                raise self._differs(metric, memory_of(self.job, model).changed_since(before))
+
+    def _differs(self, metric: str, left: list[str]) -> LockstepError:
         if left:
-            raise JobError(
+            return JobError(
                 f"evaluation: {named(left)} is kept from one micro-batch to the next, and {metric} depends on it; workers share out the "
                 "micro-batches, so each would have another value: return each micro-batch's own total and weight (lockstep.Mean)"
             )
-        raise DeterminismError(
+        return DeterminismError(
             f"evaluation: {metric} of the first micro-batch, computed again under one seed, has other bits; an operator is not "
-            "deterministic, or the job draws from a generator of its own, or keeps something out of sight"
+            "deterministic, or the job draws from a generator of its own, or keeps hidden state"
         )
 
-    def _texts(self, model: nn.Module, i: int) -> dict[str, str]:
-        """The results of one micro-batch by name, as texts: equal values have equal texts."""
-        row, outputs = self._computed(model, i)
-        return {
-            **{f"eval/{name}": repr(value) for name, value in row.items()},
-            **{f"the output {name!r}": text for name, text in whole_set.texts(outputs).items()},
-        }
-
+    @torch.no_grad()
     def _computed(self, model: nn.Module, i: int) -> tuple[Row, whole_set.Outputs]:
         """Totals and weights of one micro-batch, and its outputs."""
-        key = MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i))))
-        batch = next(Loader(self.batches, [key], self.group.device))
+        batch = next(Loader(self.batches, [self._key(i)], self.group.device))
         means, outputs = self._results(model, i, batch)
         return _numbers(means), outputs
 
+    @torch.no_grad()
     def _own_results(
         self, model: nn.Module, alive: Callable[[], None]
     ) -> tuple[list[Row], whole_set.Outputs]:
         """Totals of each micro-batch of this rank, and their outputs joined in order."""
-        keys = [
-            MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, self._end(i)))) for i in self.assigned
-        ]
+        keys = list(map(self._key, self.assigned))
         loader = Loader(
             self.batches, keys, self.group.device, min(self.processes, len(self.assigned)), self.group.let_go
         )
         try:
             means, outputs = [], []
-            for i, batch in zip(self.assigned, loader, strict=True):
-                found, given = self._results(model, i, batch)
-                means.append(found)
-                outputs.append(given)
-                alive()
+            # Modules that do more in train() than set a mode do it for each micro-batch: nothing goes from one to the next.
+            with nullcontext() if any(map(_has_own_train, model.modules())) else evaluating(model):
+                for i, batch in zip(self.assigned, loader, strict=True):
+                    found, given = self._results(model, i, batch)
+                    means.append(found)
+                    outputs.append(given)
+                    alive()
         finally:
             loader.close()
         return [_numbers(row) for row in means], whole_set.joined(outputs)
 
-    def _end(self, i: int) -> int:
-        return min((i + 1) * self.micro_batch, self.samples)
+    def _key(self, i: int) -> MicroBatch:
+        end = min((i + 1) * self.micro_batch, self.samples)
+        return MicroBatch(EVALUATION, i, list(range(i * self.micro_batch, end)))
 
     def _results(self, model: nn.Module, i: int, batch: Any) -> tuple[dict[str, Mean], whole_set.Outputs]:
-        """Means and outputs of one micro-batch. The means stay on the device, so that nothing waits for it before the last micro-batch is launched."""
+        """Means and outputs of one micro-batch, in memory of their own.
+
+        The means stay on the device, so that nothing waits for it before the last micro-batch is launched. Modes are set for each
+        micro-batch, because its worker may have run others before it.
+        """
         where = f"evaluation micro-batch {i}, rank {self.group.rank}"
         parameters = ParameterWatch(model)
         seed_all(self.seed, "eval", i, cuda=self.group.device if self.group.device.type == "cuda" else None)
         try:
-            with self.precision.autocast():
-                loss = self.job.loss(model, batch) if self._has_loss else None
-                further = self.job.metrics(model, batch)
-                outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:  # a job may call sys.exit()
-            raise as_lockstep_error(error, where) from error
+            with job_at(where):
+                with evaluating(model), self.precision.autocast():
+                    loss = self.job.loss(model, batch) if self._has_loss else None
+                    further = self.job.metrics(model, batch)
+                    outputs = whole_set.taken(self.job.outputs(model, batch)) if self._gives_outputs else {}
+                parameters.check(where)
+                means = means_of(loss, further) if self._has_loss else means_alone(further)
+                own = {name: _own(mean) for name, mean in means.items()}
         finally:
             self.restore_buffers()
-        parameters.check(where)
-        return means_of(loss, further) if self._has_loss else means_alone(further), outputs
+        return own, outputs
+
+
+def check_modes(model: nn.Module) -> None:
+    """JobError where evaluation mode and back changes the weights, as they are once training has moved them."""
+    if not any(map(_has_own_train, model.modules())):
+        return
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.rand_like(parameter))
+        before = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
+        with evaluating(model):
+            pass
+        for name, parameter in model.named_parameters():
+            if tensor_digest(parameter) != before[name]:
+                raise JobError(
+                    f"job.model: parameter {name!r} has other bits after train() and eval() of its modules, so the weights would depend on how "
+                    "often its worker evaluates; add nothing to weights in evaluation mode (in loralib merge_weights=False)"
+                )
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.copy_(value)
 
 
 def has_evaluation_loss(job: Job) -> bool:
@@ -345,6 +393,22 @@ def has_evaluation_loss(job: Job) -> bool:
             "outputs(model, batch): there is nothing to evaluate; write one of them, or return None"
         )
     return False
+
+
+def _own(mean: Mean) -> Mean:
+    """A mean in memory of its own, without its graph: the job may write to its tensors, and buffers are put back."""
+    total, weight = (
+        value.detach().clone() if isinstance(value, Tensor) else value for value in (mean.total, mean.weight)
+    )
+    return Mean(total, weight)
+
+
+def _texts(row: Row, outputs: whole_set.Outputs) -> dict[str, str]:
+    """The results of one micro-batch by name, as texts: equal values have equal texts."""
+    return {
+        **{f"eval/{name}": repr(value) for name, value in row.items()},
+        **{f"the output {name!r}": text for name, text in whole_set.texts(outputs).items()},
+    }
 
 
 def _numbers(row: dict[str, Mean]) -> Row:

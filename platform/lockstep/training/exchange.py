@@ -7,6 +7,7 @@ which hides its time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,13 +23,15 @@ class Totals(NamedTuple):
     """The totals of a step's micro-batches, added in index order in float64: the same for every W.
 
     `loss` and `weight` are totals over the global batch; `parts` are (total, weight) by name.
-    `first_bad` is the index of the first micro-batch whose loss is not finite, or None.
+    `first_bad` is the index of the first micro-batch whose loss is not finite, or None; `bad_weight` index and weight of the
+    first one whose weight is not finite or below 0.
     """
 
     loss: float
     weight: float
     parts: dict[str, tuple[float, float]]
     first_bad: int | None
+    bad_weight: tuple[int, float] | None = None
 
 
 class Agreed(NamedTuple):
@@ -55,7 +58,7 @@ class Exchange:
 
     def __init__(self, group: Group, micro_batches: int, parts: Sequence[str], flags: int) -> None:
         self.group = group
-        self.parts = tuple(parts)
+        self.parts, self.names = tuple(parts), frozenset(parts)
         self.width = 2 + 2 * len(self.parts)
         self.ranges = worker_ranges(micro_batches, group.size)
         self.rows = max(map(len, self.ranges))
@@ -69,7 +72,7 @@ class Exchange:
         self._apart: list[Tensor] = []
 
     def put(self, loss: Loss) -> None:
-        """Note the totals of this rank's next micro-batch; on a CUDA device they stay there."""
+        """Note the totals of this rank's next micro-batch; on a CUDA device they stay there, in memory that the job does not write to."""
         self._values += (self._value(loss.total), self._value(loss.weight))
         for name in self.parts:
             part = loss.parts[name]
@@ -78,7 +81,7 @@ class Exchange:
     def _value(self, value: Tensor | float) -> Tensor | float:
         if not isinstance(value, Tensor):
             return float(value)
-        return value.item() if value.device.type == "cpu" else value.detach()
+        return value.item() if value.device.type == "cpu" else value.detach().clone()
 
     def flag(self, buffers: Sequence[int]) -> None:
         """Note which buffers the update of this step changed; only the rank of micro-batch 0 does."""
@@ -142,16 +145,22 @@ class Exchange:
     def _totals(self, rows: list[list[float]]) -> Totals:
         columns = [_sum_in_order(column) for column in zip(*rows, strict=True)]
         bad = next((m for m, row in enumerate(rows) if not _finite(row[0])), None)
+        weights = enumerate(row[1] for row in rows)
+        bad_weight = next(((m, weight) for m, weight in weights if not 0.0 <= weight < math.inf), None)
         parts = {name: (columns[2 + 2 * i], columns[3 + 2 * i]) for i, name in enumerate(self.parts)}
-        return Totals(columns[0], columns[1], parts, bad)
+        return Totals(columns[0], columns[1], parts, bad, bad_weight)
 
 
 def _on_device(values: list[Tensor | float], device: torch.device) -> Tensor:
-    """A message on the device, written value by value: copying a list there would wait for everything launched before."""
-    message = torch.zeros(len(values), dtype=torch.float64, device=device)
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor) or value:
-            message[i] = value
+    """A message on the device. Numbers come from pinned memory: a copy from any other waits for all that was launched before it."""
+    pinned = device.type == "cuda"
+    numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
+    message = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
+    held = {i: value for i, value in enumerate(values) if isinstance(value, Tensor)}
+    if held:
+        places = torch.tensor(list(held), pin_memory=pinned).to(device, non_blocking=True)
+        losses = torch.stack([value.to(device, torch.float64).reshape(()) for value in held.values()])
+        message.index_copy_(0, places, losses)
     return message
 
 

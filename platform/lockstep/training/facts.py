@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from lockstep.communication.group import Group
+from lockstep.data.contents import UnreadableError, written_out
 from lockstep.data.dataset import is_table
-from lockstep.data.fingerprint import fingerprint
+from lockstep.data.fingerprint import fingerprint, former_fingerprint
 from lockstep.data.leakage import find_leakage
 from lockstep.data.loader import MicroBatches
-from lockstep.errors import DriftError
-from lockstep.job.identity import identity_digest, identity_fields
+from lockstep.data.sampler import LeftOut
+from lockstep.errors import DriftError, JobError
+from lockstep.job.identity import differing_fields, identity_digest, identity_fields, written_params
+from lockstep.job.imports import imported_by, source_fields
 from lockstep.job.interface import Job, overrides
-from lockstep.job.loading import dataset_size
+from lockstep.job.source import former_source_digest
 from lockstep.plan import Plan
 from lockstep.randomness import seeds
 from lockstep.record.environment import environment
+from lockstep.record.events import SOURCE
 from lockstep.spec.fields import Spec
 from lockstep.spec.sample_ids import described
 from lockstep.training.compiled import CompiledLosses, identity_of_compiler
-from lockstep.training.determinism import fp32_products, numerics_probe
+from lockstep.training.determinism import cuda_settings, fp32_products, numerics_probe, numpy_probe
 from lockstep.training.evaluate import Evaluation
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import as_lockstep_error, job_at
+from lockstep.training.job_data import dataset_size
 from lockstep.training.job_phases import own_phases
 
 
-def _own_fields(job: Job) -> dict[str, str]:
-    """What a job adds to the identity. JobError where it fails or returns no mapping."""
+def _own_fields(job: Job, written: Callable[[Any], str] = written_out) -> dict[str, str]:
+    """What a job adds to the identity. JobError where it fails, returns no mapping or what cannot be looked into."""
     try:
-        own = job.identity()
-        return {f"job.identity.{name}": str(value) for name, value in own.items()}
+        own = {str(name): written(value) for name, value in job.identity().items()}
+    except UnreadableError as error:
+        raise JobError(
+            f"job.identity: gave a {error.kind}, whose content cannot be read ({error.reason}); "
+            "give text, numbers, arrays or objects that pickle takes"
+        ) from error
     except (Exception, SystemExit) as error:  # the job's own code
         raise as_lockstep_error(error, "in identity") from error
+    return {f"job.identity.{name}": value for name, value in own.items()}
 
 
 def facts_of(
@@ -52,17 +62,21 @@ def facts_of(
 
     `fork` names the run and step that its initial state is from, if any. Raises JobError where the job's `identity` fails.
     """
-    device = group.device
+    device, strict = group.device, spec.determinism == "strict"
+    files = imported_by(spec.job.use, job)
     fields = identity_fields(
         spec,
         {
+            **source_fields(files),
             **_own_fields(job),
             "data.train_samples": plan.samples,
             "data.eval_samples": evaluate.samples if evaluate else 0,
-            **_fingerprints(batches, evaluate),
+            **_fingerprints(spec, batches, evaluate),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             **fp32_products(device),
-            "numerics_probe": numerics_probe(device) if spec.determinism == "strict" else "not taken",
+            **cuda_settings(device),
+            "numerics_probe": numerics_probe(device) if strict else "not taken",
+            "numerics_probe.numpy": numpy_probe() if strict else "not taken",
             "initial_weights_digest": initial_digest,
             "fork": fork,
             "workers": group.size,
@@ -71,12 +85,28 @@ def facts_of(
     return {
         "identity": identity_digest(fields),
         "fields": fields,
-        "environment": environment(spec),
+        "environment": environment(device),
         "seeds": seeds(spec.seed, phases=bool(own_phases(job)), frozen=overrides(job, "frozen_parameters")),
         "workers": group.size,
         "plan": _plan_facts(plan, evaluate),
+        **(
+            {SOURCE: {path: content.decode("utf-8", errors="replace") for path, content in files.items()}}
+            if files
+            else {}
+        ),
         **({} if spec.data.without is None else {"without": _left_out(spec.data.without)}),
     }
+
+
+def former_fields(spec: Spec, job: Job, batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
+    """Fields of the identity as older versions wrote them, where that was in another way."""
+    data = {
+        f"data.{name}.{field}": value
+        for name, data, size in _data_sets(batches, evaluate)
+        for field, value in former_fingerprint(data.samples, size, data.seed).items()
+    }
+    source = {"job.source": former_source_digest(spec.job.use)}
+    return {**written_params(spec), **_own_fields(job, str), **data, **source}
 
 
 def with_compiler(facts: dict[str, Any], compiled: CompiledLosses) -> dict[str, Any]:
@@ -90,14 +120,21 @@ def _left_out(without: str) -> dict[str, str]:
     return {"what": described(without), "ids": without}
 
 
-def _fingerprints(batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
+def _fingerprints(spec: Spec, batches: MicroBatches, evaluate: Evaluation | None) -> dict[str, Any]:
     """Fingerprints of the data, as fields `data.train.…` and `data.eval.…`."""
+    without = {"train": LeftOut(spec.data.without), "eval": LeftOut(None)}
+    found = dict[str, Any]()
+    for name, data, size in _data_sets(batches, evaluate):
+        with job_at(f"in fingerprint of {name}_data"):
+            fields = fingerprint(data.samples, size, data.seed, without[name].has_one)
+        found |= {f"data.{name}.{field}": value for field, value in fields.items()}
+    return found
+
+
+def _data_sets(batches: MicroBatches, evaluate: Evaluation | None) -> Iterator[tuple[str, MicroBatches, int]]:
     every = {"train": batches} | ({"eval": evaluate.batches} if evaluate is not None else {})
-    return {
-        f"data.{name}.{field}": value
-        for name, data in every.items()
-        for field, value in fingerprint(data.samples, dataset_size(data.samples, name), data.seed).items()
-    }
+    for name, data in every.items():
+        yield name, data, dataset_size(data.samples, name)
 
 
 def leaked_rows(train_data: Any, eval_data: Any, seed: int, warn: Callable[[str], None]) -> int | None:
@@ -129,12 +166,18 @@ def check_agreed(group: Group, own: dict[str, Any], spec: Spec) -> None:
     """Refuse to train where ranks differ in anything that enters the identity."""
     every = group.gather(own)
     for rank, other in enumerate(every):
-        for field in sorted({*every[0], *other}):
-            if other.get(field) == every[0].get(field):
-                continue
+        for field in differing_fields(every[0], other, either=True):
+            of_machine = (
+                "these machines give other bits for the same program (another processor, library or number of threads): use machines "
+                "of one kind"
+            )
             advice = {
-                "numerics_probe": "these machines give other bits for the same program (another processor, library or number of "
-                "threads): use machines of one kind",
+                "numerics_probe": of_machine,
+                "numerics_probe.numpy": of_machine,
+                **dict.fromkeys(
+                    [name for name in every[0] if name.startswith("job.params.")],
+                    "its default depends on the process or the machine: set it in the spec, or declare it as lockstep.Placement",
+                ),
                 "initial_weights_digest": "the job's model must be made from the seeded generators alone",
             }.get(field, "all workers must run the same code on the same data")
             if spec.determinism == "strict":

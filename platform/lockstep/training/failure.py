@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from lockstep.data.loader import process_lost
 from lockstep.errors import DeterminismError, JobError, LockstepError
-from lockstep.failure_kinds import infrastructure_error, may_pass
+from lockstep.failure_kinds import GPU_MEMORY, infrastructure_error, kind_of, may_pass
 from lockstep.job.frames import place_in_job
 
 
@@ -45,8 +47,24 @@ def as_lockstep_error(error: BaseException, where: str) -> LockstepError:
             f"job.loss: a label is out of range ({where}): {text}; labels must be 0 … classes - 1: "
             "check the labels of the data against the width of the model's output"
         )
-    if isinstance(error, torch.cuda.OutOfMemoryError):
+    if "Expected to mark a variable ready only once" in text:  # DDP's words, which speak of its own options
+        return JobError(
+            f"a parameter's gradient came twice in one backward ({where}); where the job calls torch's checkpoint, set use_reentrant=False, "
+            "and let no code of the job's call backward"
+        )
+    if isinstance(error, torch.cuda.OutOfMemoryError) or kind_of(error) == GPU_MEMORY:
         return JobError(
             f"out of GPU memory ({where}): lower batch.micro, or set activation_checkpointing=true; {text[:200]}"
         )
     return JobError(f"the job failed ({where}): {type(error).__name__}: {text or 'no message'}")
+
+
+@contextmanager
+def job_at(where: str) -> Iterator[None]:
+    """Raise what the job's own code raises in the block as the error of `as_lockstep_error`."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except (Exception, SystemExit) as error:  # a job may call sys.exit()
+        raise as_lockstep_error(error, where) from error

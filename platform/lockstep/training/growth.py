@@ -55,12 +55,12 @@ class Growth:
         self._least = LEAST_BYTES
         self._before: Mapping[int, int] | None = None
         """The nodes that each object kept alive at the first search, by its identity."""
-        self._told = False
+        self._reported = False
 
     def look(self, step: int) -> tuple[int, str]:
         """The bytes held after a step, and a line about what keeps graphs alive: once, else empty."""
         now = held_bytes(self._device)
-        if self._told:
+        if self._reported:
             return now, ""
         self._looks.append((step, now))
         first = self._began()
@@ -89,7 +89,7 @@ class Growth:
             self._least = 2 * max(self._least, now - held)
             return ""
         most = max(grown, key=lambda one: one.nodes)
-        self._told = True
+        self._reported = True
         return (
             f"{held / 1e6:.0f} MB after step {began} and {now / 1e6:.0f} MB after step {step}: {name_of(most, [found, grown])} keeps "
             f"{len(most.tensors)} tensors alive with their graphs, of {most.nodes} nodes, and more each time"

@@ -8,13 +8,15 @@ import numpy as np
 import torch.utils.data
 from torch.utils.data import Dataset
 
+from lockstep.data.dataset import expects_epochs, is_map_style
 from lockstep.data.sampler import MicroBatchSampler
-from lockstep.errors import JobError, LockstepError, SpecError
+from lockstep.errors import JobError, SpecError
+from lockstep.job.imports import imports_of_job
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import job_at
 
 
 def open_data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
@@ -22,19 +24,25 @@ def open_data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
 
     So a split that both draw, by `random_split` say, is one split. Raises JobError for what the job raises or returns.
     """
-    try:
+    with job_at("while its data were opened"), imports_of_job(job):
         seed_all(seed, "train data")
         train_data = job.train_data()
         seed_all(seed, "train data")
         eval_data = job.eval_data()
-    except LockstepError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise as_lockstep_error(error, "while its data were opened") from error
     _check(train_data, "train_data")
     if eval_data is not None:
         _check(eval_data, "eval_data")
     return train_data, eval_data
+
+
+def dataset_size(dataset: Dataset[Any], name: str) -> int:
+    """Number of samples of a map-style dataset; JobError for one without a length."""
+    if not hasattr(type(dataset), "__len__"):
+        raise JobError(
+            f"{name}: {type(dataset).__name__} has no __len__; Lockstep reads map-style datasets, whose samples can be named by an index"
+        )
+    with job_at(f"in __len__ of {type(dataset).__name__}, {name}"):
+        return len(dataset)  # type: ignore[arg-type]
 
 
 def make_sampler(
@@ -50,16 +58,17 @@ def make_sampler(
         window=spec.data.window,
         start=start,
         without=spec.data.without,
+        guard=job_at,
     )
 
 
 def warnings_of(train_data: object) -> list[str]:
     """Warnings about data that likely does not behave as meant."""
-    if not callable(getattr(train_data, "set_epoch", None)):
+    if not expects_epochs(train_data):
         return []
     return [
-        f"data: nothing calls set_epoch() of {type(train_data).__name__}, so what it changes by the epoch stays as in the first; the "
-        "order is another one in every epoch (data.shuffle), and random draws are other ones at every fetch"
+        f"data: nothing calls set_epoch() of {type(train_data).__name__}, so its epoch stays the first one; "
+        "the order differs in every epoch anyway (data.shuffle), and so do random draws at every fetch"
     ]
 
 
@@ -77,8 +86,8 @@ def _check(data: object, name: str) -> None:
         raise JobError(f"job.{name}: returned a DataLoader; return its dataset, Lockstep makes the batches")
     if isinstance(data, torch.utils.data.IterableDataset):
         raise JobError(
-            f"job.{name}: {kind} is an IterableDataset, whose samples have no index, so a resume and several workers could not tell "
-            "where they stand; wanted a map-style dataset (__len__ and __getitem__), such as lockstep.data.TarShards for tar files and "
+            f"job.{name}: {kind} is an IterableDataset, whose samples have no index, so a resume or several workers could not find "
+            "their position in it; wanted a map-style dataset (__len__ and __getitem__), such as lockstep.data.TarShards for tar files and "
             "lockstep.data.Table for Parquet"
         )
     if (
@@ -90,9 +99,7 @@ def _check(data: object, name: str) -> None:
             f"job.{name}: returned a tuple of {len(data)} {type(data[0]).__name__}s, wanted one dataset; "
             "put tensors side by side with torch.utils.data.TensorDataset(...)"
         )
-    if isinstance(data, dict | str) or (
-        not hasattr(type(data), "__getitem__") and not hasattr(type(data), "__getitems__")
-    ):
+    if not is_map_style(data):
         raise JobError(
             f"job.{name}: returned {kind}, wanted a map-style dataset (__len__ and __getitem__), such as a "
             "torch.utils.data.Dataset or a list of samples"

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import JobError, LockstepError, SpecError, nearest
+from lockstep.errors import JobError, SpecError, nearest
 from lockstep.job.interface import Job, Loss, Phase, overrides
 from lockstep.randomness import seed_all
 from lockstep.spec.fields import Spec
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import job_at
 from lockstep.training.schedule import RateSchedule
 
 _NAME = re.compile(r"[\w.-]+")
@@ -35,7 +35,7 @@ class ModelPhase:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
 
     @property
-    def loss_told(self) -> str:
+    def loss_label(self) -> str:
         """Its loss, as messages name it."""
         return f"the loss of phase {self.name!r}" if self.name else "job.loss"
 
@@ -66,12 +66,8 @@ def own_phases(job: Job) -> list[Phase]:
     """What `job.phases()` returns, checked as far as is possible without a model."""
     if not overrides(job, "phases"):
         return []
-    try:
+    with job_at("while its phases were asked for"):
         given: Any = job.phases()
-    except LockstepError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise as_lockstep_error(error, "while its phases were asked for") from error
     if not isinstance(given, list | tuple) or not all(isinstance(phase, Phase) for phase in given):
         raise JobError(f"job.phases: returned {type(given).__name__}, wanted a list of lockstep.Phase")
     names = [phase.name for phase in given]
@@ -99,21 +95,21 @@ def _on_model(phase: Phase, every: Iterable[Phase], model: nn.Module, asking: li
     return ModelPhase(phase.name, phase.loss, own, (phase.draws_as or phase.name,), phase.optimizer)
 
 
-def selected(model: nn.Module, names: Iterable[str], told: str) -> list[str]:
+def selected(model: nn.Module, names: Iterable[str], label: str) -> list[str]:
     """The parameters that `names` of parameters or modules stand for, in the order of `named_parameters`. JobError for an unknown name."""
     if isinstance(names, str):
-        raise JobError(f"{told}: got the text {names!r}, wanted a list of names of parameters or modules")
+        raise JobError(f"{label}: got the text {names!r}, wanted a list of names of parameters or modules")
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     chosen: set[str] = set()
     for wanted in names:
         if not isinstance(wanted, str):
-            raise JobError(f"{told}: got a {type(wanted).__name__}, wanted names of parameters or modules")
+            raise JobError(f"{label}: got a {type(wanted).__name__}, wanted names of parameters or modules")
         own = {name for full, name in every.items() if full == wanted or full.startswith(f"{wanted}.")}
         if not own:
             known = [*every, *(module for module, _ in model.named_modules() if module)]
             raise JobError(
-                f"{told}: the model has no parameter and no module with parameters named {wanted!r}{nearest(wanted, known)}"
+                f"{label}: the model has no parameter and no module with parameters named {wanted!r}{nearest(wanted, known)}"
             )
         chosen |= own
     return [name for name in first.values() if name in chosen]
@@ -165,17 +161,13 @@ class FrozenRule:
         if not self.there:
             return frozenset()
         seed_all(self._seed, "frozen", step - 1)
-        try:
+        with job_at(f"while it was asked what rests in step {step}"):
             given = self._job.frozen_parameters(self._model, step)
             names = given if isinstance(given, str) else tuple(given)
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise as_lockstep_error(error, f"while it was asked what rests in step {step}") from error
         found = self._known.get(names) if all(isinstance(name, str) for name in names) else None
         if found is None:
-            told = f"job.frozen_parameters (step {step})"
-            found = self._known[names] = frozenset(selected(self._model, names, told))
+            label = f"job.frozen_parameters (step {step})"
+            found = self._known[names] = frozenset(selected(self._model, names, label))
         return found
 
     def check(self, total: int, learning: Iterable[str]) -> None:
@@ -186,8 +178,8 @@ class FrozenRule:
         for step, first, second in zip(steps, once, again, strict=True):
             if first != second:
                 raise JobError(
-                    f"job.frozen_parameters: gave {sorted(first)} for step {step}, and {sorted(second)} when it was asked again; a "
-                    "resumed run would train others: make it a function of the number of the step"
+                    f"job.frozen_parameters: returned {sorted(first)} for step {step}, and {sorted(second)} when called again; a "
+                    "resumed run would train other parameters: make it a function of the number of the step"
                 )
             if first >= set(learning):
                 raise all_rest(step)

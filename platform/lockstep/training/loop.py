@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -35,11 +35,13 @@ from lockstep.record.events import (
 from lockstep.spec.fields import Spec
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.training import memory
+from lockstep.training.beside import beside_weights, save_beside
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.compiled import NAME as COMPILED
 from lockstep.training.determinism import determinism
-from lockstep.training.digest import weights_digest
+from lockstep.training.digest import tree_digest, weights_digest
 from lockstep.training.digests import check_same_weights
+from lockstep.training.failure import job_at
 from lockstep.training.final_model import keep_final_model
 from lockstep.training.not_finite import looked_into
 from lockstep.training.pace import Pace
@@ -55,10 +57,14 @@ from lockstep.training.recovery import (
 )
 from lockstep.training.requests import NoRequests, Requests
 from lockstep.training.setup import Run, prepare
-from lockstep.training.state import tensors
+from lockstep.training.state import TrainState, tensors
 from lockstep.training.step import StepResult
 from lockstep.training.watch import Watch
 from lockstep.training.weights import save_weights
+
+Ending = Literal["finished", "stopped", "unwanted", "regrouping"]
+"""Why a group takes no more steps: the run is at its end; a stop was requested; `requests.go_on` says that nobody wants more of it;
+the workers go on in another group."""
 
 ALIVE_S = 1.0
 """Seconds between signs of life while a run makes its final model, which may be large."""
@@ -146,61 +152,76 @@ def train(run: Run, seat: Seat, *, hasty: bool = False) -> dict[str, Any] | None
 
     Raises RegroupError after the step that the ranks have agreed on as the last one of this group.
     """
-    tell, requests, origin = seat.tell, seat.requests, seat.origin
-    clock, pace, watch = Clock(origin), Pace(run.group), Watch(run, origin)
-    stopped = members_change = False
+    clock = Clock(seat.origin)
     with (
-        looked_into(run, tell, origin),
-        run.checkpoints(tell, requests, origin) as checkpoints,
+        looked_into(run, seat.tell, seat.origin),
+        run.checkpoints(seat.tell, seat.requests, seat.origin) as checkpoints,
         closing(run.loader()) as batches,
     ):
         checkpoints.hasty = hasty
-        over = catch_up(run, tell)
-        if not goes_on(run, requests):
+        ending = take_steps(run, seat, clock, checkpoints, batches, regroups=hasty)
+        if ending == "unwanted":
             return None
-        checkpoints.make_up()
-        for position in run.ahead(over):
-            watch.begin(position)
-            regroup = hasty and requests.regroup()
-            result = run.step(
-                position, batches, stop=requests.stop(), save=checkpoints.wanted(), regroup=regroup
-            )
-            row = clock.row(run, position, result, batches)
-            note_step(run, row)
-            run.step.digests.compare()
-            tell(row)
-            watch.end(position, row, tell)
-            for straggler in pace.add(position.number, result.pace):
-                tell(Straggling(straggler))
-            stopped = result.stop and position.number < run.plan.total_steps
-            if stopped:
-                break
-
-            evaluated = evaluation_is_due(run, position)
-            over = evaluated and evaluate(run, position, tell)
-            if checkpoints.due(position, agreed=result.save):
-                with watch.saving():
-                    checkpoints.save()
-            clock.leave_out()
-            if over or ends_replay(position, origin):
-                break
-            if evaluated and position.number < run.plan.total_steps and not goes_on(run, requests):
-                return None
-            if result.regroup and position.number < run.plan.total_steps:
-                members_change = True
-                break
-        if members_change:
+        if ending == "regrouping":
             checkpoints.leave()
         else:
             checkpoints.finish()
-    if members_change:
+    if ending == "regrouping":
         raise RegroupError(f"the workers could not form another group after step {run.state.counters.step}")
+    return report_end(run, seat, clock, checkpoints, stopped=ending == "stopped")
 
+
+def take_steps(
+    run: Run, seat: Seat, clock: Clock, checkpoints: Checkpoints, batches: Loader, *, regroups: bool
+) -> Ending:
+    """Take the remaining steps, with the evaluations and saves that are due. `regroups`: whether the workers may form another group."""
+    tell, requests, origin = seat.tell, seat.requests, seat.origin
+    pace, watch = Pace(run.group), Watch(run, origin)
+    evaluated_before = run.state.counters.evaluated
+    over = catch_up(run, tell)
+    if not goes_on(run, requests):
+        return "unwanted"
+    checkpoints.make_up(evaluated=run.state.counters.evaluated > evaluated_before)
+    for position in run.ahead(over):
+        is_last = position.number == run.plan.total_steps
+        watch.begin(position)
+        regroup = regroups and requests.regroup()
+        result = run.step(position, batches, stop=requests.stop(), save=checkpoints.wanted(), regroup=regroup)
+        row = clock.row(run, position, result, batches)
+        note_step(run, row)
+        run.step.digests.compare()
+        tell(row)
+        watch.end(position, row, tell)
+        for straggler in pace.add(position.number, result.pace):
+            tell(Straggling(straggler))
+        if result.stop and not is_last:
+            return "stopped"
+
+        evaluated = evaluation_is_due(run, position)
+        over = evaluated and evaluate(run, position, tell)
+        if checkpoints.due(position, agreed=result.save):
+            with watch.saving():
+                checkpoints.save()
+        clock.leave_out()
+        if over or ends_replay(position, origin):
+            break
+        if evaluated and not is_last and not goes_on(run, requests):
+            return "unwanted"
+        if result.regroup and not is_last:
+            return "regrouping"
+    return "finished"
+
+
+def report_end(
+    run: Run, seat: Seat, clock: Clock, checkpoints: Checkpoints, *, stopped: bool
+) -> dict[str, Any]:
+    """Report the end of the run, with the memory that it took and the files that are kept. Returns its summary."""
     summary = summarise(run, clock, checkpoints, stopped=stopped)
     peaks = run.group.gather(peak_memory(run.group.device))
-    tell(PeakMemory(peaks))
-    tell(Document("memory.json", memory.used(run.spec, run.plan, run.group.size, run.state, peaks)))
-    tell(Finished(summary, kept(run, Seat(run.group, tell, requests, origin), stopped=stopped)))
+    seat.tell(PeakMemory(peaks))
+    used = memory.used(run.spec, run.plan, run.group.size, run.state, peaks)
+    seat.tell(Document("memory.json", used))
+    seat.tell(Finished(summary, kept(run, seat, stopped=stopped)))
     return summary
 
 
@@ -252,9 +273,10 @@ def evaluate(run: Run, position: Position, tell: Tell) -> bool:
     # From here on no rank waits for another. So when one is lost, the others have either the whole evaluation, or make it again.
     if rule is not None:
         with run.state.averaged():
-            over = run.state.best.judge(rule, _named(metrics, rule.metric), step, run.state.model)
+            over = run.state.best.judge(rule, _named(metrics, rule.metric), step, run.state.model, run.job)
     row = EvaluationRow(step, position.epoch, metrics, time.perf_counter() - began, time.time())
-    run.state.schedule.evaluated(metrics)
+    with job_at(f"the schedule after the evaluation of step {step}"):
+        run.state.schedule.evaluated(metrics)
     run.state.counters.evaluated = step
     run.state.metrics |= metrics
     run.history.add_evaluation(row)
@@ -274,7 +296,7 @@ def _named(metrics: Mapping[str, float], name: str) -> float:
 def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
     """On rank 0, write the results of the run into its folder. Returns their paths; no path where the attempt saves nothing.
 
-    These are the weights of the last step, their average and the best ones, where there are any. A run that was not stopped also gets the
+    These are the weights of the last step, their average and the best ones, where there are any, and what is beside them. A run that was not stopped also gets the
     final model, of the average where there is one: those weights were evaluated. A stopped run has no time for it.
     """
     if run.group.rank > 0 or seat.origin is None or not seat.origin.saves:
@@ -284,12 +306,22 @@ def kept(run: Run, seat: Seat, *, stopped: bool) -> list[Path]:
     if run.state.average is not None:
         with run.state.averaged():
             files += save_weights(folder, {"ema": tensors(run.state.model)})
-    final = files[-1]
     files += save_weights(folder, {} if best is None else {"best": best})
+    of_weights = {path.stem: path for path in files}
+    files += [save_beside(of_weights[name], tree) for name, tree in _beside(run.state).items() if tree]
     if not stopped and run.spec.record.uri != RECORD_OFF:
-        with periodically(lambda: lambda: seat.tell(Alive()), ALIVE_S, "lockstep-final-model"):
-            files += keep_final_model(run.job, final, folder)
+        with (
+            periodically(lambda: lambda: seat.tell(Alive()), ALIVE_S, "lockstep-final-model"),
+            run.state.averaged(),
+        ):
+            files += keep_final_model(run.job, run.state.model, folder)
     return files
+
+
+def _beside(state: TrainState) -> dict[str, dict[str, Any]]:
+    """What is beside the final weights and the best ones, by the names of their files, where that is known."""
+    best = {} if state.best.beside is None else {"best": state.best.beside}
+    return {"final": beside_weights(state.model, state.job), **best}
 
 
 def peak_memory(device: torch.device) -> int:
@@ -321,6 +353,7 @@ def summarise(run: Run, clock: Clock, checkpoints: Checkpoints, *, stopped: bool
         "ema_digest": ema_digest,
         "best_digest": weights_digest(best) if best is not None else None,
         "best_step": state.best.step if best is not None else None,
+        "beside": {name: tree_digest(tree) if tree else None for name, tree in _beside(state).items()},
         "checkpoint": checkpoints.newest,
         "unsaved": checkpoints.unsaved,
         **clock.figures(),

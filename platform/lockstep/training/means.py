@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -27,6 +27,39 @@ def means_of(loss: object, further: object) -> dict[str, Mean]:
     return {**own, **means_alone(further, own)}
 
 
+def check_form(loss: object, label: str, where: str = "") -> None:
+    """Raise JobError for what is no loss with one total and named parts. `label` is the method that returned it, `where` a place in brackets."""
+    if not isinstance(loss, Loss):
+        raise JobError(f"{label}: returned {type(loss).__name__}{where}, wanted lockstep.Loss(total, weight)")
+    total: object = loss.total
+    if not isinstance(total, torch.Tensor) or total.dim() != 0:
+        got = (
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
+            else type(total).__name__
+        )
+        raise JobError(
+            f"{label}: total is {got}{where}, wanted a tensor of no dimension: the sum of the losses"
+        )
+    _check_mapping(label, loss.parts, where)
+
+
+def has_form(loss: Loss, parts: Set[str]) -> bool:
+    """Whether a loss passes `check_form` and has exactly these parts. It is asked of each micro-batch: nothing waits for the device."""
+    is_loss = isinstance(loss, Loss) and isinstance(loss.total, torch.Tensor) and loss.total.dim() == 0
+    return is_loss and isinstance(loss.parts, Mapping) and loss.parts.keys() == parts
+
+
+def check_same_parts(loss: Loss, parts: Sequence[str], label: str, where: str) -> None:
+    """Raise JobError where a loss has other parts than the first one, whose `parts` every step records."""
+    got, wanted = (", ".join(map(repr, names)) or "none" for names in (loss.parts, parts))
+    if loss.parts.keys() != set(parts):
+        raise JobError(
+            f"{label}: parts are {got}{where}, wanted {wanted} as in the first micro-batch; give every part in each, with a total and "
+            "a weight of 0 where there is nothing to add"
+        )
+
+
 def means_alone(further: object, taken: Mapping[str, Mean] = MappingProxyType({})) -> dict[str, Mean]:
     """The job's metrics by name, none of which may be `taken`. Raises JobError for what is no mean."""
     if not isinstance(further, Mapping):
@@ -38,27 +71,31 @@ def means_alone(further: object, taken: Mapping[str, Mean] = MappingProxyType({}
     return dict(further)
 
 
-def check_parts(told: str, parts: object, phase: str = "") -> None:
-    """Raise JobError for parts that cannot be recorded beside their loss; `told` is the method that returned them."""
-    if not isinstance(parts, Mapping):
-        raise JobError(
-            f"{told}: parts is {_kind(parts)}, wanted a dict of lockstep.Mean(total, weight) by name"
-        )
-    for name, part in parts.items():
-        check_name(told, name)
+def check_parts(label: str, parts: object, phase: str = "") -> None:
+    """Raise JobError for parts that cannot be recorded beside their loss; `label` is the method that returned them."""
+    for name, part in _check_mapping(label, parts).items():
+        check_name(label, name)
         if name in RECORDED:
             raise JobError(
-                f"{told}: {name!r} is no name for a part: {phase or 'train'}/{name} is recorded already; give it another name"
+                f"{label}: {name!r} is no name for a part: {phase or 'train'}/{name} is recorded already; give it another name"
             )
-        _check_mean(told, f"part {name!r}", part)
+        _check_mean(label, f"part {name!r}", part)
 
 
-def check_name(told: str, name: object) -> None:
+def _check_mapping(label: str, parts: object, where: str = "") -> Mapping[Any, object]:
+    if not isinstance(parts, Mapping):
+        raise JobError(
+            f"{label}: parts is {_kind(parts)}{where}, wanted a dict of lockstep.Mean(total, weight) by name"
+        )
+    return parts
+
+
+def check_name(label: str, name: object) -> None:
     """Raise JobError for an invalid name of a part or metric: checkpoints, tables and stores need text of one line."""
     if not isinstance(name, str):
-        raise JobError(f"{told}: got {name!r} as a name, wanted text")
+        raise JobError(f"{label}: got {name!r} as a name, wanted text")
     if not name or not name.isprintable():
-        raise JobError(f"{told}: got {name!r} as a name, wanted text that one line can show")
+        raise JobError(f"{label}: got {name!r} as a name, wanted text that one line can show")
 
 
 def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:
@@ -70,11 +107,11 @@ def _check(name: object, mean: object, taken: Mapping[str, Mean]) -> None:
     _check_mean("job.metrics", repr(name), mean)
 
 
-def _check_mean(told: str, whose: str, mean: object) -> None:
-    """Raise JobError for what is no mean, or whose total or weight is not one number; `told` is the method that returned it."""
+def _check_mean(label: str, whose: str, mean: object) -> None:
+    """Raise JobError for what is no mean, or whose total or weight is not one number; `label` is the method that returned it."""
     if not isinstance(mean, Mean):
         raise JobError(
-            f"{told}: {whose} is {_kind(mean)}, wanted lockstep.Mean(total, weight): the sum over the micro-batch, and "
+            f"{label}: {whose} is {_kind(mean)}, wanted lockstep.Mean(total, weight): the sum over the micro-batch, and "
             "the number of samples or tokens that it is divided by in the end"
         )
     for field, value in (("total", mean.total), ("weight", mean.weight)):
@@ -83,9 +120,9 @@ def _check_mean(told: str, whose: str, mean: object) -> None:
         else:
             fits = hasattr(value, "__float__") and np.size(value) == 1
         if not fits:
-            raise JobError(f"{told}: {field} of {whose} is {_kind(value)}, wanted one number")
+            raise JobError(f"{label}: {field} of {whose} is {_kind(value)}, wanted one number")
         if not isinstance(value, torch.Tensor):
-            as_float(f"{told}: {field} of {whose}", value)
+            as_float(f"{label}: {field} of {whose}", value)
 
 
 def as_float(what: str, value: SupportsFloat) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.tree import pack
+from lockstep.data.contents import PARTS
 from lockstep.plan import Plan, nodes, worker_ranges
 from lockstep.spec.fields import Spec
 from lockstep.training.job_phases import Optimizers, optimizers_of, phases_of
@@ -105,9 +106,9 @@ def communication_bytes(spec: Spec, gradients: int, micro_batches: int, workers:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a value: in its lists, tuples and mappings."""
+    """The tensors of a value: in its lists, tuples and mappings. Of a sparse one, those that it is made of."""
     if isinstance(value, Tensor):
-        return [value]
+        return [getattr(value, part)() for part in PARTS.get(value.layout, ())] or [value]
     if isinstance(value, Mapping):
         return [tensor for inner in value.values() for tensor in tensors_in(inner)]
     if isinstance(value, list | tuple):

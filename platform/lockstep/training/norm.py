@@ -5,7 +5,7 @@ view into DDP's buckets, which are laid out anew after the first step; on one wo
 such kernel sees a gradient here. The definition:
 
 * the elements of a parameter, in logical order (row-major by its shape, whatever its strides), form blocks of `BLOCK`;
-* a block is copied to a float64 workspace, always to the same place, and squared and added up there;
+* a block is copied to a row of a float64 workspace, squared and added up there, by a kernel that adds up every row alike;
 * the sums of a parameter's blocks are added in index order, then those of the parameters, in float64.
 
 A square of an fp32 number is exact in float64 and at most 2**256, so the norm of finite gradients is finite.
@@ -30,8 +30,11 @@ _WIDTHS = (64, 512, 4096, 8192, 16384, 32768, BLOCK)
 _BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 """How many full blocks the workspace holds: what a core's cache has room for, or enough to fill a GPU (32 MiB)."""
 
-ALIGNMENT = 64
-"""Bytes to which torch aligns new memory on a CPU; on CUDA it is more, and no kernel asks for more than this."""
+_ROW_BY_ROW = frozenset({"cpu"})
+"""Devices whose sum of a row does not depend on how many rows there are. CUDA's kernel splits rows between threads by their number."""
+
+ALIGNMENT = {"cpu": 64, "cuda": 512}
+"""Bytes to which torch aligns new memory. A library may choose a kernel by as much: cuBLASLt looks at up to 256."""
 
 
 ELEMENT_BY_ELEMENT = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
@@ -58,7 +61,11 @@ class _Batch(NamedTuple):
     rows: Tensor
     targets: list[Tensor]
     padded: bool
+    summed: Tensor
+    """What is added up: `rows` and, where the device wants one number of rows always, what lies behind them in the workspace."""
+    sums_of_all: Tensor
     sums: Tensor
+    """Those of `rows`."""
 
 
 class GradientNorm:
@@ -88,20 +95,27 @@ class GradientNorm:
         for i, (parameter, _, length) in enumerate(pieces):
             if length == self._shapes[parameter].numel():  # copied as a whole, whatever its strides
                 targets[i] = targets[i].view(self._shapes[parameter])
-        done = sum(len(batch.pieces) for batch in self._batches)
         padded = any(piece.length < width for piece in pieces)
-        return _Batch(pieces, rows, targets, padded, self._sums[done : done + len(pieces)])
+        done = sum(len(batch.pieces) for batch in self._batches)
+        sums = self._sums[done : done + len(pieces)]
+        if rows.device.type in _ROW_BY_ROW:
+            return _Batch(pieces, rows, targets, padded, rows, sums, sums)
+        summed = self._workspace.view(-1, width)
+        return _Batch(pieces, rows, targets, padded, summed, sums.new_empty(len(summed)), sums)
 
     def squares(self, gradients: Sequence[Tensor]) -> list[float]:
         """The sum of the squares of each parameter's gradient. On a CUDA device it waits for them, once."""
         blocks: list[Sequence[Tensor]] = [(gradient,) for gradient in gradients]
         for p in self._split:
             blocks[p] = torch.split(gradients[p].reshape(-1), BLOCK)
-        for pieces, rows, targets, padded, sums in self._batches:
+        for pieces, rows, targets, padded, summed, sums_of_all, sums in self._batches:
             if padded:
                 rows.zero_()
             torch._foreach_copy_(targets, [blocks[parameter][block] for parameter, block, _ in pieces])
-            torch.sum(rows.mul_(rows), 1, out=sums)
+            rows.mul_(rows)
+            torch.sum(summed, 1, out=sums_of_all)
+            if sums_of_all is not sums:
+                sums.copy_(sums_of_all[: len(sums)])
         sums_of_blocks, totals = self._sums.tolist(), [0.0] * len(self._shapes)
         for parameter, _, i in self._in_order:
             totals[parameter] += sums_of_blocks[i]
@@ -147,5 +161,5 @@ def align_gradients(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None and gradient.data_ptr() % ALIGNMENT:
+        if gradient is not None and gradient.data_ptr() % ALIGNMENT.get(gradient.device.type, 64):
             parameter.grad = gradient.clone()

@@ -98,7 +98,7 @@ def _look(run: Run, error: NumericsError, tell: Tell) -> None:
 def find(run: Run, error: NumericsError) -> Found:
     """The first operator of the step that made a value that is not finite, and what caused it."""
     assert error.step is not None
-    until, found = time.monotonic() + LONGEST_S, Found(error.step + 1)
+    until, found = time.monotonic() + LONGEST_S, Found(run.plan.position(error.step).number)
     bad_weights = _not_finite(dict(run.state.model.state_dict()))
     for key in _keys(run, error):
         if time.monotonic() > until:
@@ -206,7 +206,7 @@ def _brought_by(
     leaves = {f"batch[{i}]": leaf for i, leaf in enumerate(tensors_in(batch))}
     if bad := _not_finite(leaves):
         what, where = ("input", "the model") if look.module else ("label", "the loss")
-        return what, f"{bad[0]} is not finite, and comes in by {where}"
+        return what, f"{bad[0]} is not finite, and enters through {where}"
     in_fp32 = run.spec.precision != "fp32" and time.monotonic() < until
     if in_fp32 and not _computed(run, phase_name, key, batch, until, plainly=True).bad:
         return (
@@ -231,10 +231,12 @@ def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def _has_bad(value: Tensor) -> bool:
-    if value.is_meta or not (value.is_floating_point() or value.is_complex()):
+    if value.is_meta:
         return False
-    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-    return not bool(torch.isfinite(dense).all())
+    parts = tensors_in(value.detach())
+    return not all(
+        bool(part.isfinite().all()) for part in parts if part.is_floating_point() or part.is_complex()
+    )
 
 
 def _kept(batch: Any) -> str | None:

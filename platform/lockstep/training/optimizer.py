@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.communication.group import Group
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import JobError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import SGD, AdamW, Optimizer
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import job_at
 from lockstep.training.job_phases import ModelPhase, Optimizers, PhaseOptimizers, phases_of
 from lockstep.training.sharding import ShardedOptimizer, check_shardable
 
@@ -39,15 +39,15 @@ def _of_phases(
 ) -> dict[str, torch.optim.Optimizer]:
     found: dict[str, torch.optim.Optimizer] = {}
     for phase in phases:
-        parameters, told = phase.parameters(model), f"job.phases: the optimizer of phase {phase.name!r}"
+        parameters, label = phase.parameters(model), f"job.phases: the optimizer of phase {phase.name!r}"
         if phase.optimizer is None:
             found[phase.name] = _named_by_spec(parameters, spec)
             continue
         own = _made(phase.optimizer, parameters, f"while the optimizer of phase {phase.name!r} was made")
         named = dict(zip(phase.names, parameters, strict=True))
         if any(own is other for other in found.values()):
-            raise JobError(f"{told} is that of another phase; make one for each")
-        found[phase.name] = _checked(own, named, parameters, told)
+            raise JobError(f"{label} is that of another phase; make one for each")
+        found[phase.name] = _checked(own, named, parameters, label)
     return found
 
 
@@ -60,12 +60,8 @@ def _whole_optimizer(job: Job, model: nn.Module, spec: Optimizer) -> torch.optim
 
 
 def _made(make: Callable[[Any], Any], over: Any, where: str) -> Any:
-    try:
+    with job_at(where):
         return make(over)
-    except LockstepError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise as_lockstep_error(error, where) from error
 
 
 def _named_by_spec(parameters: list[nn.Parameter], spec: Optimizer) -> torch.optim.Optimizer:
@@ -78,56 +74,60 @@ def _named_by_spec(parameters: list[nn.Parameter], spec: Optimizer) -> torch.opt
             nesterov=spec.nesterov,
         )
     kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
-    return kind(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    # On CUDA one kernel for all that an update does to an element, where torch's default launches one for each operation.
+    fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters) or None
+    return kind(
+        parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused
+    )
 
 
 def _checked(
-    optimizer: object, learning: Mapping[str, Tensor], allowed: Sequence[Tensor], told: str
+    optimizer: object, learning: Mapping[str, Tensor], allowed: Sequence[Tensor], label: str
 ) -> torch.optim.Optimizer:
     """Check an optimizer of the job's own: it must hold all of `learning`, and nothing that is not `allowed`."""
     if isinstance(optimizer, list | tuple | dict):
         raise JobError(
-            f"{told}: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer; give its parameters "
+            f"{label}: returned a {type(optimizer).__name__}, wanted one torch.optim.Optimizer; give its parameters "
             "in several groups, set the schedule in the spec, and give each loss of several a phase of its own (job.phases)"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"{told}: returned {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
+        raise JobError(f"{label}: returned {type(optimizer).__name__}, wanted a torch.optim.Optimizer")
     if "_optimizer_step_pre_hooks" not in vars(optimizer):
         raise JobError(
-            f"{told}: {type(optimizer).__name__} does not call super().__init__(params, defaults), so it has neither hooks nor a state of "
+            f"{label}: {type(optimizer).__name__} does not call super().__init__(params, defaults), so it has neither hooks nor a state of "
             "its own; call it in __init__, with the parameters of the optimizer that it wraps"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
-            f"{told}: {type(optimizer).__name__} evaluates the loss several times in one step (it needs a closure), and "
+            f"{label}: {type(optimizer).__name__} evaluates the loss several times in one step (it needs a closure), and "
             "Lockstep computes each step's gradient once; use one that steps from the gradient alone, such as AdamW"
         )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = set(map(id, allowed))
     strange = [parameter for parameter in held if id(parameter) not in known]
     if strange:
-        whose = "the model's" if told == "job.optimizer" else "the phase's"
+        whose = "the model's" if label == "job.optimizer" else "the phase's"
         raise JobError(
-            f"{told}: a parameter of shape {tuple(strange[0].shape)}{_others(strange)} is none of {whose} and would get "
-            f"no gradient; build the optimizer from {'the model that it is' if told == 'job.optimizer' else 'the parameters that it is'} given"
+            f"{label}: a parameter of shape {tuple(strange[0].shape)}{_others(strange)} is none of {whose} and would get "
+            f"no gradient; build the optimizer from {'the model that it is' if label == 'job.optimizer' else 'the parameters that it is'} given"
         )
     ids = {id(parameter) for parameter in held}
     missing = [name for name, parameter in learning.items() if id(parameter) not in ids]
     if missing:
         raise JobError(
-            f"{told}: parameter {missing[0]!r}{_others(missing)} is in no group and would never learn; "
+            f"{label}: parameter {missing[0]!r}{_others(missing)} is in no group and would never learn; "
             "add it, or set requires_grad to False"
         )
-    _check_no_scheduler(optimizer, told)
+    _check_no_scheduler(optimizer, label)
     return optimizer
 
 
-def _check_no_scheduler(optimizer: torch.optim.Optimizer, told: str) -> None:
+def _check_no_scheduler(optimizer: torch.optim.Optimizer, label: str) -> None:
     """Refuse an attached scheduler, which torch marks in the groups of its optimizer: no checkpoint would have its state."""
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise JobError(
-            f"{told}: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "
+            f"{label}: the optimizer carries a learning-rate scheduler, which the schedule of the spec would overwrite; "
             "return it without one: use the spec's schedule, or return the scheduler from job.schedule(optimizer, updates)"
         )
 

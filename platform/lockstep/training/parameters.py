@@ -65,6 +65,16 @@ class ParameterWatch:
                 )
 
 
+def check_scaled(model: nn.Module) -> None:
+    """JobError for parameters that learn in float16: torch's loss scaler takes no gradient in it."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise JobError(
+                f"job.model: parameter {name!r} is torch.float16, which precision fp16 cannot scale: it computes in float16, and needs "
+                "the gradients in more digits; hold it in float32"
+            )
+
+
 def short_parameters(model: nn.Module) -> list[str]:
     """A warning where parameters learn in a type of few digits, in which their gradients are summed too."""
     short = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad and p.dtype in SHORT]
@@ -79,9 +89,9 @@ def short_parameters(model: nn.Module) -> list[str]:
 
 def _asks_otherwise(name: str, asked: bool, where: str) -> JobError:
     return JobError(
-        f"parameter {name!r} {'no longer asks' if asked else 'now asks'} for a gradient ({where}): what learns is settled "
-        "before each step, for the sum over the workers is made for it; let requires_grad stand as job.model "
-        "leaves it, and name what is to rest in job.frozen_parameters(model, step)"
+        f"parameter {name!r} {'no longer asks' if asked else 'now asks'} for a gradient ({where}): which parameters learn is "
+        "fixed before each step, because the workers sum exactly their gradients; leave requires_grad as job.model sets it, and "
+        "name frozen parameters in job.frozen_parameters(model, step)"
     )
 
 

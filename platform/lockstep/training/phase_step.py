@@ -75,7 +75,7 @@ class LossModule(nn.Module):
         if batch is None:
             return Loss(zero_term(iter(self.parameters_that_learn)), 0.0)
         loss = self._loss(self.model, batch)
-        if not self.conditional:
+        if not self.conditional or not isinstance(loss, Loss):  # whoever has called tells what is no loss
             return loss
         parameters = dict(self.model.named_parameters())
         return Loss(
@@ -237,8 +237,9 @@ def runs_own_code(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update runs code of the job's own, which may draw numbers and write buffers: its class, or a hook."""
     if isinstance(optimizer, ShardedOptimizer):  # it accepts no optimizer with code of the job's own
         return False
-    hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
-    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    of_job = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Rates)]
+    return bool(of_job) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def named_hook(reduction: Reduction) -> Any:

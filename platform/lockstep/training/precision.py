@@ -32,17 +32,14 @@ class Precision:
         # The scaler creates its scale at the first loss. A worker whose first step is a ragged one that leaves it without a
         # micro-batch would have none.
         self.scaled(torch.zeros((), device=device))
+        self.scale = float(self.scaler.get_scale())
+        """The factor that the loss is multiplied by; 1 unless fp16. Read once a step: on a CUDA device each look waits."""
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of one forward pass, a new one each time: weights cast in it are forgotten with it."""
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name])
-
-    @property
-    def scale(self) -> float:
-        """The factor that the loss is multiplied by; 1 unless fp16."""
-        return float(self.scaler.get_scale())
 
     def scaled(self, loss: Tensor) -> Tensor:
         return self.scaler.scale(loss) if self.scaler.is_enabled() else loss
@@ -56,6 +53,7 @@ class Precision:
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(dict(state["scaler"]))
             self.skips_in_a_row = int(state["skips_in_a_row"])
+            self.scale = float(self.scaler.get_scale())
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         if self.scaler.is_enabled():
@@ -77,6 +75,7 @@ class Precision:
             return
         before = self.scale
         self.scaler.update()
+        self.scale = float(self.scaler.get_scale())
         self.skips_in_a_row = 0 if self.scale >= before else self.skips_in_a_row + 1
         if self.skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
             raise NumericsError(

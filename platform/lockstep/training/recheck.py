@@ -118,11 +118,11 @@ class Recheck:
                 raise self._disagreed(position, m, ((owner, digests[0]), (other, digests[1])))
 
     def _disagreed(
-        self, position: Position, m: int, told: tuple[tuple[int, int], tuple[int, int]]
+        self, position: Position, m: int, digests: tuple[tuple[int, int], tuple[int, int]]
     ) -> CorruptionError:
         """Ask a third worker or, if there is none, those two once more."""
         found: dict[int, list[int]] = {}
-        for rank, digest in told:
+        for rank, digest in digests:
             found.setdefault(rank, []).append(digest)
         size, rank = self._group.size, self._group.rank
         asked = [one for one in range(size) if one not in found][:1] or list(found)

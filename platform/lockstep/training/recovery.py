@@ -30,15 +30,16 @@ from lockstep.checkpoint.tree import pack
 from lockstep.communication.group import Group
 from lockstep.errors import ClusterError, DriftError
 from lockstep.failure_kinds import kind_of
+from lockstep.job.identity import differing_fields
 from lockstep.record.events import Started, Tell
 from lockstep.record.history import History
 from lockstep.spec.fields import Spec
-from lockstep.training.checkpoints import check_same_state
 from lockstep.training.job_phases import PhaseOptimizers
 from lockstep.training.requests import Requests
 from lockstep.training.roll_call import Progress
 from lockstep.training.setup import Run
 from lockstep.training.sharding import ShardedOptimizer
+from lockstep.training.start import check_same_state
 from lockstep.training.state import TrainState
 
 
@@ -199,13 +200,11 @@ def with_past(run: Run, group: Group, source: int, *, holds: bool) -> Run:
     facts, rows = group.given((run.facts, run.history.handed()) if own else None, source)
     # A fork's origin is known from its checkpoint, which a newcomer does not read.
     mine = {**run.facts["fields"], "fork": facts["fields"].get("fork")}
-    others = [
-        name for name in sorted({*mine, *facts["fields"]}) if mine.get(name) != facts["fields"].get(name)
-    ]
+    others = differing_fields(facts["fields"], mine, either=True)
     for rank, names in enumerate(group.gather(others)):
         if names:
             raise ClusterError(
-                f"rank {rank}, which has just joined, has another {names[0]} than the others, and cannot go on with them"
+                f"rank {rank}, which has just joined, has a different {names[0]} than the others, and cannot train with them"
             )
     return run if holds else replace(run, facts=facts, history=History.of(rows))
 

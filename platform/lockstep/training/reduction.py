@@ -119,7 +119,7 @@ class Reduction(ABC):
     """A communication hook: it leaves in every bucket the sum over the ranks, and sends the step's exchange.
 
     Rank r has k_r partial sums. A small bucket goes whole to every other rank, which adds up the sums by itself: that is one wait
-    instead of two, and on CPUs the training thread reads such messages itself (`training.links`). The exchange travels in the first
+    instead of two, and on CPUs the training thread reads such messages itself (`communication.links`). The exchange travels in the first
     bucket of a step if that is a small one. Subclasses decide how a large bucket is spread.
     """
 
@@ -138,6 +138,11 @@ class Reduction(ABC):
         self._summed = 0
         """How many parameters the buckets so far have."""
         self._stages: tuple[Stage, ...] = ()
+        self._pairs_up = False
+        """Whether the tree of the ranks' sums pairs neighbours, then neighbouring pairs, and so on."""
+        cuda = group.device.type == "cuda"
+        self._stream = torch.cuda.Stream(group.device) if cuda else None  # type: ignore[no-untyped-call]
+        """Carries what the hook launches, so that backward does not wait for messages."""
         self.held_up_s = 0.0
         """Seconds that backward has spent in the hook so far, by the host's clock: adding, sending and waiting that nothing hides."""
         self.observe: Callable[[Gradients, list[int]], None] | None = None
@@ -157,6 +162,7 @@ class Reduction(ABC):
         Takes ownership of the gradients: each is freed as soon as its bucket is sent.
         """
         self._leaves, self._nodes = self._tree(position)
+        self._pairs_up = self.group.size > 2 and pairs_up(self._nodes, self._leaves)
         self._folded, self._apart = folded, apart
         self._moving = []
         self._exchanged = self.finished = False
@@ -169,7 +175,7 @@ class Reduction(ABC):
         return future
 
     def _taken_up(self, bucket: Any) -> Future[Tensor]:
-        """Send a bucket, and move the earlier ones one round on."""
+        """Observe a bucket, then send it; on CUDA in the stream of the reduction."""
         gradients = bucket.gradients()
         indices = [self._index[id(parameter)] for parameter in bucket.parameters()]
         self._summed += len(indices)
@@ -177,6 +183,18 @@ class Reduction(ABC):
             self.observe(
                 [logical(g, self._orders[i]) for g, i in zip(gradients, indices, strict=True)], indices
             )
+        if self._stream is None:
+            return self._send_and_move(bucket, gradients, indices)
+        backward = torch.cuda.current_stream(self.group.device)
+        self._stream.wait_stream(backward)
+        with torch.cuda.stream(self._stream):
+            future = self._send_and_move(bucket, gradients, indices)
+        if bucket.is_last():
+            backward.wait_stream(self._stream)
+        return future
+
+    def _send_and_move(self, bucket: Any, gradients: Gradients, indices: list[int]) -> Future[Tensor]:
+        """Send a bucket, and move the earlier ones one round on."""
         for total in self._folded:
             torch._foreach_add_(gradients, self._taken(total, indices))
         sent = self._sent(bucket.buffer(), indices)
@@ -196,8 +214,14 @@ class Reduction(ABC):
         taken = []
         for i in indices:
             gradient, order, total[i] = total[i], self._orders[i], _NOTHING
+            self._keep_memory(gradient)
             taken.append(gradient if order is None else gradient.permute(order).reshape(gradient.shape))
         return taken
+
+    def _keep_memory(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that backward's stream has made until the stream of the reduction has read it."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
 
     def _sent(self, buffer: Tensor, indices: list[int]) -> _Bucket:
         """Send this rank's partial sums to the others, and the exchange with the first bucket of a step."""
@@ -209,6 +233,8 @@ class Reduction(ABC):
         most = max(map(len, self._nodes))
         small = most * (self.group.size - 1) * buffer.numel() * buffer.element_size() <= LATENCY_BYTES
         first, self._exchanged = not self._exchanged, True
+        if first:
+            self._keep_memory(self.exchange.message)
         message = self.exchange.message.view(buffer.dtype) if first and small else None
         if first and message is None:
             self.exchange.send()
@@ -235,10 +261,14 @@ class Reduction(ABC):
             messages = [one[one.numel() - extra :] for one in by_rank if one.numel()]
             messages.insert(rank, message)
             self.exchange.arrived(torch.cat(messages).view(self.exchange.message.dtype))
-        parts = [one[: len(own) * buffer.numel()] for one, own in zip(by_rank, self._nodes, strict=True)]
-        every: list[Sequence[Tensor]] = [torch.split(part, buffer.numel()) for part in parts]
-        every[rank] = tuple(sums)
-        _put(buffer, *self._added(self._nodes, every))
+        if self._pairs_up:
+            by_rank[rank] = outgoing
+            buffer.copy_(in_pairs(torch.cat(by_rank).view(self.group.size, -1)[:, : buffer.numel()]))
+        else:
+            parts = [one[: len(own) * buffer.numel()] for one, own in zip(by_rank, self._nodes, strict=True)]
+            every: list[Sequence[Tensor]] = [torch.split(part, buffer.numel()) for part in parts]
+            every[rank] = tuple(sums)
+            _put(buffer, *self._added(self._nodes, every))
         # A backend thread keeps the tensors of a finished work until it gets a turn to run: free the memory now.
         received.untyped_storage().resize_(0)
         if not any(outgoing is part for part in chunk):
@@ -329,6 +359,26 @@ class NativeReduction(Reduction):
 
     def _by_backend(self, buffer: Tensor) -> Rounds:
         yield partial(self.group.wait, dist.all_reduce(buffer, group=self.group.channel, async_op=True))
+
+
+def pairs_up(owned: Sequence[Sequence[range]], leaves: int) -> bool:
+    """Whether each rank has one node, neighbours have siblings, pairs of neighbours too, and so on up to the root."""
+    if any(len(own) != 1 for own in owned):
+        return False
+    level = [own[0] for own in owned]
+    while len(level) > 1:
+        pairs = list(zip(level[0::2], level[1::2], strict=False))
+        if len(level) % 2 or not all(are_siblings(left, right, leaves) for left, right in pairs):
+            return False
+        level = [range(left.start, right.stop) for left, right in pairs]
+    return True
+
+
+def in_pairs(rows: Tensor) -> Tensor:
+    """The sum of a power of two of rows, added as a tree: one launch for each level, and no more than one copy of half of them."""
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    return rows[0]
 
 
 def _length(cut: slice) -> int:

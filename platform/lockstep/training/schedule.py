@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.tree import pack
-from lockstep.errors import JobError, LockstepError, SpecError
+from lockstep.errors import JobError, SpecError
 from lockstep.job.interface import Job
 from lockstep.spec.fields import (
     Constant,
@@ -27,7 +27,7 @@ from lockstep.spec.fields import (
     StepDecay,
     WarmupStableDecay,
 )
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import job_at
 
 # --- the spec's schedules -------------------------------------------------------------------------------------
 
@@ -193,7 +193,12 @@ class TorchScheduler:
                 f"fork: the run that is forked {lacks}, and this job's schedule goes on from its own with {self.base}; keep schedule and "
                 "rates, or start a new run from its weights with initial_weights"
             )
+        counting = [
+            one for one in _nested(self.scheduler) if isinstance(vars(one).get("milestones"), Counter)
+        ]
         self.scheduler.load_state_dict(dict(state["scheduler"]))
+        for one in counting:  # saved as a dict, which SequentialLR cannot begin with
+            one.milestones = Counter(one.milestones)  # type: ignore[attr-defined]
         if fork:  # a fork's optimizer keeps the rates it was made with, but its scheduler goes on from the saved ones
             for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
                 group["lr"] = rate
@@ -207,16 +212,19 @@ def _plain(state: Any) -> Any:
     return [_plain(value) for value in state] if isinstance(state, list) else state
 
 
+def _nested(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """A scheduler, and those that it is made of, as SequentialLR and ChainedScheduler are."""
+    yield scheduler
+    for one in vars(scheduler).get("_schedulers", ()):
+        yield from _nested(one)
+
+
 def make_schedule(
     job: Job, spec: Schedule, optimizer: torch.optim.Optimizer, total: int, *, evaluates: bool
 ) -> RateSchedule:
     """The job's own schedule over its optimizer, or the one that the spec names. `total` is the most updates that the run takes."""
-    try:
+    with job_at("while its schedule was made"):
         own = job.schedule(optimizer, total)
-    except LockstepError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise as_lockstep_error(error, "while its schedule was made") from error
     if own is None:
         _check_unused(optimizer)
         check_length(spec, total)
@@ -257,12 +265,8 @@ def _checked(own: Callable[[int], float], total: int) -> Callable[[int], float]:
 
     def factor(update: int) -> float:
         at = min(update, total - 1)  # it is also called for its position after the last update
-        try:
+        with job_at(f"while its schedule was asked for update {at}"):
             value = float(own(at))
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise as_lockstep_error(error, f"while its schedule was asked for update {at}") from error
         if not math.isfinite(value) or value < 0:
             raise JobError(
                 f"job.schedule: gave {value} for update {at}, wanted a factor on the learning rate, finite and at least 0"
@@ -273,7 +277,7 @@ def _checked(own: Callable[[int], float], total: int) -> Callable[[int], float]:
     again = [factor(update) for update in (0, total - 1)]
     if once != again:
         raise JobError(
-            f"job.schedule: gave {once} for the first and the last update, and {again} when it was asked again; a resumed run would have "
+            f"job.schedule: returned {once} for the first and the last update, and {again} when called again; a resumed run would have "
             "other rates: make it a function of the number of updates alone, or return a torch LRScheduler, whose state is kept"
         )
     return factor
@@ -322,8 +326,8 @@ class Rates:
         ):
             if left not in (was_set, used):
                 raise JobError(
-                    f"job.optimizer: an update left the learning rate of group {i} at {left:g}, it was {used:g}; the schedule sets it "
-                    "anew: use the spec's schedule or job.schedule(optimizer, updates), or set the rate in a hook before the "
+                    f"job.optimizer: an update changed the learning rate of group {i} from {used:g} to {left:g}, which the schedule "
+                    "would overwrite: use the spec's schedule or job.schedule(optimizer, updates), or set the rate in a hook before the "
                     "update (register_step_pre_hook)"
                 )
         return self._used[0]

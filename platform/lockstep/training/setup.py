@@ -19,10 +19,11 @@ from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.data.inherited import set_apart
 from lockstep.data.loader import Loader, MicroBatches
-from lockstep.data.sampler import MicroBatch
+from lockstep.data.own_order import number_of_ids
+from lockstep.data.sampler import LeftOut, MicroBatch
 from lockstep.errors import JobError, SpecError, nearest
+from lockstep.job.imports import imports_of_job
 from lockstep.job.interface import Job
-from lockstep.job.loading import dataset_size
 from lockstep.plan import Plan, Position
 from lockstep.randomness import seed_all
 from lockstep.record.events import StageEnded, Tell, Warned
@@ -30,21 +31,14 @@ from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
 from lockstep.training.average import Average
-from lockstep.training.checkpoints import (
-    Checkpoints,
-    Start,
-    check_identity,
-    check_same_state,
-    find_start,
-    restore,
-)
+from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import check_kept
 from lockstep.training.digest import weights_digest
 from lockstep.training.evaluate import Evaluation, has_evaluation_loss
-from lockstep.training.facts import check_agreed, facts_of, leaked_rows, with_compiler
+from lockstep.training.facts import check_agreed, facts_of, former_fields, leaked_rows, with_compiler
 from lockstep.training.failure import as_lockstep_error
-from lockstep.training.job_data import check_rules, make_sampler, open_data, warnings_of
+from lockstep.training.job_data import check_rules, dataset_size, make_sampler, open_data, warnings_of
 from lockstep.training.job_phases import (
     FrozenRule,
     PhaseOptimizers,
@@ -55,13 +49,14 @@ from lockstep.training.job_phases import (
 )
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_same_order
-from lockstep.training.parameters import short_parameters
+from lockstep.training.parameters import check_scaled, short_parameters
 from lockstep.training.precision import Precision
 from lockstep.training.recheck import Recheck
 from lockstep.training.rehearsal.micro_batch import Rehearsal, check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
 from lockstep.training.schedule import make_schedule
+from lockstep.training.start import Start, find_start, restore_on_every_rank
 from lockstep.training.state import TrainState
 from lockstep.training.step import Stepper
 from lockstep.training.weights import load_weights
@@ -167,9 +162,10 @@ def prepare(
     check_rules(spec, eval_data)
     for text in warnings_of(train_data):
         warn(text)
-    plan = make_plan(spec, dataset_size(train_data, "train_data"))
+    plan = make_plan(spec, train_data)
+    make_sampler(spec, plan, train_data).check_order()
     model = make_model(spec, job, plan, group.device, group)
-    for text in short_parameters(model):
+    for text in (*job._told, *short_parameters(model)):
         warn(text)
     evaluates = eval_data is not None and has_evaluation_loss(job)
     state = make_state(spec, job, plan, model, group.device, evaluates=evaluates, group=group)
@@ -178,30 +174,22 @@ def prepare(
         partial(rehearse, spec, job, plan, state, batches, eval_data, group, warn)
     )
     check_kept(spec.determinism, spec.threads)
-    # Before a checkpoint is restored: the identity has the digest of the initial weights.
-    digest = weights_digest(model.state_dict())
-    facts = facts_of(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
-    if state.compiled is not None:
-        facts = with_compiler(facts, state.compiled)
+    facts = make_facts(spec, job, plan, group, state, batches, evaluate, start)
     begins = start is None or start.fork
     if group.rank == 0 and begins and not newcomer:  # a resumed run has checked before
         facts["leaked_rows"] = leaked_rows(train_data, eval_data, spec.seed, warn)
-    losses = " ".join(one.loss.hex() for one in rehearsal.values())
-    check_agreed(group, {**facts["fields"], "the loss of the rehearsed micro-batch": losses}, spec)
-    check_same_order(group, state.order)
+    check_ranks_agree(spec, group, state, facts["fields"], rehearsal)
+    replay = None if origin is None else origin.replay
     history = History()
     if start is not None:
-        if origin is None or origin.replay is None:  # a replay compares the fields itself
-            check_identity(start, facts["fields"])
-        history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
-        check_same_state(group, state)
+        fields = facts["fields"] if replay is None else None
+        formerly = partial(former_fields, spec, job, batches, evaluate)
+        history = restore_on_every_rank(start, spec, plan, state, group, fields, formerly, warn)
         start = start.without_state()
     # Only now: a Stepper takes the buffers as it finds them for those of its first step.
-    parts = {phase: one.parts for phase, one in rehearsal.items()}
-    written = frozenset[int]().union(*(one.written for one in rehearsal.values()))
-    step = Stepper(job, spec, plan, group, state, parts=parts, written_buffers=written)
-    if origin is not None and origin.replay is not None and origin.replay.probe is not None:
-        step.probe = origin.replay.probe
+    step = make_stepper(spec, job, plan, group, state, rehearsal)
+    if replay is not None and replay.probe is not None:
+        step.probe = replay.probe
     watch_bits(step, spec, plan, batches, tell, origin)
     if evaluate is not None:
         evaluate.restore_buffers = step.buffers.restore
@@ -245,6 +233,40 @@ def rehearse(
     return found, evaluate
 
 
+def make_facts(
+    spec: Spec,
+    job: Job,
+    plan: Plan,
+    group: Group,
+    state: TrainState,
+    batches: MicroBatches,
+    evaluate: Evaluation | None,
+    start: Start | None,
+) -> dict[str, Any]:
+    """The facts of the run. Call it before a checkpoint is restored: the identity has the digest of the initial weights."""
+    digest = weights_digest(state.model.state_dict())
+    facts = facts_of(spec, job, group, batches, plan, evaluate, digest, fork=start and start.parent)
+    return facts if state.compiled is None else with_compiler(facts, state.compiled)
+
+
+def check_ranks_agree(
+    spec: Spec, group: Group, state: TrainState, fields: dict[str, Any], rehearsal: dict[str, Rehearsal]
+) -> None:
+    """Compare the identity, the loss of the rehearsed micro-batch and the logical order of the parameters between the ranks."""
+    losses = " ".join(one.loss.hex() for one in rehearsal.values())
+    check_agreed(group, {**fields, "the loss of the rehearsed micro-batch": losses}, spec)
+    check_same_order(group, state.order)
+
+
+def make_stepper(
+    spec: Spec, job: Job, plan: Plan, group: Group, state: TrainState, rehearsal: dict[str, Rehearsal]
+) -> Stepper:
+    """Takes the steps from the current state on, with the parts and the written buffers that the rehearsal found."""
+    parts = {phase: one.parts for phase, one in rehearsal.items()}
+    written = frozenset[int]().union(*(one.written for one in rehearsal.values()))
+    return Stepper(job, spec, plan, group, state, parts=parts, written_buffers=written)
+
+
 def watch_bits(
     step: Stepper,
     spec: Spec,
@@ -278,11 +300,12 @@ def make_state(
     """
     check_combination(job, spec)
     average = None if spec.ema is None else Average(model, spec.ema)
-    optimizer = make_optimizer(job, model, spec.optimizer, group)
-    schedules = {
-        phase: make_schedule(job, spec.schedule, one, plan.total_steps, evaluates=evaluates)
-        for phase, one in optimizers_of(optimizer).items()
-    }
+    with imports_of_job(job):
+        optimizer = make_optimizer(job, model, spec.optimizer, group)
+        schedules = {
+            phase: make_schedule(job, spec.schedule, one, plan.total_steps, evaluates=evaluates)
+            for phase, one in optimizers_of(optimizer).items()
+        }
     schedule = (
         PhaseSchedules(schedules)
         if isinstance(optimizer, PhaseOptimizers)
@@ -295,7 +318,7 @@ def make_state(
         Precision(spec.precision, device),
         average=average,
         schedule=schedule,
-        compiled=CompiledLosses(spec.determinism) if spec.compile else None,
+        compiled=CompiledLosses(spec.determinism, device) if spec.compile else None,
     )
 
 
@@ -309,8 +332,15 @@ def check_metric(spec: Spec, metrics: Iterable[str] | None) -> None:
             raise SpecError(f"{name}.metric: the job gives no {rule.metric!r}{nearest(rule.metric, metrics)}")
 
 
-def make_plan(spec: Spec, samples: int) -> Plan:
-    """The arithmetic of the run over `samples` training samples."""
+def make_plan(spec: Spec, train_data: Any) -> Plan:
+    """The arithmetic of the run over its training samples."""
+    samples = dataset_size(train_data, "train_data")
+    left_out = LeftOut(spec.data.without)
+    check_ids(left_out, train_data, "data.without")
+    if samples and left_out.count == number_of_ids(train_data):
+        raise SpecError(
+            f"data.without: leaves out all {left_out.count} samples of train_data; leave out fewer"
+        )
     try:
         return Plan.of(
             samples,
@@ -327,6 +357,15 @@ def make_plan(spec: Spec, samples: int) -> Plan:
         raise SpecError(f"batch.global: {error}{advice}") from error
 
 
+def check_ids(ids: LeftOut, train_data: Any, name: str) -> None:
+    """SpecError for ids that no training sample has."""
+    count = number_of_ids(train_data)
+    if count and ids.last >= count:
+        raise SpecError(
+            f"{name}: got id {ids.last}, wanted samples of train_data, which has {count}, counted from 0"
+        )
+
+
 def make_model(
     spec: Spec, job: Job, plan: Plan, device: torch.device, group: Group | None = None
 ) -> nn.Module:
@@ -336,12 +375,15 @@ def make_model(
     """
     seed_all(spec.seed, "model")
     try:
-        model = job.model()
+        with imports_of_job(job):
+            model = job.model()
     except (Exception, SystemExit) as error:  # a job may call sys.exit()
         raise as_lockstep_error(error, "while its model was made") from error
     if not isinstance(model, nn.Module):
         raise JobError(f"job.model: returned {type(model).__name__}, wanted a torch.nn.Module")
     check_model(model, plan)
+    if spec.precision == "fp16":
+        check_scaled(model)
     if spec.initial_weights is not None:
         load_weights(model, Path(spec.initial_weights), group)
     if spec.activation_checkpointing:

@@ -95,8 +95,8 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     if kind not in ELEMENT_BY_ELEMENT:
         known = ", ".join(sorted(one.__name__ for one in ELEMENT_BY_ELEMENT))
         raise SpecError(
-            f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {known}: only where each element is updated by "
-            "itself has a part of a parameter the bits of the whole; set optimizer.sharded=false"
+            f"optimizer.sharded: the job's optimizer is {kind.__name__}, wanted one of {known}: parts of a parameter get the "
+            "bits of the whole only if each element is updated independently; set optimizer.sharded=false"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise SpecError(
@@ -202,10 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._build()
         own = {
-            i: {
-                name: (value if name in SCALARS or not isinstance(value, Tensor) else value.dtype)
-                for name, value in self._own.state[part.value].items()
-            }
+            i: {name: _as_told(name, value) for name, value in self._own.state[part.value].items()}
             for i, part in self._parts.items()
             if part.value in self._own.state
         }
@@ -277,18 +274,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._build()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._own.state.clear()
+        groups = [every for every in self.param_groups for _ in every["params"]]
         for i, part in self._parts.items():
             if i in state_dict["state"]:
                 taken = {
-                    name: self._taken(part, name, value) for name, value in state_dict["state"][i].items()
+                    name: self._taken(part, groups[i], name, value)
+                    for name, value in state_dict["state"][i].items()
                 }
                 self._own.state[part.value] = taken
 
-    def _taken(self, part: _Part, name: str, value: Any) -> Any:
+    def _taken(self, part: _Part, group: Mapping[str, Any], name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if name in SCALARS:
-            return value.clone()
+            # Fused and captured kernels read it on the device, all others on the processor, as in torch's `load_state_dict`.
+            on_device = group.get("fused") or group.get("capturable")
+            return value.to(part.value.device if on_device else "cpu", copy=True)
         i, start, stop, _ = part.stretch
         if value.shape != self.parameters[i].shape:
             raise ValueError(
@@ -297,6 +298,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._uncut[i]:
             value = value.permute(self._orders[i]).reshape(-1)[start:stop]
         return value.to(part.value.device, copy=True)
+
+
+def _as_told(name: str, value: Any) -> Any:
+    """One value of a stretch's state as other ranks are told it: numbers themselves, and the dtype of a larger tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    # A pickled CUDA tensor would appear on the device that has its number there.
+    return value.cpu() if name in SCALARS else value.dtype
 
 
 class _Gathering:

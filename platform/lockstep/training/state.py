@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.snapshot import writers
-from lockstep.errors import SpecError, StorageError
+from lockstep.checkpoint.tree import Shared, sharing
+from lockstep.errors import JobError, SpecError, StorageError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training.average import Average
+from lockstep.training.beside import beside_weights, copied, unlisted_buffers
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
 from lockstep.training.order import Order, check_order, order_of
@@ -54,8 +56,10 @@ class Best:
     step: int = 0
     evaluations_since: int = 0
     weights: dict[str, Tensor] | None = None
+    beside: dict[str, Any] | None = None
+    """What the model computed with besides; None in a checkpoint of an older version."""
 
-    def judge(self, rule: EarlyStop, value: float, step: int, model: nn.Module) -> bool:
+    def judge(self, rule: EarlyStop, value: float, step: int, model: nn.Module, job: Job) -> bool:
         """Note one evaluation. True where the last `patience` evaluations were no improvement. NaN is never better."""
         better = not math.isnan(value) and (
             self.value is None or (value < self.value if rule.mode == "min" else value > self.value)
@@ -63,6 +67,7 @@ class Best:
         if better:
             self.value, self.step, self.evaluations_since = value, step, 0
             self.weights = {name: tensor.detach().cpu().clone() for name, tensor in tensors(model).items()}
+            self.beside = copied(beside_weights(model, job))
         else:
             self.evaluations_since += 1
         return self.enough(rule)
@@ -176,17 +181,24 @@ class TrainState:
                 f"checkpoint: its state does not fit this run: {' '.join(str(error).split())}"
             ) from error
         if sections["job"]:
+            shared = sharing(sections["job"], "job")
             self.job.load_state_dict(sections["job"])
+            check_shared(shared, sharing(dict(self.job.state_dict()), "job") if shared else shared)
 
 
-def unlisted_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `state_dict` leaves out (`persistent=False`): a later step may read them all the same."""
-    listed = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name not in listed}
+def check_shared(saved: Shared, restored: Shared) -> None:
+    """JobError where tensors that shared memory when they were saved no longer do when they are restored."""
+    for places in saved - restored:
+        first, second = sorted(place.removeprefix("/") for place, _ in places)[:2]
+        raise JobError(
+            f"job.load_state_dict: {first} and {second} share memory where state_dict() gives them, and not once they are restored: a write "
+            "into the one would change the other, but not in a resumed run; take both from the state as they are given, copy them into memory that they "
+            "share (copy_), or give a copy of what is only read"
+        )
 
 
 def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: bool) -> None:
-    """Load an optimizer's `state_dict` bit for bit: torch itself casts the state to its parameter's type.
+    """Load an optimizer's `state_dict` bit for bit: torch itself casts the state to its parameter's type, and takes text for a list.
 
     A fork keeps what the optimizer was made with (learning rates, decay, …) and takes the rest of its groups.
     """
@@ -210,16 +222,87 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
                 "keep its optimizer, or start a new run from its weights with initial_weights"
             )
     optimizer.load_state_dict(dict(saved))
-    for group, saved_group, made_with in zip(optimizer.param_groups, saved["param_groups"], own, strict=True):
-        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-            # A sharded optimizer loads its part without a cast.
-            whole = {} if isinstance(optimizer, ShardedOptimizer) else saved["state"].get(number, {})
-            for name, value in whole.items():
-                held = optimizer.state[parameter][name]
-                if isinstance(value, Tensor) and held.dtype != value.dtype:
-                    optimizer.state[parameter][name] = value.to(held.device)
+    if not isinstance(optimizer, ShardedOptimizer):  # which loads its part without a cast
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        places: dict[Any, Any] = dict(zip(numbers, parameters, strict=True))
+        pairs = [
+            (optimizer.state[place], of_one)
+            for key, of_one in saved["state"].items()
+            if (place := places.get(key, key)) in optimizer.state or key in places
+        ]
+        as_saved = _AsSaved((value, held[name]) for held, of_one in pairs for name, value in of_one.items())
+        for held, of_one in pairs:
+            for name, value in of_one.items():
+                held[name] = as_saved(value, held[name])
+    for group, made_with in zip(optimizer.param_groups, own, strict=True):
         if fork:
             group.update(made_with)
+
+
+class _AsSaved:
+    """Gives the values of an optimizer's state as they were saved, on the device on which torch has loaded them.
+
+    `pairs` are all of them, each with what has been loaded. Those that were one object, or in one memory, are so again: torch
+    moves and copies each by itself.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        self._again: dict[int, Any] = {}
+        """What stands for a saved tensor, list or mapping, by its id."""
+        together: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for value, loaded in pairs:
+            for one, other in _tensor_pairs(value, loaded):
+                together.setdefault(one.untyped_storage().data_ptr(), []).append((one, other))
+        for members in together.values():
+            if len(members) > 1 and not _keeps_together(members):
+                self._again.update(_moved_together(members))
+
+    def __call__(self, value: Any, loaded: Any) -> Any:
+        """A saved value. It stays as it was loaded where it is of another kind or length: a `load_state_dict` of the job's own has made something else of it."""
+        if id(value) in self._again:
+            return self._again[id(value)]
+        if isinstance(value, Tensor):
+            cast = isinstance(loaded, Tensor) and loaded.dtype != value.dtype
+            return value.to(loaded.device) if cast else loaded
+        if isinstance(value, dict) and isinstance(loaded, dict) and value.keys() == loaded.keys():
+            found: Any = {key: self(one, loaded[key]) for key, one in value.items()}
+        elif type(value) in (list, tuple) and type(loaded) is type(value) and len(loaded) == len(value):
+            found = type(value)(map(self, value, loaded))
+        else:
+            return value if isinstance(value, str) and isinstance(loaded, str) else loaded
+        self._again[id(value)] = found
+        return found
+
+
+def _tensor_pairs(value: Any, loaded: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors within a saved value that have memory, each with the one that has been loaded for it."""
+    if isinstance(value, Tensor) and isinstance(loaded, Tensor):
+        if value.numel() and value.shape == loaded.shape:
+            yield value, loaded
+    elif isinstance(value, dict) and isinstance(loaded, dict) and value.keys() == loaded.keys():
+        for key, one in value.items():
+            yield from _tensor_pairs(one, loaded[key])
+    elif type(value) in (list, tuple) and type(loaded) is type(value) and len(loaded) == len(value):
+        for one, other in zip(value, loaded, strict=True):
+            yield from _tensor_pairs(one, other)
+
+
+def _keeps_together(members: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether what was loaded for tensors in one memory lies in one as they do."""
+    alike = all((one.dtype, one.stride()) == (other.dtype, other.stride()) for one, other in members)
+    return alike and len({other.data_ptr() - one.data_ptr() for one, other in members}) == 1
+
+
+def _moved_together(members: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """Tensors in one memory, as views of a copy of it on the device on which they have been loaded, by their ids."""
+    devices = [other.device for _, other in members]
+    device = next((one for one in devices if one.type != "cpu"), devices[0])
+    memory = members[0][0].untyped_storage()
+    row = torch.empty(0, dtype=torch.uint8, device=members[0][0].device).set_(memory).to(device)
+    for one, _ in members:
+        typed = row[: len(row) // one.element_size() * one.element_size()].view(one.dtype)
+        yield id(one), typed.as_strided(one.shape, one.stride(), one.storage_offset())
 
 
 def power_of_two(weight: float) -> int:

@@ -32,8 +32,9 @@ from lockstep.training.after_step import follow_update
 from lockstep.training.agreement import Agreement
 from lockstep.training.buffers import StepBuffers
 from lockstep.training.exchange import Agreed, Totals
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import as_lockstep_error, job_at
 from lockstep.training.job_phases import FrozenRule, all_rest, phases_of
+from lockstep.training.means import check_form, check_same_parts, has_form
 from lockstep.training.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.pace import Stopwatch
 from lockstep.training.parameters import ParameterWatch
@@ -175,6 +176,8 @@ class Stepper:
     ) -> PhaseResult:
         """Take one phase from its first micro-batch to its update; `last` where it is the last one of the step."""
         self._accumulate(phase, position, batches, scale_down)
+        if self._looks_at_buffers(position):
+            self.buffers.check_unseen(f"step {position.number}, rank {self.group.rank}")
         agreed = phase.exchange.read(position.micro_batches)
         if self.recheck is not None:
             self.recheck.compare(position, self.digests.gradients())
@@ -197,6 +200,11 @@ class Stepper:
             self.buffers.take_over()
         return result
 
+    def _looks_at_buffers(self, position: Position) -> bool:
+        """Whether buffers are compared by value: after 1, 2, 4, 8 … steps and after the last one, at which a worker's own value still shows."""
+        n = position.number
+        return self.spec.determinism == "strict" and (n & (n - 1) == 0 or n == self.plan.total_steps)
+
     def _finished(
         self, position: Position, phases: list[PhaseStep], taken: Mapping[str, PhaseResult]
     ) -> StepResult:
@@ -205,7 +213,8 @@ class Stepper:
         updated = [phase for phase in phases if not taken[phase.name].skipped]
         state.advance(position, skipped=not updated, weight=first.weight)
         for phase in updated:
-            phase.rates.schedule.follow()
+            with job_at(f"the schedule after step {position.number}"):
+                phase.rates.schedule.follow()
         if updated:
             follow_update(state, seed=self.spec.seed, cuda=self._cuda)
         if self.updates_by_job:
@@ -343,6 +352,10 @@ class Stepper:
         seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, cuda=self._cuda)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
             loss: Loss = module(batch)
+            if batch is not None and not has_form(loss, phase.exchange.names):
+                label, where = phase.phase.loss_label, f" ({self._where(phase, position, m)})"
+                check_form(loss, label, where)
+                check_same_parts(loss, phase.exchange.parts, label, where)
         if batch is None:  # data.without leaves this micro-batch no sample
             loss = replace(loss, parts=dict.fromkeys(phase.exchange.parts, Mean(0.0, 0.0)))
         return loss
@@ -396,12 +409,18 @@ class Stepper:
         # A loss that is not finite gives such gradients too, for which the fp16 scaler skips the update.
         if totals.first_bad is not None and self.spec.precision != "fp16":
             raise NumericsError(
-                f"the loss of step {position.step + 1}, micro-batch {totals.first_bad}{within} is {totals.loss}; usual causes: a learning "
+                f"the loss of step {position.number}, micro-batch {totals.first_bad}{within} is {totals.loss}; usual causes: a learning "
                 f"rate that is too high (optimizer.lr is {self._rate(phase):g}), a label or an input that is not finite, a division by zero"
+            )
+        if totals.bad_weight is not None:
+            m, weight = totals.bad_weight
+            raise JobError(
+                f"{phase.phase.loss_label}: the weight of step {position.number}, micro-batch {m} is {weight}, wanted a number of samples or "
+                "tokens, at least 0"
             )
         if not totals.weight > 0.0 or not math.isfinite(totals.weight):
             raise JobError(
-                f"{phase.phase.loss_told}: the weights of step {position.step + 1} add up to {totals.weight}, wanted more than 0; "
+                f"{phase.phase.loss_label}: the weights of step {position.number} add up to {totals.weight}, wanted more than 0; "
                 f"a step without any weight has no mean{'' if self.spec.data.without is None else ' (data.without leaves samples out)'}"
             )
 
@@ -412,7 +431,8 @@ class Stepper:
         if phase.updates_by_job or type(optimizer) not in (*ELEMENT_BY_ELEMENT, ShardedOptimizer):
             align_gradients(phase.parameters)
         gradients = phase.gradients(self._where(phase, position, 0))
-        state.precision.unscale(optimizer)
+        with job_at(f"the update of step {position.number}"):
+            state.precision.unscale(optimizer)
         factor = 1.0 / (totals.weight * scale_down)
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
@@ -422,13 +442,14 @@ class Stepper:
         if not math.isfinite(grad_norm) and spec.precision != "fp16":
             within = f" of phase {phase.name!r}" if phase.name else ""
             raise NumericsError(
-                f"the gradient of step {position.step + 1}{within} has the norm {grad_norm} though its loss is finite; "
+                f"the gradient of step {position.number}{within} has the norm {grad_norm} though its loss is finite; "
                 f"lower optimizer.lr (now {self._rate(phase):g}), or look for a square root or a logarithm at zero in the model"
             )
         phase.rates.set(state.counters.updates)
         if phase.updates_by_job:  # seeding takes 30 us a step, and torch's own optimizers draw nothing
             seed_all(spec.seed, "update", position.step, *phase.phase.key, cuda=self._cuda)
-        skipped = not state.precision.update(optimizer)
+        with job_at(f"the update of step {position.number}"):
+            skipped = not state.precision.update(optimizer)
         parts = {
             name: total / weight if weight else math.nan for name, (total, weight) in totals.parts.items()
         }
@@ -469,7 +490,7 @@ class Stepper:
 
     def _where(self, phase: PhaseStep, position: Position, m: int) -> str:
         within = f", phase {phase.name!r}" if phase.name else ""
-        return f"step {position.step + 1}, micro-batch {m}, rank {self.group.rank}{within}"
+        return f"step {position.number}, micro-batch {m}, rank {self.group.rank}{within}"
 
 
 def _by_phase(taken: Mapping[str, PhaseResult], *, scaled: bool) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lockstep.communication.group import Group
-from lockstep.plan import Position, clip
+from lockstep.plan import Position, clip, is_due
 from lockstep.record.events import Digests
 from lockstep.spec.fields import Spec
 from lockstep.training.agreement import Agreement, Held
@@ -24,8 +24,8 @@ def digest_is_due(spec: Spec, position: Position, last: int) -> bool:
     every, cadence = spec.record.digest_every, spec.checkpoint.every
     if every is None:
         return False
-    number = position.number
-    return number % every == 0 or number == last or (cadence is not None and cadence.due(position))
+    at_checkpoint = cadence is not None and cadence.due(position)
+    return is_due(position, steps=every) or position.number == last or at_checkpoint
 
 
 class StepDigests:

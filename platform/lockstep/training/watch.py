@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.plan import Position
+from lockstep.plan import Position, is_due
 from lockstep.record.diagnosis import GRAPH_KEPT
 from lockstep.record.events import Diagnosed, Document, Observation, StepRow, Tell, Warned
 from lockstep.training.beside_fp32 import BesideFp32, is_compared
@@ -130,7 +130,7 @@ class Watch:
 
     def _is_due(self, position: Position) -> bool:
         """In the first step, and every `observe_every` steps: it follows from the plan alone."""
-        return self._every is not None and (position.number == 1 or position.number % self._every == 0)
+        return self._every is not None and (position.number == 1 or is_due(position, steps=self._every))
 
     def _look(
         self,

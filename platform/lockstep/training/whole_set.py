@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lockstep.data.contents import leaves
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import JobError
 from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import job_at
 from lockstep.training.means import as_float, check_name
 
 Outputs = Mapping[str, Tensor | list[Any]]
@@ -126,13 +126,8 @@ def compute(job: Job, outputs: Outputs, *, seed: int) -> WholeSet:
 
 
 def _called(name: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    try:
-        with torch.no_grad():
-            return function(*given, **named)
-    except LockstepError:
-        raise
-    except (Exception, SystemExit) as error:  # a job may call sys.exit()
-        raise as_lockstep_error(error, f"evaluation, in {name}") from error
+    with job_at(f"evaluation, in {name}"), torch.no_grad():
+        return function(*given, **named)
 
 
 # --- metrics --------------------------------------------------------------------------------------------------

@@ -73,6 +73,17 @@ class Curves:
         return iter(self.rows.evaluations)
 
 
+def _document(run_id: str, path: Path) -> Mapping[str, Any]:
+    """The spec of a run. RecordError where the file is none."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        document = " ".join(str(error).split())
+    if not isinstance(document, dict):
+        raise RecordError(f"run {run_id}: {str(path)!r} is no spec: {document!r}; put a copy of it back")
+    return document
+
+
 def curves_of(run_id: str, uri: str, folder: Path) -> Curves:
     """The curves of a run so far, from its own `folder` where that is here, else from the ledger that its store has.
 
@@ -80,7 +91,7 @@ def curves_of(run_id: str, uri: str, folder: Path) -> Curves:
     """
     try:
         if (folder / NAME).exists():
-            document = yaml.safe_load((folder / "spec.yaml").read_text(encoding="utf-8"))
+            document = _document(run_id, folder / "spec.yaml")
             rows = RowsSoFar(folder)
             curves = Curves(run_id, document, rows, rows.failed, rows.observations)
         else:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lockstep.attempts.mailbox import LOOK_S, Mailbox, RecorderState, look_every_s
+from lockstep.attempts.mailbox import LOOK_S, STEADY_LOOK_S, Mailbox, look_every_s
 from lockstep.errors import ClusterError, DeviceError, RecordError
 from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, Warned
+from lockstep.record.recorder_state import RecorderState
 from lockstep.training.roll_call import Arrival, Formation, Progress, Refused
 from tests.unit.record.rows import step_row
 
@@ -88,7 +89,7 @@ def test_a_worker_that_asks_for_the_run_learns_its_id_or_why_there_is_none() -> 
     assert mailbox.run_id() is refused
     mailbox.fetch(0, 0, STATE)
     assert mailbox.run_id() == "abc"
-    assert mailbox.status().recorder.fetches == 2
+    assert mailbox.status().fetches == 2
 
 
 def joined(rank: int) -> Joined:
@@ -171,5 +172,6 @@ def test_workers_do_not_outlive_another_once_the_run_has_ended() -> None:
 
 def test_a_run_that_goes_on_by_itself_is_looked_at_less_often() -> None:
     now = time.time()
-    assert look_every_s(None) == look_every_s(now - 5) == LOOK_S
-    assert look_every_s(now - 60) >= 3 * LOOK_S
+    assert look_every_s(None) == look_every_s(now + 60) == look_every_s(now) == LOOK_S
+    assert LOOK_S < look_every_s(now - 5) < STEADY_LOOK_S
+    assert look_every_s(now - 60) == STEADY_LOOK_S >= 3 * LOOK_S

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
-from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for, rooms_for_more
+import pytest
+
+from lockstep.attempts.placement import WorkerPlacement, anywhere_but, nodes_for, place, rooms_for_more
 from lockstep.attempts.standby import Standbys
+from lockstep.errors import SpecError
 from lockstep.record.events import Joined
+from lockstep.spec.fields import Spec
+from lockstep.spec.loading import load_spec
 
 
 def standing_by(**nodes: int) -> Standbys:
@@ -18,6 +24,10 @@ def standing_by(**nodes: int) -> Standbys:
 
 def placed(workers: int, *fit: str) -> WorkerPlacement:
     return WorkerPlacement(workers, {"CPU": 1.0}, frozenset(fit), frozenset())
+
+
+def spec_with(**workers: Any) -> Spec:
+    return load_spec({"job": {"use": "a:B"}, "batch": {"global": 64, "micro": 8}, "workers": workers})
 
 
 def member(node: str, imported_at: float) -> Joined:
@@ -79,3 +89,33 @@ def test_a_worker_stood_by_if_its_imports_were_done_when_it_was_asked_for() -> N
     standbys = standing_by(a=2, b=1)
     assert standbys.took([member("a", 9.0), member("b", 11.0), member("c", math.inf)], 10.0) == 1
     assert standbys.first(placed(3, "a", "b")).first == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each", "workers"),
+    [
+        ([{"CPU": 16.0}, {"CPU": 4.0, "GPU": 8.0}], {"CPU": 1.0, "GPU": 1.0}, 4),  # a head without GPUs
+        ([{"CPU": 3.0}, {"CPU": 3.0}], {"CPU": 2.0}, 2),
+        ([{"CPU": 64.0}], {"CPU": 2.0}, 8),
+    ],
+)
+def test_as_many_workers_are_planned_as_fit_on_the_nodes(
+    nodes: list[dict[str, float]], each: dict[str, float], workers: int
+) -> None:
+    """Ray would wait for ever for a placement of more, though the cluster has the sum."""
+    cpus = int(each["CPU"])
+    assert place(spec_with(min=1, max=8, cpus_each=cpus), nodes) == (workers, each)
+    free = {str(number): node for number, node in enumerate(nodes)}
+    placed_there = WorkerPlacement(workers, each, frozenset(free), frozenset())
+    assert nodes_for(placed_there, free)
+
+
+def test_nodes_that_are_too_small_by_themselves_are_refused_in_one_line() -> None:
+    with pytest.raises(SpecError) as caught:
+        place(spec_with(min=3, max=8, cpus_each=2), [{"CPU": 3.0}, {"CPU": 3.0}])
+    assert str(caught.value) == (
+        "workers.min: got 3 workers of 2 CPU each, but the cluster has 6 CPU, enough for 2 on its 2 nodes; "
+        "lower workers.min or workers.cpus_each, or add nodes"
+    )
+    with pytest.raises(SpecError, match=r"has 4 CPU, enough for 2; "):
+        place(spec_with(min=3, max=8, cpus_each=2), [{"CPU": 2.0}, {"CPU": 2.0}])

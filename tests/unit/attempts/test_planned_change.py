@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lockstep.attempts import planned_change
-from lockstep.attempts.mailbox import RecorderState, RunStatus
+from lockstep.attempts.mailbox import RunStatus
 from lockstep.attempts.planned_change import Members, PlannedChange
 from lockstep.driver.run_view import RunView
+from lockstep.record.recorder_state import RecorderState
 
 
 def status(attempt: int, numbers: tuple[int, ...], waiting: tuple[int, ...] = ()) -> RunStatus:

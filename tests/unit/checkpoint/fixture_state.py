@@ -15,7 +15,7 @@ from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import VERSION, Facts
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.tree import DTYPES
-from lockstep.checkpoint.writer import write_checkpoint
+from tests.unit.checkpoint.one_process import write_checkpoint
 
 FIXTURE_FACTS = Facts(
     identity="0123456789abcdef" * 4,

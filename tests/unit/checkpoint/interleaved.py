@@ -23,8 +23,8 @@ from lockstep.checkpoint.reader import load_newest
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.storage import Item, Written, hashed
-from lockstep.checkpoint.writer import write_checkpoint
 from lockstep.errors import StorageError
+from tests.unit.checkpoint.one_process import write_checkpoint
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ class Actor:
         self.number = attempt.number
         newest = again(lambda: load_newest(self._run, lambda text: None))
         step = 0 if newest is None else newest.manifest.step
-        catalogue = Catalogue(attempt)
+        catalogue = Catalogue(attempt, step)
         for following in (step + 1, step + 2):
             save(attempt, following)
             with suppress(StorageError):

@@ -22,16 +22,18 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import local_storage, storage, writer
+from lockstep.checkpoint import local_storage, storage
 from lockstep.checkpoint.errors import LostFileError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.pruning import clear_leftovers, prune
-from lockstep.checkpoint.reader import Checkpoint, checkpoints, load, newest_good, verify
+from lockstep.checkpoint.reader import Checkpoint, checkpoints, load, verify
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.snapshot import snapshot
 from lockstep.checkpoint.storage import Written
-from lockstep.checkpoint.writer import write_checkpoint
+from lockstep.checkpoint.writer import write_part
+from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import FACTS, same, state
 
 COUNTED = ("open", "write", "fsync", "replace", "link", "unlink", "mkdir", "rmdir")
@@ -137,7 +139,7 @@ def prepared(folder: Path, scenario: str) -> None:
         attempt = run.claim()
         for step in (100, 200):
             write_checkpoint(attempt, step, small(step), FACTS)
-        writer.write_part(attempt, 300, writer.snapshot(small(300)))  # a save that was never finished
+        write_part(attempt, 300, snapshot(small(300)))  # a save that was never finished
 
 
 def opened(store: LocalStorage, scenario: str) -> RunFolder:

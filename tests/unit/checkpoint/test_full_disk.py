@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.local_storage import LocalStorage
-from lockstep.checkpoint.reader import Checkpoint, load, newest_good
+from lockstep.checkpoint.reader import Checkpoint, load
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
-from lockstep.checkpoint.writer import write_checkpoint
 from lockstep.errors import StorageError
+from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import same, state
 
 ITEMS = 60_000  # of 4 bytes: 0.75 MB a checkpoint

@@ -25,8 +25,8 @@ from lockstep.checkpoint.layout import MANIFEST
 from lockstep.checkpoint.reader import load_newest
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.storages import open_storage
-from lockstep.checkpoint.writer import write_checkpoint
 from tests.unit.checkpoint.interleaved import RUN, Actor, good_steps, state
+from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import same
 
 WHICH = st.integers(0, 1)

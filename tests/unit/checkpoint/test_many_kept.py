@@ -19,7 +19,7 @@ from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.runs import whole_steps
 from lockstep.checkpoint.saver import AsyncSaver
 from lockstep.checkpoint.storages import open_storage
-from lockstep.checkpoint.writer import write_checkpoint
+from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import state
 
 KEEP = Keep(last=2, metric="eval/loss", every=10)
@@ -67,7 +67,7 @@ def filled(uri: str, kept: int) -> Attempt:
 
 def cost(uri: str, kept: int) -> list[Counter[str]]:
     """The requests of the fourth save of an attempt, and of the fifth."""
-    saver = AsyncSaver(filled(uri, kept), keep=KEEP)
+    saver = AsyncSaver(filled(uri, kept), keep=KEEP, since=10 * kept)
     told = []
     for number in range(1, 6):
         with requests() as counted:
@@ -94,7 +94,9 @@ def test_reading_all_of_them_at_each_save_is_seen(uri: str, monkeypatch: pytest.
     """Negative control: without a memory of what is there, a save costs a request for each."""
     real = Catalogue.prune
     monkeypatch.setattr(
-        Catalogue, "prune", lambda self, keep, whole: real(Catalogue(self.attempt), keep, whole=whole)
+        Catalogue,
+        "prune",
+        lambda self, keep, whole: real(Catalogue(self.attempt, self.since), keep, whole=whole),
     )
     few = cost(uri.replace("?", "-few?"), 3)
     assert sum(cost(uri, 10)[0].values()) >= sum(few[0].values()) + 5

@@ -12,10 +12,9 @@ import pytest
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.pruning import clear_leftovers, prune
-from lockstep.checkpoint.reader import newest_good
-from lockstep.checkpoint.writer import write_checkpoint
 from tests.power_loss import HOWS, How, Noted
 from tests.unit.checkpoint.killed_at_every_call import KEEP, SHARED, complaints, opened, prepared, small
+from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import FACTS
 
 COVER = 30

@@ -23,8 +23,9 @@ from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.snapshot import snapshot
 from lockstep.checkpoint.storage import Storage
-from lockstep.checkpoint.writer import commit, post_receipt, write_checkpoint, write_part
+from lockstep.checkpoint.writer import commit, post_receipt, write_part
 from lockstep.errors import StorageError
+from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import FACTS, everywhere, same, state
 
 ROOT = Path(__file__).parents[3]

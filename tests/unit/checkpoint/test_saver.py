@@ -17,12 +17,13 @@ from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.checkpoint.manifest import Facts
-from lockstep.checkpoint.reader import Checkpoint, checkpoints, load_step, newest_good
+from lockstep.checkpoint.reader import Checkpoint, checkpoints, load_step
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.saver import AsyncSaver, Failed, Pause, Saved
+from lockstep.checkpoint.saver import AsyncSaver, Pause, Saved, SaveFailed
 from lockstep.checkpoint.storage import Written
 from lockstep.errors import JobError, StorageError
+from tests.unit.checkpoint.one_process import newest_good
 from tests.unit.checkpoint.states import FACTS, bits, everywhere, same, state
 
 ROOT = Path(__file__).parents[3]
@@ -113,16 +114,16 @@ def test_a_second_save_waits_for_the_first(disk: Gated, attempt: Attempt) -> Non
     assert steps(attempt) == [2, 1] and whole(attempt, 1, state(1)) and whole(attempt, 2, state(2))
 
 
-def test_reserving_makes_the_buffers_beforehand(attempt: Attempt) -> None:
+def test_later_saves_copy_into_the_buffers_of_the_first(attempt: Attempt) -> None:
     saver = AsyncSaver(attempt)
-    saver.reserve(state(1))
-    assert saver._copied is not None
-    place = saver._copied.tensors["model"]["conv.weight"].data_ptr()
-    for step in (1, 2):
+    places = set()
+    for step in (1, 2, 3):
         saver.save(step, state(step))
-        assert saver._copied.tensors["model"]["conv.weight"].data_ptr() == place
+        assert saver._copied is not None
+        places.add(saver._copied.tensors["model"]["conv.weight"].data_ptr())
+    assert len(places) == 1
     saver.close()
-    assert whole(attempt, 2, state(2))
+    assert whole(attempt, 3, state(3))
 
 
 def test_what_need_not_be_kept_is_deleted(attempt: Attempt) -> None:
@@ -134,8 +135,68 @@ def test_what_need_not_be_kept_is_deleted(attempt: Attempt) -> None:
     assert [saved.deleted for saved in told] == [(), (1,), (), (3,)] and steps(attempt) == [4, 2]
 
 
+def damaged(attempt: Attempt, *steps: int) -> None:
+    """Flip a bit of these checkpoints; the sizes stay right."""
+    for step in steps:
+        path = attempt.run.path(step_folder(step), "model.a0001.r0000.safetensors")
+        content = bytearray(attempt.run.storage.read(path))
+        content[-1] ^= 1
+        attempt.run.storage.write(path, [bytes(content)], staging=attempt.staging)
+
+
+def taken_up(attempt: Attempt, since: int, *steps: int) -> list[Saved]:
+    """Another attempt of the run, which starts from `since` and saves these steps."""
+    told: list[Saved] = []
+    saver = AsyncSaver(attempt.run.claim(), keep=Keep(last=2), since=since, on_saved=told.append)
+    for step in steps:
+        saver.save(step, state(step))
+    saver.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("bad", "since", "saved", "deleted", "left"),
+    [
+        ((3, 4), 2, (5,), [(1, 3, 4)], [5, 2]),  # 3 and 4 are damaged, and older than what is saved
+        ((3, 4), 2, (3,), [(1,)], [4, 3, 2]),  # 4 is evidence until a newer one is good
+        ((2, 3, 4), 0, (1, 2, 3), [(), (), (1,)], [4, 3, 2]),  # from the beginning, which saves them again
+    ],
+)
+def test_a_checkpoint_that_was_passed_over_takes_no_other_ones_place(
+    attempt: Attempt,
+    bad: tuple[int, ...],
+    since: int,
+    saved: tuple[int, ...],
+    deleted: list[tuple[int, ...]],
+    left: list[int],
+) -> None:
+    """G5: of the newest, wrong bits in files of the right size. What the attempt saves stays, and what it starts from."""
+    first = AsyncSaver(attempt, keep=Keep(last=4))
+    for step in (1, 2, 3, 4):
+        first.save(step, state(step))
+    first.close()
+    damaged(attempt, *bad)
+    if not since:
+        damaged(attempt, 1)
+    told = taken_up(attempt, since, *saved)
+    assert [one.deleted for one in told] == deleted and steps(attempt) == left
+    assert [one.essential[0][0] for one in told] == list(saved), "no damaged one is essential"
+    found = newest_good(attempt.run, lambda text: None)
+    assert found is not None and found.step == saved[-1]
+
+
+def test_what_an_attempt_has_just_saved_stays_where_newer_ones_are_good(attempt: Attempt) -> None:
+    """It was started from an older step on purpose."""
+    first = AsyncSaver(attempt, keep=Keep(last=2))
+    for step in (10, 20, 30):
+        first.save(step, state(step))
+    first.close()
+    told = taken_up(attempt, 5, 6, 7)
+    assert [one.deleted for one in told] == [(), (6,)] and steps(attempt) == [30, 20, 7]
+
+
 def test_a_failed_save_is_tried_again(disk: Gated, attempt: Attempt) -> None:
-    failed: list[Failed] = []
+    failed: list[SaveFailed] = []
     saver = AsyncSaver(attempt, tries=3, pause_s=0.001, on_failure=failed.append)
     for only in (".safetensors", MANIFEST):  # while its part is written, while it is published
         disk.only, disk.failures = only, [StorageError("not now"), StorageError("not yet")]
@@ -146,7 +207,7 @@ def test_a_failed_save_is_tried_again(disk: Gated, attempt: Attempt) -> None:
 
 
 def test_tries_are_bounded_and_further_and_further_apart(disk: Gated, attempt: Attempt) -> None:
-    failed: list[Failed] = []
+    failed: list[SaveFailed] = []
     saver = AsyncSaver(attempt, tries=3, pause_s=0.1, on_failure=failed.append)
     disk.failures = [StorageError(f"failure {i}") for i in range(5)]
     began = time.perf_counter()
@@ -180,6 +241,19 @@ def test_no_failure_reaches_the_run(disk: Gated, attempt: Attempt, error: Except
     saver.close()
     assert saver.failure is None and steps(attempt) == [3, 1] and whole(attempt, 3, state(3))
     assert not (disk.root / "run-a" / step_folder(2)).exists()
+
+
+def test_a_machine_that_starts_no_thread_is_told_as_that(attempt: Attempt) -> None:
+    """Not as what closing the saver meets then."""
+    before = threading.stack_size(1 << 46)
+    saver = AsyncSaver(attempt)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            saver.save(7, state(7))
+    finally:
+        threading.stack_size(before)
+    saver.close()
+    assert steps(attempt) == []
 
 
 def test_facts_that_cannot_be_written_fail_the_save_alone(attempt: Attempt) -> None:

@@ -9,7 +9,8 @@ from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
-from lockstep.checkpoint.writer import share, write_checkpoint
+from lockstep.checkpoint.writer import share
+from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import FACTS, everywhere, everywhere_if_asked, state
 
 

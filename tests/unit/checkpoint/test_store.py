@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lockstep.checkpoint import pruning
 from lockstep.checkpoint.errors import BadCheckpointError, TakenError
 from lockstep.checkpoint.layout import MANIFEST, step_folder
 from lockstep.checkpoint.manifest import VERSION, Facts
+from lockstep.checkpoint.pins import pin
 from lockstep.checkpoint.pruning import apply, clear_leftovers, prune
 from lockstep.checkpoint.reader import (
     Checkpoint,
@@ -19,7 +22,6 @@ from lockstep.checkpoint.reader import (
     checkpoints,
     load,
     load_newest,
-    newest_good,
     verify,
 )
 from lockstep.checkpoint.retention import Keep
@@ -32,10 +34,10 @@ from lockstep.checkpoint.writer import (
     gather_parts,
     post_failure,
     post_receipt,
-    write_checkpoint,
     write_part,
 )
 from lockstep.errors import StorageError
+from tests.unit.checkpoint.one_process import newest_good, write_checkpoint
 from tests.unit.checkpoint.states import FACTS, bits, everywhere, everywhere_if_asked, same, state
 
 BIG = 3 << 20  # bytes a tensor: enough of them are worth more than one writing rank
@@ -90,17 +92,15 @@ def test_a_bad_one_is_passed_over_with_its_file_and_what_is_wrong(attempt: Attem
     storage.delete(run.path(step_folder(4), "ledger.a0001.r0000.bin"))
     replaced(3, "ledger.a0001.r0000.bin", bytes(768))
     replaced(2, attempt.manifest, b'{"format": "lockstep-checkpoint", "version": %d}' % (VERSION + 1))
-    for find in (newest_good, load_newest):
-        told: list[str] = []
-        found = find(run, told.append)
-        checkpoint = found if isinstance(found, Checkpoint) else found and found.checkpoint
-        assert checkpoint == checkpoints(run)[-1]
-        assert [line.partition(f"checkpoint {run.shown}/")[2] for line in told] == [
-            "step-000000004: ledger.a0001.r0000.bin: it is missing; this checkpoint is passed over",
-            "step-000000003: ledger.a0001.r0000.bin: its hash is not the one in its manifest; this checkpoint is passed over",
-            f"step-000000002: {attempt.manifest}: it has format version {VERSION + 1}, and this Lockstep reads versions up to "
-            f"{VERSION}; update lockstep-train to use it; this checkpoint is passed over",
-        ]
+    told: list[str] = []
+    found = load_newest(run, told.append)
+    assert found is not None and found.checkpoint == checkpoints(run)[-1]
+    assert [line.partition(f"checkpoint {run.shown}/")[2] for line in told] == [
+        "step-000000004: ledger.a0001.r0000.bin: it is missing; this checkpoint is passed over",
+        "step-000000003: ledger.a0001.r0000.bin: its hash is not the one in its manifest; this checkpoint is passed over",
+        f"step-000000002: {attempt.manifest}: it has format version {VERSION + 1}, and this Lockstep reads versions up to "
+        f"{VERSION}; update lockstep-train to use it; this checkpoint is passed over",
+    ]
 
 
 @everywhere_if_asked
@@ -236,6 +236,21 @@ def test_pruning_never_deletes_the_last_good_one(attempt: Attempt) -> None:
     assert equal(load(checkpoints(attempt.run)[0]).sections, state(4))
 
 
+def test_a_pin_that_comes_while_others_are_deleted_is_in_time(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3, 4):
+        write_checkpoint(attempt, step, state(step))
+
+    def slow(attempt: Attempt, deleted: Iterable[int]) -> bool:
+        pin(attempt.run, 2)
+        return apply(attempt, deleted)
+
+    monkeypatch.setattr(pruning, "apply", slow)
+    assert prune(attempt, Keep(last=1), whole=4) == [1, 3]
+    assert steps(attempt.run) == [4, 2]
+
+
 def test_a_checkpoint_of_a_newer_format_is_not_deleted(attempt: Attempt) -> None:
     for step in (1, 2):
         write_checkpoint(attempt, step, state(step))
@@ -280,7 +295,7 @@ def test_a_checkpoint_that_lies_where_another_should_is_bad(tmp_path: Path) -> N
     (tmp_path / "run-a" / step_folder(2)).rename(tmp_path / "run-a" / step_folder(3))
     told: list[str] = []
     assert newest_good(run, told.append) == Checkpoint.of(run, 1)
-    assert "it is of step 2, and lies where step 3 should" in told[0]
+    assert "it belongs to step 2, but is in the place of step 3" in told[0]
 
 
 def test_a_store_that_cannot_be_read_is_no_reason_to_start_from_an_older_state(tmp_path: Path) -> None:

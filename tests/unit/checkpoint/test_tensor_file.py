@@ -96,7 +96,7 @@ def test_a_file_of_another_kind_is_refused(content: bytes) -> None:
         read(content)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_changed_file_is_refused_or_read_without_harm(data: st.DataObject) -> None:
     """Hashes catch every change; the reader itself must stand any bytes as well."""

@@ -34,7 +34,7 @@ FAULTS = [
     Fault("NotFinite", "data", "failure", "not finite"),
     Fault("OneSample", "data", "failure", "are equal"),
     Fault("Truncated", "data", "failure", "unexpected end of file", {"data": {"shuffle": "none"}}),
-    Fault("LyingBlocks", "shards", "failure", "beyond the data's 256", {"data": {"shuffle": "blocks", "window": 2}}),
+    Fault("LyingBlocks", "shards", "failure", "add up to 300, but it has 256 samples", {"data": {"shuffle": "blocks", "window": 2}}),
     Fault("LyingLength", "data", "failure", "IndexError", {"data": {"shuffle": "none", "drop_last": False}}),
     Fault("Leaking", "leakage", "warning", "evaluation samples are training samples too"),
     Fault("Slow", "loader", "warning", "is fetched in"),
@@ -74,7 +74,7 @@ FAULTS = [
     Fault("NoDeterministicForm", "loss", "failure", "has no deterministic kernel"),
     Fault("InEvaluationMode", "modes", "failure", "in training"),
     Fault("InTrainingMode", "modes", "failure", "during evaluation"),
-    Fault("AlwaysDropping", "modes", "warning", "dropout is told to drop"),
+    Fault("AlwaysDropping", "modes", "warning", "dropout is called to drop"),
     Fault("AttentionDropping", "modes", "warning", "scaled_dot_product_attention"),
     Fault("MeanLoss", "same bits", "failure", "a mean, wanted the sum"),
     Fault("KeptGraph", "same bits", "warning", "job.losses"),
@@ -106,6 +106,7 @@ SOUND = [
     "SoundRegression",
     "SoundZeroStart",
     "SoundTied",
+    "SoundSparse",
     *(
         pytest.param(name, marks=pytest.mark.exact)
         for name in ("SoundNll", "SoundBinary", "SoundMeanOfSequence", "SoundOwnStep")

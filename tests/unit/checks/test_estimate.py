@@ -133,7 +133,7 @@ def test_the_peak_of_a_step_is_near_what_torch_allocates(
     specimen = Specimen(spec_of(name))
     with determinism("strict", 1):
         peak = step_of(run, allocated)
-        state, key = specimen.fresh(), specimen.micro_batches()[0]
+        state, key = specimen.fresh(), specimen.step_keys()[0]
         module, batch = LossModule(state.job, state.model), specimen.fetch(key)
         specimen.forward(module, state, batch, key)  # whatever the first call makes for good
         forward = allocated(lambda: specimen.forward(module, state, batch, key))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,9 +47,13 @@ def test_a_range_without_divergence_is_told() -> None:
     assert len(found.rates) == 20
 
 
-def test_bounds_that_are_none_are_refused() -> None:
-    with pytest.raises(SpecError, match="wanted 0 < lowest < highest"):
-        lr_find(PLAIN, lowest=1.0, highest=0.1)
+@pytest.mark.parametrize(
+    ("lowest", "highest"),
+    [(1.0, 0.1), (1e-7, math.inf), (math.nan, 1.0), (1e-7, math.nan), (1e-300, 1e300), (math.inf, math.inf)],
+)
+def test_bounds_that_are_none_are_refused(lowest: float, highest: float) -> None:
+    with pytest.raises(SpecError, match="wanted 0 < lowest < highest, with a finite ratio"):
+        lr_find(PLAIN, lowest=lowest, highest=highest)
 
 
 # --- the curve, kept --------------------------------------------------------------------------------------

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lockstep.checks.preflight import check_storage
+from lockstep.cli.main import _result_text
+from lockstep.driver.going_on import resume_command
+from lockstep.driver.result import Result
 from lockstep.errors import StorageError
 from lockstep.spec.loading import load_spec
 from tests.forked import lockstep
+from tests.in_process import here
 
 ROOT = Path(__file__).parents[3]
 SHORT = [
@@ -74,6 +81,30 @@ def test_json_is_one_object_on_one_line_of_standard_output(short: subprocess.Com
         assert name in result
     assert (result["status"], result["step"], result["samples"]) == ("FINISHED", 3, 3 * 128)
     assert 0 < result["first_step_s"] < 120
+
+
+@pytest.mark.parametrize("name", ["rec", "a #folder: of mine"])
+def test_the_command_that_is_printed_finds_the_run_again(
+    short: subprocess.CompletedProcess[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    """From anywhere, where a run is recorded in a folder that is not the default one."""
+    result = Result(**json.loads(short.stdout))
+    folder = shutil.copytree(result.folder, tmp_path / name / result.run_id)
+    printed = _result_text(replace(result, status="KILLED", folder=str(folder)))
+    (line,) = [line for line in printed.splitlines() if line.startswith("resume it with")]
+    words = shlex.split(line.removeprefix("resume it with"))
+    code, _, err = here(monkeypatch, capfd, tmp_path, *words[1:], "--local")
+    assert code == 0, err
+    assert f"run {result.run_id} is finished" in err
+    (tmp_path / name).rename(tmp_path / "runs")
+    with monkeypatch.context() as patched:
+        patched.chdir(tmp_path)
+        default = resume_command(result.run_id, "off", str(tmp_path / "runs" / result.run_id))
+    assert default == f"lockstep resume {result.run_id} --uri off"
 
 
 def test_two_runs_of_one_spec_have_one_digest_and_another_seed_has_another(
@@ -160,7 +191,7 @@ def test_dry_run_tells_the_spec_and_the_plan_and_trains_nothing(tmp_path: Path) 
     )
     assert plan["workers"][1] == {
         "workers": 2,
-        "micro_batches": ["0-3", "4-7"],
+        "micro_batch_ranges": ["0-3", "4-7"],
         "accumulation_steps": [4, 4],
         "sums": [1, 1],
     }

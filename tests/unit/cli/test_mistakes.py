@@ -317,6 +317,10 @@ DATA: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "keep_best without eval_data": (
         "def eval_data(self): ...", {"checkpoint": {"keep_best": {}}}, 2, ["checkpoint.keep_best: the job has no eval_data"]
     ),
+    "samples are left out that are not there": (
+        "pass", {"data": {"without": "3,31-32"}}, 2, ["data.without: got id 32, wanted samples of train_data, which has 32, counted from 0"]
+    ),
+    "all samples are left out": ("pass", {"data": {"without": "0-31"}}, 2, ["data.without: leaves out all 32 samples of train_data"]),
 }  # fmt: skip
 
 STREAMS = """
@@ -341,6 +345,17 @@ def test_a_mistake_in_the_data(mistake: str, how: str, call: Call, tmp_path: Pat
     assert code == wanted
     assert json.loads(out)["error"] == line.removeprefix("lockstep: ")
     assert left(tmp_path) == []
+
+
+def test_a_run_without_a_sample_to_rehearse_on(call: Call, tmp_path: Path) -> None:
+    """Its one step has two micro-batches, and both lose all samples. The control keeps one sample."""
+    spec: dict[str, Any] = {"length": {"steps": 1}, "data": {"shuffle": "none", "without": "0-7"}}
+    code, _, err = call("train", "spec.yaml", "--local", **spec)
+    assert only_line(err).startswith("lockstep: data.without: leaves no sample to micro-batches 0 and 1")
+    assert (code, left(tmp_path)) == (2, [])
+    _forget()
+    spec["data"]["without"] = "0-5,7"
+    assert call("train", "spec.yaml", "--local", **spec)[0] == 0
 
 
 def check(line: str, words: list[str], source: str) -> None:
@@ -601,6 +616,7 @@ def test_a_run_whose_samples_are_objects_goes_on_with_its_own_data_alone(call: C
 # --- commands ------------------------------------------------------------------------------------------------
 
 GONE = "0" * 32
+LONG = "a" * 300
 
 
 @pytest.mark.parametrize(
@@ -614,6 +630,10 @@ GONE = "0" * 32
         (["show", "--uri", "off", ""], 1, "run '': no record of it in 'runs'; wanted a whole id, 32 hexadecimal digits"),
         (["show", "--uri", "off", "0000"], 1, "run 0000: no record of it in 'runs'; wanted a whole id, 32 hexadecimal digits"),
         (["record", "sync", "--uri", "off", ""], 1, "run '': no record of it in "),
+        (["show", "--uri", "off", LONG], 1, "no record of it in 'runs'"),
+        (["show", "--uri", "off", LONG, "--plot"], 2, "no record of it in 'runs'"),
+        (["record", "check", "--uri", "off", LONG], 1, "no record of it in 'runs'"),
+        (["resume", "--local", "--uri", "off", LONG], 1, "no record of it in "),
         (["runs", "--uri", "off", "--experiment", "x"], 2, "experiment: "),
         (["runs", "--uri", "off", "--storage", "nope"], 2, "storage: there is no folder 'nope'"),
         (["runs", "--uri", "off", "--limit", "0"], 2, "limit: got 0, wanted from 1 to 1000"),
@@ -622,6 +642,9 @@ GONE = "0" * 32
         (["runs", "--uri", "nope"], 2, "a folder, in which MLflow keeps no runs any more; wanted a database"),
         (["train", "spec.yaml", "--local", "--uri", "file:nope"], 2, "a folder, in which MLflow keeps no runs any more"),
         (["train", "spec.yaml", "--local", "--uri", "sqlite:///."], 2, "is a folder; wanted a file"),
+        (["train", "spec.yaml", "--local", "--uri", "sqlite:///exp%41/m.db"], 2, "with a `%` or a `?` in its path"),
+        (["train", "spec.yaml", "--local", "--uri", "sqlite:///what?/m.db"], 2, "with a `%` or a `?` in its path"),
+        (["runs", "--uri", "sqlite:///exp%41/m.db"], 2, "with a `%` or a `?` in its path"),
         (["train", "spec.yaml", "--local", "--uri", "sqlite:///theirs.py"], 1, "cannot be used: file is not a database; it is a file of another kind"),
         (["train", "spec.yaml", "--local", "--chaos", "worker:0.5"], 2, "chaos: kills what runs on Ray"),
         (["train", "spec.yaml", "--local", "--run", "a/b"], 2, "run: got 'a/b'"),
@@ -642,13 +665,13 @@ def test_a_mistake_in_a_command(words: list[str], wanted: int, told: str, call: 
 
 
 def test_a_param_that_a_resumed_run_cannot_have(call: Call) -> None:
-    """One that the job does not know is told as at a start; one that it knows, as a change of the run."""
+    """One that the job does not know is told as at a start; one that it knows, as a change of the run, whose default it had."""
     source = "class Wrong(Right):\n  class Params(lockstep.Params):\n    width: int = 4"
     _, out, _ = call("train", "spec.yaml", "--local", "--json", source=source, length={"steps": 1})
     resume = ["resume", "--local", "--uri", "off", json.loads(out)["run_id"]]
     for override, told in (
         ("job.params.nope=1", "job.params.nope: unknown key; known here: width"),
-        ("job.params.width=5", "resume: job.params.width is not set in run "),
+        ("job.params.width=5", "resume: job.params.width is 4 in run "),
     ):
         code, _, err = call(*resume, override, source=source, length={"steps": 1})
         assert (code, only_line(err).startswith(f"lockstep: {told}")) == (2, True), err
@@ -673,7 +696,7 @@ def test_a_step_that_is_not_there(call: Call, tmp_path: Path) -> None:
     told = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**told, "status": "FAILED"}))
     code, _, err = call(*resume)
-    assert code == 0 and f"run {run} goes on from its checkpoint of step 2" in err
+    assert code == 0 and f"run {run} goes on from its newest good checkpoint (the newest is of step 2)" in err
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from lockstep.attempts.ahead import AHEAD
-from lockstep.clusters import fork_server
-from lockstep.clusters.fork_server import PRELOAD, SERVER_AHEAD, preloading
-from lockstep.clusters.ray_internals import rays_set_up
+from lockstep.clusters.ray_internals import fork_server, rays_set_up
+from lockstep.clusters.ray_internals.fork_server import PRELOAD, SERVER_AHEAD, preloading
 from lockstep.clusters.server_ahead import server_ahead
 
 ROOT = Path(__file__).parents[3]
@@ -250,7 +249,9 @@ def importing(started: Started) -> None:
 
 def test_the_server_ends_when_nobody_needs_it_any_more(start: Start, tmp_path: Path) -> None:
     """As long as a worker of it lives it is needed."""
-    (tmp_path / "short.py").write_text("from lockstep.clusters import fork_server; fork_server.IDLE_S = 0.3")
+    (tmp_path / "short.py").write_text(
+        "from lockstep.clusters.ray_internals import fork_server; fork_server.IDLE_S = 0.3"
+    )
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(tmp_path)]), PRELOAD: "short"}
     first = start("waits", **paths)
     server = psutil.Process(first["parent"])

@@ -69,7 +69,7 @@ def test_a_submitted_run_is_asked_to_keep_itself(tmp_path: Path) -> None:
 
 def test_a_command_that_is_no_job_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-    with pytest.raises(SpecError, match="retries: this command is no job of a cluster"):
+    with pytest.raises(SpecError, match="retries: this command is not a cluster job"):
         first_job()
 
 

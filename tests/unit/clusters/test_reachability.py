@@ -34,6 +34,13 @@ def test_a_strangers_cluster_is_joined_only_where_it_is_asked_for(machine: Path)
     assert cluster_address("10.0.0.5:6379") == "10.0.0.5:6379"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray does not read TMPDIR")
+def test_auto_finds_what_ray_start_noted_below_tmpdir(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setenv("TMPDIR", str(machine))
+    assert cluster_address("auto") == "127.0.0.1:7777"
+
+
 def test_the_environment_names_a_cluster_as_ray_does_in_a_job(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

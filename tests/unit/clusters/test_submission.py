@@ -7,6 +7,8 @@ import random
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from lockstep.clusters import submission
 from lockstep.clusters.packaging import MIB, Package
 from lockstep.clusters.packaging import pack as pack_if_known
 from lockstep.clusters.ray_internals.packages import upload_limit
-from lockstep.clusters.submission import connect, entrypoint, find_address
+from lockstep.clusters.submission import Submitted, connect, entrypoint, find_address
 from lockstep.errors import ClusterError, SilentError, SpecError
 from tests.in_process import here
 
@@ -179,3 +181,54 @@ def test_a_job_that_is_silent_has_its_output_asked_for_anew(monkeypatch: pytest.
         asyncio.run(output.take(Client(), "job"))
     asyncio.run(output.take(Whole(), "job"))
     assert "".join(written) == "one\ntwo\n"
+
+
+LOST = Submitted("demo-1a", "http://h:8265", "FAILED", 1, None, "driver killed", lost=True, retries=3)
+
+
+class Jobs:
+    """A job API that has a hiccup first, as long as it is told."""
+
+    def __init__(self, hiccups: int, *jobs: str) -> None:
+        self.hiccups, self.jobs = hiccups, jobs
+
+    def list_jobs(self) -> list[Any]:
+        self.hiccups -= 1
+        if self.hiccups >= 0:
+            raise RuntimeError("Request failed with status code 503: Service Unavailable")
+        return [SimpleNamespace(submission_id=job) for job in self.jobs]
+
+
+def test_a_hiccup_of_the_job_api_does_not_lose_the_next_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "POLL_S", 0.0)
+    jobs = Jobs(3, "demo-1a", "demo-1a-retry-1")
+    assert submission._retry_after(jobs, LOST) == "demo-1a-retry-1"
+    assert jobs.hiccups == -1
+
+
+def test_a_job_api_that_stays_away_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is one that answers, and has no further job."""
+    monkeypatch.setattr(submission, "POLL_S", 0.0)
+    monkeypatch.setattr(submission, "pause_s", lambda number: 0.0)
+    monkeypatch.setattr(submission, "PATIENCE_S", 0.0)
+    with pytest.raises(ClusterError, match=r"^address: http://h:8265 does not answer like .*503: Service"):
+        submission._retry_after(Jobs(1), LOST)
+    assert submission._retry_after(Jobs(0, "demo-1a"), LOST) is None
+
+
+def test_a_job_that_is_not_there_is_told_at_once() -> None:
+    """A misspelled `--attach`; a cluster that does not answer is waited for instead."""
+
+    class Client:
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            raise RuntimeError("404")
+            yield ""
+
+        def get_job_info(self, job: str) -> Any:
+            raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
+
+    with pytest.raises(SpecError) as caught:
+        submission._follow(Client(), "dmeo-1a", "http://h:8265", lambda text: None)
+    assert str(caught.value) == (
+        "job: http://h:8265 has no job 'dmeo-1a'; ray job list --address http://h:8265 lists them"
+    )

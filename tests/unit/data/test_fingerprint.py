@@ -8,10 +8,12 @@ import re
 import threading
 import time
 import types
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,11 +23,11 @@ from torch.utils.data import TensorDataset
 import lockstep
 from jobs.tabular.sample import write_sample
 from lockstep.checks.dry_run import as_text, dry_run
-from lockstep.data import Column, Table
+from lockstep.data import Column, Mixture, Table
 from lockstep.data import fingerprint as fingerprint_module
-from lockstep.data.fingerprint import check_repeats, fingerprint, leaves
+from lockstep.data.fingerprint import check_repeats, fingerprint, former_fingerprint, leaves
 from lockstep.data.leakage import find_leakage, leaked_rows
-from lockstep.errors import JobError
+from lockstep.errors import DataError, JobError
 from lockstep.randomness import seed_all
 from lockstep.spec.loading import load_spec
 
@@ -142,6 +144,81 @@ def test_a_dataset_may_say_what_it_is() -> None:
     assert fingerprint(Own([1]), 1, 1) == {"version": "3"}
     with pytest.raises(JobError, match=r"fingerprint\(\) of Own gave str, wanted a mapping"):
         fingerprint(Own(), 0, 1)
+
+
+class Said(list[int]):
+    """A dataset that says of itself what it is given."""
+
+    said: Any = None
+
+    def fingerprint(self) -> Any:
+        return {"what": self.said}
+
+
+def said(value: Any) -> str:
+    data = Said([1])
+    data.said = value
+    return fingerprint(data, 1, 1)["what"]
+
+
+LABELS = np.arange(4096)
+SPOILT = np.where((LABELS >= 100) & (LABELS < 4000), -7, LABELS)
+
+
+@pytest.mark.parametrize(
+    "made", [np.array, torch.tensor, pd.Series, lambda x: pd.DataFrame({"x": x}), lambda x: [{"labels": x}]]
+)
+def test_what_a_dataset_says_of_itself_counts_to_its_last_value(made: Any) -> None:
+    assert said(made(LABELS)) == said(made(LABELS.copy()))
+    assert said(made(LABELS)) != said(made(SPOILT))
+
+
+@pytest.mark.parametrize("value", [3, 0.1, "three", None, True, [1, {"a": (2.5, "b")}], np.float32(0.1), Path("x"), date(2026, 1, 2)])  # fmt: skip
+def test_text_and_numbers_are_told_as_they_are(value: Any) -> None:
+    """As older versions told everything: their runs are resumed."""
+    assert said(value) == str(value)
+
+
+def test_what_cannot_be_looked_into_is_refused_in_one_line() -> None:
+    assert said(object()) == said(object())  # which has nothing that could differ
+    with pytest.raises(
+        JobError, match=r"^data: fingerprint\(\) of Said gave for 'what' a _thread\.lock, whose content"
+    ):
+        said(threading.Lock())
+
+
+class Failing(list[int]):
+    """Sample 3 cannot be fetched the first `failures` times."""
+
+    failures = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 3 and self.failures:
+            self.failures -= 1
+            raise ConnectionError("reset by peer")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_fails_once_is_fetched_again_and_one_that_stays_away_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.data.fingerprint.PAUSES_S", (0.0, 0.0, 0.0))
+    data = Failing(range(16))
+    whole = fingerprint(data, 16, 1)
+    data.failures = 3
+    assert fingerprint(data, 16, 1) == whole
+    data.failures = 5
+    with pytest.raises(
+        DataError,
+        match=r"^data: sample 3 failed, tried 4 times, .*: ConnectionError: reset by peer; .*=3, or",
+    ):
+        fingerprint(data, 16, 1)
+    assert data.failures == 1
+    left_out = fingerprint(data, 16, 1, lambda index: index == 3)
+    assert left_out != whole
+    assert data.failures == 1
+    assert former_fingerprint(data, 16, 1) == left_out
+    assert former_fingerprint(data, 16, 1) == whole
 
 
 # --- a micro-batch, twice ---------------------------------------------------------------------------------
@@ -304,6 +381,15 @@ def test_a_large_dataset_is_looked_through_for_a_while_and_the_line_says_so() ->
         r"at least \d+ of \d+ looked at, of 1000000 evaluation samples are training samples too: .*",
         found.described(10**6),
     )
+
+
+def test_all_samples_of_a_mixture_are_looked_at_however_short_its_epoch() -> None:
+    """As many as its ids name, which may be more than an epoch has, or fewer."""
+    sources: Any = {"web": Pairs(range(100)), "code": Pairs(range(100, 200))}
+    for samples in (20, 100, 500):
+        mixture = Mixture(sources, {"web": 1, "code": 1}, samples=samples)
+        assert find_leakage(mixture, Pairs(range(190, 210)), 1, 60) == (10, 0, 190, None, None)
+        assert find_leakage(mixture, Pairs(range(200, 210)), 1, 60) == (0, None, None, None, None)
 
 
 def test_samples_that_cannot_be_looked_into_are_not_compared() -> None:

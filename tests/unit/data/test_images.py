@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from jobs.images.sample import CLASSES, write_sample
 from lockstep.data import ImageFolder
@@ -40,6 +43,56 @@ def test_the_fingerprint_shows_names_and_contents(folder: Path) -> None:
     assert ImageFolder(folder).fingerprint() != before
 
 
+@pytest.mark.parametrize(
+    "ending", [".JPG", ".Jpeg", ".PNG", ".pgm", ".ppm", ".bmp", ".TIF", ".tiff", ".webp", ".gif"]
+)
+def test_images_are_known_by_their_endings_in_any_letters(tmp_path: Path, ending: str) -> None:
+    """A class whose images all have such an ending keeps its number, and the others theirs."""
+    for name in ("a/0.jpg", f"b/0{ending}", "c/0.png", "c/notes.txt", ".d/0.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if not name.endswith("txt"):
+            kind = Image.registered_extensions()[Path(name).suffix.lower()]
+            Image.new("L", (4, 4), 100).save(tmp_path / name, format=kind)
+    (tmp_path / "c" / "notes.txt").write_text("not read")
+    data = ImageFolder(tmp_path)
+    assert data.classes == ["a", "b", "c"]
+    assert [Path(data[i].name).name for i in range(3)] == ["0.jpg", f"0{ending}", "0.png"]
+    assert [opened_image(data[i].content, "").size for i in range(3)] == [(4, 4)] * 3
+
+
+def test_a_class_folder_without_an_image_is_told(folder: Path) -> None:
+    (folder / "cross" / "below").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"^data: '.*/cross' holds no image \(no files\); wanted \.jpg"):
+        ImageFolder(folder)
+    assert len(ImageFolder(folder, [*CLASSES, "cross"])) == 9
+    (folder / "cross" / "below" / "a.heic").write_bytes(b"")
+    said = r"^data: '.*/cross' holds no image \(files with the endings \.heic\); wanted .*; convert them, or give classes"
+    for classes in (None, [*CLASSES, "cross"]):
+        with pytest.raises(DataError, match=said):
+            ImageFolder(folder, classes)
+    assert ImageFolder(folder, sorted(CLASSES)).labels == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_a_folder_whose_name_could_be_a_glob_is_a_folder(folder: Path) -> None:
+    before = ImageFolder(folder).fingerprint()
+    for name in ("img [v2]", "img*", "what?"):
+        moved = shutil.copytree(folder, folder.parent / name)
+        assert ImageFolder(moved).fingerprint() == before
+    assert len(ImageFolder(f"{folder.parent}/a[l-m]l/*/*")) == 9
+
+
+def test_an_image_that_changes_in_a_run_is_told(folder: Path) -> None:
+    data = ImageFolder(folder)
+    file = Path(data[4].name)
+    time.sleep(0.01)  # a tick of the file system's clock
+    file.write_bytes(file.read_bytes()[::-1])
+    assert data[3].content
+    with pytest.raises(
+        DataError, match=rf"^data: '{file}' has changed since it was opened \(it was written at"
+    ):
+        data[4]
+
+
 def test_what_does_not_fit_is_told(folder: Path) -> None:
     with pytest.raises(DataError, match=r"^data: '.*stripes/.*' is of class 'stripes', wanted disc, square$"):
         ImageFolder(folder, ("disc", "square"))
@@ -48,7 +101,7 @@ def test_what_does_not_fit_is_told(folder: Path) -> None:
     ):
         opened_image(b"not an image", "a.txt")
     (folder / "stray.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"^data: '.*/stray\.png' lies in no class"):
+    with pytest.raises(DataError, match=r"^data: '.*/stray\.png' is in no class folder"):
         ImageFolder(folder)
     with pytest.raises(DataError, match=r"^data: there is no file for '.*/nothing'; wanted \.jpg"):
         (folder.parent / "nothing").mkdir()

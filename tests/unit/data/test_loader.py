@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +31,12 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import lockstep
 from lockstep.data import loader as loader_module
+from lockstep.data.dataset import draws_nothing
 from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors, moved
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError, SpecError
+from lockstep.threads import library_threads
+from lockstep.training.determinism import determinism
 
 CPU = torch.device("cpu")
 KEYS = [MicroBatch(step, m, [4 * step + 2 * m, 4 * step + 2 * m + 1]) for step in range(3) for m in range(2)]
@@ -60,6 +63,12 @@ class Whole(Samples):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self.sample(index) for index in indices]
+
+
+class Ahead(Samples):
+    """The same, which a thread may fetch."""
+
+    draws_nothing = True
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +122,79 @@ def test_draws_differ_between_micro_batches_and_between_samples() -> None:
     assert len(set(draws[:, 4].tolist())) == 6, "rng() is keyed by the micro-batch"
 
 
+class Augmenting(Ahead):
+    """What it inherits promised to draw nothing; what it fetches promises nothing."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.cat([super().__getitem__(index)[:1], drawn(index)[1:]])
+
+
+class Delegating(Dataset[Any]):
+    """A wrapper that looks like what it wraps, and draws."""
+
+    def __init__(self, inner: Dataset[Any]) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.cat([self.inner[index][:1], drawn(index)[1:]])
+
+
+class Filed(Ahead):
+    def __len__(self) -> int:
+        return 10
+
+
+class Again(Augmenting):
+    draws_nothing = True
+
+
+class Perhaps(Augmenting):
+    @property
+    def draws_nothing(self) -> bool:  # type: ignore[override]
+        return self.sample is torn
+
+
+@pytest.mark.parametrize("changed", [Augmenting, lambda sample: Delegating(Ahead(sample))])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_what_fetches_anew_does_not_inherit_that_it_draws_nothing(changed: Any, processes: int) -> None:
+    """It draws under its micro-batch's seed: in a thread ahead of time it would draw what nobody seeded, and have no `lockstep.rng()`."""
+    found = fetched(changed(drawn), processes=processes)
+    draws = torch.cat(found)[:, 1:]
+    assert len(set(draws[:, 0].tolist())) == 12
+    assert all(map(torch.equal, found, fetched(changed(drawn))))
+
+
+def test_a_promise_to_draw_nothing_is_that_of_the_class_that_fetches() -> None:
+    for held in (Ahead(torn), Filed(torn), Again(torn), Perhaps(torn)):
+        assert draws_nothing(held), held
+    for empty in (Samples(torn), Augmenting(torn), Delegating(Ahead(torn)), Perhaps(drawn)):
+        assert not draws_nothing(empty), empty
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, np.random.rand, lambda: torch.rand(()), lambda: lockstep.rng("noise").random()],
+    ids=["python", "numpy", "torch", "lockstep"],
+)
+def test_a_dataset_that_draws_though_it_promises_not_to_is_refused(draw: Callable[[], Any]) -> None:
+    def checked(kind: type[Samples], sample: Callable[[int], Any]) -> None:
+        MicroBatches(kind(sample), default_collate, seed=3, purpose="data").check_draws_nothing(KEYS[0])
+
+    with pytest.raises(JobError) as info:
+        checked(Ahead, lambda _index: draw())
+    assert one_line(info.value).startswith(
+        "data: Ahead says draws_nothing = True, and draws random numbers for samples 0, 1"
+    )
+    checked(Samples, lambda _index: draw())
+    checked(Ahead, lambda index: np.random.default_rng(index).random())
+
+
 def test_sums_in_a_dataset_do_not_depend_on_the_processes() -> None:
     """A forked process has one intra-op thread, so fetching has one everywhere; a sum's bits depend on that."""
 
@@ -131,6 +213,21 @@ def test_sums_in_a_dataset_do_not_depend_on_the_processes() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_sums_ahead_of_time_have_one_thread_as_well() -> None:
+    """A thread that fetches ahead, and one more library than torch: the number of loader processes decides about neither."""
+
+    def threads(index: int) -> list[int]:
+        return [torch.get_num_threads(), library_threads()]
+
+    before = torch.get_num_threads()
+    with determinism("strict", threads=2):
+        for kind, processes in ((Samples, 0), (Ahead, 0), (Ahead, 2)):
+            every = fetched(kind(threads), collate=list, processes=processes)
+            assert every == [[[1, 1], [1, 1]]] * 6
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == before
 
 
 # --- errors -----------------------------------------------------------------------------------------------
@@ -159,6 +256,23 @@ def test_a_sample_that_fails_is_named(processes: int) -> None:
         one_line(info.value)
         == f"data: sample 7 failed (step 2, micro-batch 1, {TORN_AT}): ValueError: torn file"
     )
+
+
+@pytest.mark.parametrize("kind", [Samples, Ahead])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_collation_that_returns_none_does_not_pass_for_a_micro_batch_without_samples(
+    kind: type[Samples], processes: int
+) -> None:
+    def collate(samples: Sequence[Any]) -> Any:
+        return None if 6 in samples else list(samples)
+
+    with pytest.raises(JobError) as info:
+        fetched(kind(int), collate=collate, processes=processes)
+    assert one_line(info.value).startswith(
+        "data: job.collate returned None for samples 6, 7 (step 2, micro-batch 1), wanted a batch"
+    )
+    empty = [MicroBatch(0, 0, [0, 1]), MicroBatch(0, 1, [])]
+    assert fetched(kind(int), collate=collate, processes=processes, keys=empty) == [[0, 1], None]
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -386,6 +500,96 @@ def test_an_object_with_a_method_to_is_moved() -> None:
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     whole = map_tensors(packed, lambda tensor: tensor.to(meta), lambda other: moved(other, meta))
     assert (whole.data.device, whole.batch_sizes.device) == (meta, CPU)
+
+
+META = torch.device("meta")
+"""Where tensors have a layout and no content: it stands for a GPU."""
+
+
+class Streams:
+    """Stands for CUDA's streams: notes on which one each tensor is copied. As on CUDA, only dense tensors are pinned and recorded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = "compute"
+        self.pinned: list[Tensor] = []
+        self.recorded: list[Tensor] = []
+        self.copied: list[tuple[str, torch.layout]] = []
+        to = Tensor.to
+
+        def noted(tensor: Tensor, *args: Any, **more: Any) -> Tensor:
+            self.copied.append((self.current, tensor.layout))
+            return to(tensor, *args, **more)
+
+        def pin(tensor: Tensor) -> Tensor:
+            if tensor.device != CPU:
+                raise RuntimeError("cannot pin: only dense CPU tensors can be pinned")
+            self.pinned.append(tensor)
+            return tensor
+
+        def record(tensor: Tensor, stream: Any) -> None:
+            if tensor.layout != torch.strided or tensor.device == CPU:
+                raise NotImplementedError("Could not run 'aten::record_stream'")
+            self.recorded.append(tensor)
+
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(Tensor, "pin_memory", pin)
+        monkeypatch.setattr(Tensor, "record_stream", record)
+        monkeypatch.setattr(Tensor, "to", noted)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        self.current = "copies"
+        yield
+        self.current = "compute"
+
+    def record_event(self) -> str:
+        return "copied"
+
+    def wait_event(self, event: Any) -> None:
+        assert event == "copied"
+
+
+def coo() -> Tensor:
+    return torch.sparse_coo_tensor([[0, 1], [1, 0]], [3.0, 4.0], (2, 2), check_invariants=True).coalesce()
+
+
+SPARSE: list[Callable[[], Tensor]] = [coo, lambda: coo().to_sparse_csr(), lambda: coo().to_sparse_csc()]
+
+quiet_about_sparse = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+"""Torch says once in a process that its sparse tensors are in beta state and unchecked."""
+
+
+@quiet_about_sparse
+@pytest.mark.parametrize("sparse", SPARSE, ids=["coo", "csr", "csc"])
+def test_a_batch_may_lie_on_the_gpu_or_hold_sparse_tensors(
+    monkeypatch: pytest.MonkeyPatch, sparse: Callable[[], Tensor]
+) -> None:
+    """A dense tensor is copied ahead, out of pinned memory; a sparse one on the stream that computes; one that is there stays there."""
+    there = torch.ones(3, device=META)
+
+    def collate(samples: Sequence[int]) -> dict[str, Any]:
+        return {"dense": torch.ones(2), "sparse": [sparse()], "there": there}
+
+    batches = MicroBatches(Samples(int), collate, seed=3, purpose="data")
+    streams = Streams(monkeypatch)
+    (batch,) = Loader(batches, KEYS[:1], META)
+    assert batch["there"] is there
+    assert [t.device for t in (batch["dense"], batch["sparse"][0])] == [META] * 2
+    assert batch["sparse"][0].layout == sparse().layout
+    assert [(t.layout, t.shape) for t in streams.pinned] == [(torch.strided, (2,))]
+    assert any(t is batch["dense"] for t in streams.recorded)
+    assert streams.copied == [("copies", torch.strided), ("compute", sparse().layout)]
+
+
+@quiet_about_sparse
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("sparse", SPARSE, ids=["coo", "csr", "csc"])
+def test_sparse_tensors_are_handed_over(sparse: Callable[[], Tensor], processes: int) -> None:
+    for batch in fetched(Samples(int), collate=lambda samples: sparse(), processes=processes):
+        assert batch.layout == sparse().layout
+        assert torch.equal(batch.to_dense(), coo().to_dense())
 
 
 def test_waiting_is_measured() -> None:

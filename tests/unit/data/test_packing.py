@@ -72,7 +72,7 @@ def test_lengths_that_are_given_save_reading() -> None:
     assert (documents.count, len(data)) == (0, 3)
     assert data[1]["tokens"].tolist() == [3, 4]
     assert documents.count == 2
-    with pytest.raises(JobError, match=r"^data: document 1 has 1 tokens, and Packed was told 2"):
+    with pytest.raises(JobError, match=r"^data: document 1 has 1 tokens, but its given length is 2"):
         Packed(documents, 2, lengths=[2, 2, 3])[1]  # type: ignore[arg-type]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 from pyarrow.fs import FileSystem
 from torch import Tensor
+from torch.utils.data import Subset
 
 import lockstep
 from lockstep.data import Column, Table, places
@@ -243,8 +246,23 @@ def test_what_cannot_be_read_ahead_is_told_when_it_is_wanted(
     monkeypatch.setattr(places, "PAUSES_S", ())
     (tmp_path / "part-0.parquet").write_bytes(b"")
     table.read_ahead([0])
-    with pytest.raises(DataError, match=r"part-0.parquet', row group 0"):
+    with pytest.raises(DataError, match=r"part-0.parquet' has changed since it was opened \(it has 0 bytes"):
         table.__getitems__([0])
+
+
+@pytest.mark.parametrize("write", [parquet, arrow])
+def test_a_file_that_changes_in_a_run_is_told(write: Callable[[Path], str], tmp_path: Path) -> None:
+    """Where the table is read by block. The new file is as good as the old one."""
+    columns = {"x": "x", "pair": COLUMNS["pair"]}
+    table = Table(write(tmp_path), columns, memory_mb=0.02)
+    assert table.residence == "blocks"
+    before = bits(table.__getitems__([999]))
+    time.sleep(0.01)  # a tick of the file system's clock
+    write(tmp_path)
+    assert bits(table.__getitems__([999])) == before  # a block that is held
+    with pytest.raises(DataError, match=r"^data: '.*' has changed since it was opened \(it was written at"):
+        table.__getitems__([0])
+    assert Table(tmp_path, columns, memory_mb=0.02).__getitems__([0])
 
 
 # --- where files are --------------------------------------------------------------------------------------
@@ -453,6 +471,87 @@ def test_a_declaration_that_does_not_fit_is_told(tmp_path: Path, columns: Any, m
     table = written().append_column("day", pa.array([0] * ROWS, pa.date32()))
     pq.write_table(table, tmp_path / "a.parquet")
     assert message in refused(tmp_path, columns)
+
+
+@pytest.mark.parametrize(
+    ("stored", "values", "dtype", "row", "value"),
+    [
+        (pa.int64(), [1, 300, -5000], "int8", 1, "300"),
+        (pa.int64(), [1, 2, -5], "uint8", None, ""),  # numpy refuses it by its types
+        (pa.int64(), [1, 2**40 + 7], "int32", 1, "1099511627783"),
+        (pa.int64(), [127, -128, 0], "int8", None, ""),
+        (pa.uint64(), [5, 2**63], "uint32", 1, "9223372036854775808"),
+        (pa.float64(), [1.0, 1e6], "float16", 1, "1000000.0"),
+        (pa.float64(), [1e39, 1.0], "float32", 0, "1e[+]39"),
+        (pa.float64(), [float("inf"), float("-inf"), float("nan"), 0.1, 1e-300], "float32", None, ""),
+        (pa.int64(), [7, 70000], "float16", 1, "70000"),
+        (pa.int64(), [2**62 + 1], "float32", None, ""),  # precision alone
+        (pa.list_(pa.int64()), [[1], [], [2, 300]], "int8", 2, "300"),
+        (pa.list_(pa.int64(), 2), [[1, 2], [-129, 3]], "int8", 1, "-129"),
+    ],
+)
+def test_values_that_a_type_does_not_hold_are_told(
+    tmp_path: Path, stored: Any, values: Any, dtype: str, row: int | None, value: str
+) -> None:
+    pq.write_table(pa.table({"x": pa.array(values, stored)}), tmp_path / "a.parquet")
+    columns = {"x": Column("x", dtype=dtype)}
+    if row is not None:
+        said = rf"^data: column 'x' has {value} in row {row} of 'a\.parquet', row group 0, which {dtype} does not hold"
+        assert re.match(said, refused(tmp_path, columns))
+    elif np.can_cast(np.dtype(stored.to_pandas_dtype()), dtype, "same_kind"):
+        found = Table(tmp_path, columns).__getitems__(range(len(values)))["x"]
+        assert found.numpy().tobytes() == np.array(values).astype(dtype).tobytes()
+    else:
+        assert "does not become" in refused(tmp_path, columns)
+
+
+def test_a_null_is_told_of_the_column_that_has_it(tmp_path: Path) -> None:
+    """Names with dots look like the leaves of a list."""
+    table = pa.table({"x": [1.0, 2.0], "x.1": [3.0, None], "l": [[1], [2]], "l.list": pa.array([1, None])})
+    pq.write_table(table, tmp_path / "a.parquet")
+    found = Table(tmp_path, {"x": "x", "l": "l"})
+    assert found.__getitems__([0, 1])["x"].tolist() == [1.0, 2.0]
+    for name in ("x.1", "l.list"):
+        assert refused(tmp_path, {"a": name}, memory_mb=0.00001).startswith(
+            f"data: column {name!r} has 1 null"
+        )
+
+
+@pytest.mark.parametrize(
+    ("pad", "dtype", "fits"),
+    [
+        (-1, None, False), (300, None, False), (0.5, None, False), (float("nan"), None, False), ("a", None, False),
+        (255, None, True), (7.0, None, True), (-1, "int16", True), (0.5, "float32", True), (float("nan"), "float32", True),
+        (1e39, "float32", False), (0.1, "float16", True), (float("-inf"), "float32", True),
+    ],
+)  # fmt: skip
+def test_a_pad_that_a_type_does_not_hold_is_refused(
+    tmp_path: Path, pad: Any, dtype: str | None, fits: bool
+) -> None:
+    pq.write_table(pa.table({"x": pa.array([[1, 2], [3]], pa.list_(pa.uint8()))}), tmp_path / "a.parquet")
+    columns = {"x": Column("x", dtype=dtype, pad=pad)}
+    if fits:
+        padded = Table(tmp_path, columns).__getitems__([0, 1])["x"]
+        np.testing.assert_array_equal(padded[1, 1].numpy(), np.array(pad, padded.numpy().dtype))
+    else:
+        assert refused(tmp_path, columns).startswith(
+            f"data: column 'x': pad is {pad!r}, which {dtype or 'uint8'} does not hold"
+        )
+
+
+def test_a_type_that_torch_does_not_have_is_refused(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    assert "torch has no" in refused(tmp_path, {"p": Column("price", dtype="longdouble")})
+
+
+def test_a_part_of_a_table_is_refused_as_the_table_is(tmp_path: Path) -> None:
+    table = Table(parquet(tmp_path), {"x": "x"}, memory_mb=0.02)
+    plan = Plan.of(800, 16, 8, drop_last=True, epochs=1)
+    part = Subset(Subset(table, range(900)), range(800))
+    with pytest.raises(SpecError, match=r"^data\.shuffle: got full, but train_data is a table of "):
+        MicroBatchSampler(part, plan, range(2), seed=0, shuffle="full")
+    MicroBatchSampler(part, plan, range(2), seed=0, shuffle="none")
+    MicroBatchSampler(Subset(Table(tmp_path, {"x": "x"}), range(800)), plan, range(2), seed=0, shuffle="full")
 
 
 @pytest.mark.parametrize("shuffle", ["full", "hashed"])

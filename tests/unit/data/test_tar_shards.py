@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import shutil
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +130,49 @@ def test_a_shard_that_is_cut_short_is_told_by_its_name(folder: Path, left: float
         content[: int(len(content) * left) // 512 * 512 + (0 if left == 0.5 else 100)]
     )
     with pytest.raises(
-        DataError, match=r"^data: '.*/a\.tar' is no whole tar file \(.*\); it is cut short"
+        DataError, match=r"^data: '.*/a\.tar' is not a complete tar file \(.*\); it is cut short"
     ) as raised:
         TarShards(folder)
     assert "\n" not in str(raised.value)
 
 
-def test_a_shard_that_becomes_shorter_in_a_run_is_told(folder: Path) -> None:
+def rewritten(path: Path, numbers: range, **more: Any) -> None:
+    """Another file takes its place."""
+    write(path.with_suffix(".new"), numbers, **more).rename(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:4000]), "it has 4000 bytes"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"x", b"y")), "it was written at"),
+        (lambda path: rewritten(path, range(7, 12), form=tarfile.GNU_FORMAT), "it was written at"),
+        (lambda path: rewritten(path, range(7, 32)), "it has \\d+ bytes"),
+    ],
+)
+def test_a_shard_that_changes_in_a_run_is_told(folder: Path, change: Any, how: str) -> None:
+    """Whether it becomes shorter, longer or neither, in its place or by another file."""
     data = TarShards(folder)
-    (folder / "c.tar").write_bytes((folder / "c.tar").read_bytes()[:4000])
+    before = [data[i] for i in range(12)]
+    time.sleep(0.01)  # a tick of the file system's clock
+    change(folder / "c.tar")
+    assert [data[i] for i in range(7)] == before[:7]
     with pytest.raises(
-        DataError, match=r"^data: '.*/c\.tar' ends before byte \d+, where a sample of its index does"
-    ):
+        DataError, match=rf"^data: '.*/c\.tar' has changed since it was opened \({how}"
+    ) as told:
         data[11]
+    assert "\n" not in str(told.value)
+
+
+def test_a_shard_whose_names_are_not_utf_8_is_read(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "l.tar", "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as tar:
+        add(tar, "café.cls", b"1")
+    for _ in range(2):  # the index is new, and then it is kept
+        sample = TarShards(tmp_path / "l.tar", {"cls": int})[0]
+        assert sample["__key__"].encode(errors="surrogateescape").decode("latin-1") == "café"
+        assert sample["cls"] == 1
+    with pytest.raises(DataError, match=r"^data: caf\\udce9\.cls in "):
+        TarShards(tmp_path / "l.tar", {"cls": lambda content: content["a"]})[0]
 
 
 def twice(path: Path) -> None:
@@ -158,8 +189,8 @@ def packed(path: Path) -> None:
     ("make", "said"),
     [
         (twice, r"^data: '.*/s\.tar' has 'a\.txt' twice"),
-        (packed, r"^data: '.*/s\.tar' is no whole tar file .* compressed: write it anew"),
-        (lambda path: path.write_bytes(b""), r"^data: '.*/s\.tar' is no whole tar file"),
+        (packed, r"^data: '.*/s\.tar' is not a complete tar file .* compressed: write it again"),
+        (lambda path: path.write_bytes(b""), r"^data: '.*/s\.tar' is not a complete tar file"),
         (lambda path: None, r"^data: there is no file or folder '.*/s\.tar'"),
     ],
 )
@@ -187,5 +218,13 @@ def test_shards_in_an_object_store_are_read_by_ranges(folder: Path, s3_query: st
     faults.fail("c.tar", 1)
     assert [data[i] for i in range(12)] == [local[i] for i in range(12)]
     assert faults.failed == 1
+    time.sleep(3.1)  # a store's clock ticks in seconds
+    with files.open_output_stream(f"{root}/c.tar") as out:
+        out.write((folder / "c.tar").read_bytes())
+    with pytest.raises(
+        DataError, match=r"^data: 's3://tables/shards/c\.tar' has changed since it was opened"
+    ):
+        data[11]
+    data = TarShards(f"s3://key:secret@tables/shards?{s3_query}")
     shards = local.fingerprint()
     assert data.fingerprint() == {name: shards[name] for name in ("shard.a.tar", "shard.c.tar")}

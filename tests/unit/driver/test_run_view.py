@@ -12,6 +12,7 @@ from lockstep.record.events import (
     Event,
     Finished,
     Joined,
+    Printed,
     Restored,
     StageEnded,
     Started,
@@ -74,3 +75,30 @@ def test_another_attempt_begins_without_what_ended_the_one_before() -> None:
     fresh = ended.next(2)
     assert (fresh.attempt, fresh.step, fresh.warnings) == (2, step_row(4), ["once"])
     assert (fresh.error, fresh.signs_of_life, fresh.stragglers) == (None, 0, [])
+
+
+TIMED_OUT = (
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=131072000, "
+    "NumelOut=131072000, Timeout(ms)=900000) ran for 900081 milliseconds before timing out."
+)
+ENDED = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: NCCL error: remote "
+    "process exited or there was a network error, NCCL version 2.27.5"
+)
+
+
+def test_a_worker_that_nccls_watchdog_ended_is_told_as_a_lost_one_in_the_watchdogs_words() -> None:
+    """It ends by SIGABRT, of which Ray says only that the process is gone: what the worker printed before tells why."""
+    lost = ClusterError("rank 0, 1 of 2 was lost: it was killed from outside or crashed")
+    for line in (TIMED_OUT, ENDED):
+        printed = f"step 3\n[rank1]:[E1124 20:27:21.426415540 ProcessGroupNCCL.cpp:685] {line}\nmore\n"
+        view = view_of(
+            step_row(1),
+            Printed("attempt-1-rank-1-stderr", printed),
+            Printed("attempt-1-rank-0-stderr", f"{ENDED} x"),
+        )
+        told = view.lost(lost)
+        assert type(told) is ClusterError
+        assert str(told) == f"{lost}; NCCL's watchdog ended a worker that waited for another: {line}"
+    assert view_of(Printed("attempt-1-rank-0-stdout", "the watchdog sleeps")).lost(lost) is lost
+    assert view.next(2).watchdog is None

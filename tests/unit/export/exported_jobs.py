@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import lockstep
 
 PLANTED: set[str] = set()
 """What the model of `One` does besides: `branch` on the data, `three rows` that it takes for granted, `sizes` that a trace takes for
-granted, `one bit` that is another one in an exported graph, `traced` otherwise by TorchScript, `nested` outputs; or `no example` of the job."""
+granted, `one bit` that is another one in an exported graph, `traced` otherwise by TorchScript, `nested` outputs, `pairs` of rows, rows that are
+`picked` by their values; or `no example` of the job."""
 
 EVALUATED = 10
 
@@ -50,6 +52,10 @@ class Net(nn.Module):
             logits = torch.nextafter(logits, torch.full_like(logits, torch.inf))
         if "traced" in PLANTED and torch.jit.is_tracing():
             logits = logits + 1
+        if "pairs" in PLANTED:
+            return logits @ logits.T
+        if "picked" in PLANTED:
+            return logits[logits[:, 0] > 0]
         return {"a": [logits]} if "nested" in PLANTED else logits
 
 
@@ -139,3 +145,45 @@ class OfLibrary(lockstep.Job):
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         super().save_pretrained(model, folder)
         (folder / "words.txt").write_text("a word\n")
+
+
+class Moving(nn.Linear):
+    """Rows (B, 8) to logits (B, 3), less a mean that is in no file of weights, times a scale of its own state, over a temperature."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.scale, self.temperature = 1.0, 1.0
+        self.register_buffer("mean", torch.randn(3), persistent=False)
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) - self.mean) * self.scale / self.temperature
+
+
+class Anneals(One):
+    """Moves in `after_step` all that docs/guarantees.md names as a place for state."""
+
+    _model: Moving
+
+    def model(self) -> nn.Module:
+        self._model = Moving()
+        return self._model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        assert isinstance(model, Moving)
+        model.mean += 0.25
+        model.scale *= 1.5
+        model.temperature *= 0.75
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"temperature": self._model.temperature}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._model.temperature = state["temperature"]

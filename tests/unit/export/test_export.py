@@ -19,10 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lockstep import train
+from lockstep.calls.attestation import attest
 from lockstep.calls.exporting import Exported, export, predict
 from lockstep.errors import ExportError, LockstepError, SpecError
-from lockstep.export import exporting, formats
+from lockstep.export import arrays, exporting, formats
 from lockstep.job.loading import load_job
+from lockstep.record.final_model import GRAPH
+from lockstep.record.ledger import read_history
+from lockstep.training.beside import load_beside, save_beside
 from lockstep.training.digest import weights_digest
 from tests.empty_store import put_empty_store
 from tests.forked import script
@@ -102,6 +106,22 @@ def contents(folder: Path) -> dict[str, str]:
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_arrays_of_any_name_and_shape_come_back(tmp_path: Path, suffix: str) -> None:
+    """A scalar among them; and numpy's own arguments are called `file` and `allow_pickle`."""
+    path = tmp_path / f"x{suffix}"
+    given = {
+        "file": torch.arange(6.0).reshape(2, 3).T,
+        "allow_pickle": torch.tensor(2),
+        "scale": torch.tensor(0.5, dtype=torch.float64),
+    }
+    arrays.write(path, given)
+    found = arrays.read(path)
+    assert {name: (one.dtype, one.shape, one.tolist()) for name, one in found.items()} == {
+        name: (one.dtype, one.shape, one.tolist()) for name, one in given.items()
+    }
 
 
 # --- equal ------------------------------------------------------------------------------------------------------
@@ -220,6 +240,37 @@ def test_a_fixed_batch_takes_any_number_of_rows_all_the_same(run: Path, tmp_path
         predicted(run, tmp_path / "x.npy", batch=7)
 
 
+def test_outputs_that_calls_cannot_be_joined_to_are_refused(run: Path, tmp_path: Path) -> None:
+    """A value for each pair of rows takes one call with all of them; a fixed batch, which has as many classes as rows, is no such output."""
+    x = points(10, 7)[0]
+    np.save(tmp_path / "x.npy", x.numpy())
+    assert exported(run, fixed_batch=True).artifact.outputs[0].shape == (3, 3)
+    assert len(predicted(run, tmp_path / "x.npy")[""]) == 10
+    PLANTED.add("pairs")
+    for fixed in (True, False):
+        exported(run, fixed_batch=fixed)
+        with pytest.raises(
+            SpecError, match=r"^batch: output 'output' .*, so one call has to take all 10;"
+        ) as caught:
+            predicted(run, tmp_path / "x.npy", batch=None if fixed else 4)
+        assert caught.value.exit_code == 2
+    assert predicted(run, tmp_path / "x.npy", batch=10)[""].shape == (10, 10)
+
+
+def test_rows_that_follow_from_the_data_are_refused(run: Path, tmp_path: Path) -> None:
+    PLANTED.add("picked")
+    path = Path(exported(run, form="torchscript").path)
+    told = json.loads(path.with_suffix(".json").read_text())
+    told["outputs"][0]["shape"] = ["batch", 3]  # what a chance of the example could say
+    path.with_suffix(".json").write_text(json.dumps(told))
+    np.save(tmp_path / "x.npy", points(10, 7)[0].numpy())
+    with pytest.raises(
+        ExportError,
+        match=r"^predict: torchscript: rows 0 to 3 have an output 'output' of .*, wanted \(4, 3\)",
+    ):
+        predicted(run, tmp_path / "x.npy", form="torchscript", batch=4)
+
+
 # --- not equal: nothing is left behind --------------------------------------------------------------------------
 
 
@@ -276,6 +327,102 @@ def test_a_difference_that_is_allowed_is_recorded(run: Path) -> None:
     assert (found.rtol, found.atol) == (1e-5, 1e-5 / 10)
 
 
+# --- beside the weights -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moving_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose after_step moves state of the model and of the job; its best weights are not its last ones."""
+    stop = {"metric": "eval/loss", "mode": "min", "patience": 9}
+    more = {"evaluate": {"every": {"steps": 1}}, "early_stop": stop, "optimizer": {"name": "sgd", "lr": 1.0}}
+    return Path(train(document(tmp_path_factory.mktemp("moving"), "Anneals", **more), local=True).folder)
+
+
+@pytest.fixture
+def moving(moving_once: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(moving_once, tmp_path / moving_once.name))
+
+
+def of_an_older_version(run: Path) -> None:
+    """Take away what is beside the weights, and that the record says so."""
+    told = summary(run)
+    del told["beside"]
+    (run / "summary.json").write_text(json.dumps(told))
+    for path in (run / "weights").glob("*.beside.safetensors"):
+        path.unlink()
+
+
+def loss_of(run: Path, folder: Path, **more: Any) -> float:
+    """The loss that an artifact has on the data of the evaluations, up to rounding: all rows are added at once, a run's by micro-batch."""
+    x, y = points(EVALUATED, 2)
+    np.save(folder / "x.npy", x.numpy())
+    return float(F.cross_entropy(predicted(run, folder / "x.npy", **more)[""], y, reduction="sum") / len(y))
+
+
+def test_what_training_moved_besides_the_weights_is_exported(moving: Path, tmp_path: Path) -> None:
+    """Each artifact has the loss that the run recorded. Of a run of an older version a checkpoint has what that takes."""
+    losses = {row.step: row.metrics["eval/loss"] for row in read_history(moving).evaluations}
+
+    def check(step: int, **more: Any) -> None:
+        assert exported(moving, form="torchscript", **more).artifact.step == step
+        assert loss_of(moving, tmp_path, form="torchscript", **more) == pytest.approx(losses[step], rel=1e-6)
+
+    best = summary(moving)["best_step"]
+    assert best < 4
+    check(best, best=True)
+    check(4)
+    of_an_older_version(moving)
+    check(4)
+
+
+@pytest.mark.filterwarnings("default")  # those of MLflow and SQLAlchemy, about each other
+def test_the_final_model_in_the_store_computes_the_recorded_loss(tmp_path: Path) -> None:
+    """What MLflow has is the run's own model, averaged, with what training moved besides."""
+    store = {"uri": put_empty_store(tmp_path / "mlflow.db"), "folder": str(tmp_path)}
+    found = train(document(tmp_path, "Anneals", record=store, ema=0.5), local=True)
+    graph = torch.export.load(Path(found.folder) / "model" / GRAPH).module()
+    x, y = points(EVALUATED, 2)
+    with torch.no_grad():
+        loss = float(F.cross_entropy(graph(x), y, reduction="sum") / len(y))
+    assert loss == pytest.approx(found.metrics["eval/loss"], rel=1e-6)  # added up in another order
+
+
+def test_what_is_beside_the_weights_is_stated(moving: Path, tmp_path: Path) -> None:
+    where: Any = {"out": tmp_path / "stated.json", "uri": "off", "storage": moving.parent}
+    attest(moving.name, **where)
+    stated = json.loads((tmp_path / "stated.json").read_text())
+    told = json.loads((moving / "summary.json").read_text())["beside"]
+    assert stated["predicate"]["beside"] == told and set(told) == {"final", "best"}
+    assert f"{moving.name}/weights/final.beside.safetensors" in [one["name"] for one in stated["subject"]]
+    weights = moving / "weights" / "final.safetensors"
+    save_beside(weights, {**load_beside(weights), "extra": {"_extra_state": {"scale": 7.0}}})
+    with pytest.raises(SpecError, match=r"contradicts itself: weights/final.beside.safetensors is "):
+        attest(moving.name, **where)
+
+
+def test_what_is_beside_the_weights_is_that_of_the_record(moving: Path) -> None:
+    """Of another run, or damaged, or lost with an older version's checkpoints: one line, and nothing is kept."""
+    path = moving / "weights" / "final.beside.safetensors"
+    held = load_file(path)
+    save_file({name: value + 1 for name, value in held.items()}, path, safe_open(path, "pt").metadata())
+    with pytest.raises(
+        ExportError, match=r"^weights: .*final\.beside\.safetensors' has the digest .*; restore"
+    ):
+        exported(moving)
+    path.write_bytes(b"")
+    with pytest.raises(LockstepError, match=r"^weights: cannot read .*final\.beside\.safetensors"):
+        exported(moving)
+    of_an_older_version(moving)
+    for saved in moving.glob("step-*"):
+        shutil.rmtree(saved)
+    with pytest.raises(
+        ExportError, match=r"^weights: .* of an older version, and the value of buffer 'mean', is in no file"
+    ) as caught:
+        exported(moving)
+    assert caught.value.exit_code == 1
+    exported(moving, form="safetensors")
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +455,8 @@ def test_an_artifact_that_was_changed_or_outlived_is_not_run(run: Path, tmp_path
 
 def stopped(run: Path) -> None:
     (run / "summary.json").unlink()
+    known = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**known, "status": "FAILED"}))
 
 
 def without_best(run: Path) -> None:
@@ -317,7 +466,7 @@ def without_best(run: Path) -> None:
 MISTAKES: dict[str, tuple[list[str], Any, str]] = {
     "no such run": (["export", "0" * 32], None, f"run {'0' * 32}: no record of it in"),
     "no such format": (["export", "RUN", "--format", "keras"], None, "format: got 'keras', wanted pt2, onnx, torchscript, safetensors or pretrained"),
-    "no final weights": (["export", "RUN"], stopped, "is FINISHED and has no final weights; they are written when a run ends"),
+    "no final weights": (["export", "RUN"], stopped, "is FAILED and has no final weights; they are written when a run ends"),
     "no best weights": (["export", "RUN", "--best"], without_best, "best: run RUN has no best weights; a run with early_stop keeps them"),
     "no example": (["export", "RUN"], lambda run: PLANTED.add("no example"), "has no example_input; write one and train, or export safetensors"),
     "no tolerance": (["export", "RUN", "--rtol", "1.5"], None, "rtol: got 1.5, wanted a relative difference from 0 to below 1"),
@@ -374,6 +523,12 @@ def test_inputs_that_do_not_fit_are_one_line_each(run: Path, tmp_path: Path) -> 
     np.save(tmp_path / "x.npy", x)
     with pytest.raises(SpecError, match=r"^output: got .*, wanted .npy, .npz or .safetensors"):
         predicted(run, tmp_path / "x.npy", form="torchscript", out=tmp_path / "x.csv")
+    (tmp_path / "link.npy").symlink_to("x.npy")
+    before = contents(tmp_path)
+    for name in ("x.npy", "link.npy", f"../{tmp_path.name}/x.npy"):
+        with pytest.raises(SpecError, match=r"^output: got .*, the file of the inputs"):
+            predicted(run, tmp_path / "x.npy", form="torchscript", out=tmp_path / name)
+    assert contents(tmp_path) == before
 
 
 def test_a_format_whose_packages_are_missing_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

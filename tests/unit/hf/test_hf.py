@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep import train as train_run
@@ -17,6 +17,7 @@ from lockstep.calls.exporting import export
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.order import epoch_order
 from lockstep.errors import DataError, LockstepError, SpecError
+from lockstep.hf import causal_lm
 from lockstep.hf.causal_lm import CausalLM
 from lockstep.hf.libraries import transformers
 from lockstep.job.loading import load_job
@@ -40,8 +41,11 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def undropped(config: dict[str, Any]) -> dict[str, Any]:
     """Without dropout: a loop by hand draws from other seeds."""
-    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
-    return {**config, **dict.fromkeys(names, 0.0)}
+    of_kind = {
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    }
+    return {**config, **dict.fromkeys(of_kind.get(config["model_type"], ()), 0.0)}
 
 
 # --- transformers' own loss ---------------------------------------------------------------------------------------
@@ -143,6 +147,68 @@ def test_a_document_sees_no_other_and_padding_does_not_count(folder: Path, atten
         ]
     assert together.weight == 8 + 10 + 6
     assert float(together.total) == pytest.approx(sum(apart), rel=1e-5)  # other shapes round otherwise
+
+
+WINDOWED = {
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 5},
+    "of two types": LLAMA
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 4,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", list(WINDOWED))
+def test_a_window_is_that_of_the_model(folder: Path, kind: str, attention: str) -> None:
+    """The logits of packed documents that are longer than the window are those of each by itself."""
+    document = language_model(folder, WINDOWED[kind], attention=attention)
+    job: Any = load_job("lockstep.hf:CausalLM", document["job"]["params"])
+    model = job.model().eval()
+    assert model.config.sliding_window == 5
+    tokens, places = torch.arange(30).view(1, 30), torch.arange(30).view(1, 30)
+    batch = {"tokens": tokens, "documents": places // 15, "positions": places % 15}
+    with torch.no_grad():
+        packed = job._logits(model, batch)
+        apart = torch.cat([model(input_ids=part).logits for part in tokens.split(15, dim=1)], dim=1)
+        other = torch.cat([tokens[:, :1] + 1, tokens[:, 1:]], dim=1)
+        seen = (job._logits(model, {**batch, "tokens": other}) - packed).abs().amax((0, 2))
+    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-6)
+    assert bool(seen[4] > 0) and not seen[15:].any()
+    assert bool(seen[9:15].any()) == (
+        kind == "of two types"
+    )  # 2 layers of 4 tokens before each, or one of all
+
+
+def test_a_model_that_computes_otherwise_with_a_mask_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with chunks of tokens; and the negative control: one with a window that the mask lacks. One that is longer than a row changes nothing."""
+    said = (
+        r"^job\.params\.across_documents: \w+ computes something else .* the logits of one document differ by"
+    )
+    chunks = {k: v for k, v in LLAMA.items() if k != "tie_word_embeddings"} | {
+        "model_type": "llama4_text", "head_dim": 4, "num_local_experts": 2, "intermediate_size_mlp": 24, "attention_chunk_size": 32,
+    }  # fmt: skip
+    with pytest.raises(SpecError, match=said):
+        load_job("lockstep.hf:CausalLM", language_model(folder, chunks)["job"]["params"]).model()
+    chunks["attention_chunk_size"] = 33
+    load_job("lockstep.hf:CausalLM", language_model(folder, chunks)["job"]["params"]).model()
+    mistral = LLAMA | {"model_type": "mistral", "sliding_window": 24}
+    job = load_job("lockstep.hf:CausalLM", language_model(folder, mistral)["job"]["params"])
+    job.model()
+    with monkeypatch.context() as patched, pytest.raises(SpecError, match=said):
+        patched.setattr(
+            causal_lm, "_mask", lambda model, documents: causal_lm._as_taken(model, _plain(documents))
+        )
+        job.model()
+
+
+def _plain(documents: Tensor) -> Tensor:
+    return (documents.unsqueeze(1) == documents.unsqueeze(2)).tril().unsqueeze(1)
 
 
 def test_every_token_but_the_first_of_a_part_is_a_target_once(folder: Path) -> None:
@@ -263,6 +329,45 @@ def test_a_classifier_keeps_the_names_of_its_classes(folder: Path, tmp_path: Pat
     assert model.config.id2label == {0: "start", 1: "within"}
 
 
+@pytest.mark.parametrize(
+    ("labels", "given", "classes", "named"),
+    [
+        (("start", "within"), None, ("within", "start", "after"), ("within", "start", "after")),
+        (("0", "2"), None, ("0", "1", "2"), ("within", "start", "after")),
+        (("ham", "spam"), None, ("ham", "spam"), ("ham", "spam")),
+        (("start", "within"), ("start", "within"), ("start", "within"), ("start", "within")),
+    ],
+)
+def test_a_classifier_in_a_folder_keeps_the_order_of_its_classes(
+    folder: Path,
+    tmp_path: Path,
+    labels: tuple[str, str],
+    given: tuple[str, ...] | None,
+    classes: tuple[str, ...],
+    named: tuple[str, ...],
+) -> None:
+    """Where the texts have their names or their numbers; else outputs that were trained would mean others."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": "a text", "label": label}) + "\n" for label in labels))
+    own = {0: "within", 1: "start", 2: "after"}
+    config = transformers().AutoConfig.for_model(
+        **BERT, vocab_size=300, id2label=own, label2id={name: i for i, name in own.items()}
+    )
+    transformers().AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    params = classifier(folder, path=str(tmp_path / "model"), train=str(texts), eval=None, classes=given)[
+        "job"
+    ]["params"]
+    params.pop("config", None)
+    job: Any = load_job("lockstep.hf:SequenceClassifier", params)
+    assert job.classes == classes
+    assert tuple(job._config().id2label.values()) == named
+    params["classes"] = ("after", "start", "within")
+    with pytest.raises(
+        SpecError, match=r"^job.params.classes: got after, start, within, but the outputs of the model"
+    ):
+        load_job("lockstep.hf:SequenceClassifier", params)._config()  # type: ignore[attr-defined]
+
+
 @pytest.mark.exact
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's, about transformers
 def test_adapters_load_in_peft_with_the_same_logits(folder: Path, tmp_path: Path) -> None:
@@ -342,6 +447,14 @@ def test_weights_that_are_read_otherwise_are_no_artifact(
         ({"tokenizer": "nowhere"}, r"^job\.params\.tokenizer: got 'nowhere', wanted a local folder"),
         ({"end": "<stop>"}, r"^job\.params\.end: got '<stop>', which is no token"),
         ({"lora": {"r": 2}}, r"lora on a model from a config"),
+        (
+            {"of_config": {"n_hed": 2}},
+            r"^job\.params\.config: a GPT2Config has no field 'n_hed'; did you mean 'n_head'\?$",
+        ),
+        (
+            {"of_config": LLAMA | {"n_head": 2}},  # of another kind
+            r"^job\.params\.config: a LlamaConfig has no field 'n_",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(folder: Path, params: dict[str, Any], said: str) -> None:
@@ -352,10 +465,119 @@ def test_what_does_not_fit_is_one_line(folder: Path, params: dict[str, Any], sai
     assert "\n" not in str(raised.value)
 
 
+def saved(
+    folder: Path, config: dict[str, Any], kind: str, change: Any = dict, architectures: Any = ...
+) -> Path:
+    """A folder as of save_pretrained, whose weights and architecture are then others."""
+    own = transformers().AutoConfig.for_model(**{**config, "vocab_size": 300})
+    getattr(transformers(), kind).from_config(own).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+    if architectures is not ...:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, "architectures": architectures}))
+    return folder
+
+
+def without(*parts: str) -> Any:
+    return lambda weights: {k: v for k, v in weights.items() if not any(part in k for part in parts)}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda w: {f"net.{k}": v for k, v in w.items()},
+            r"'lm_head\.weight' is missing, and \d+ more like it",
+        ),
+        (without("layers.1.mlp.up"), r"'model\.layers\.1\.mlp\.up_proj\.weight' is missing; wanted a folder"),
+        (
+            lambda w: {**w, "other.weight": torch.ones(2)},
+            r"'other\.weight' has no place in the model; wanted",
+        ),
+        (
+            lambda w: {**w, "model.norm.weight": torch.ones(2)},
+            r"'model\.norm\.weight' has the shape \(2,\), wanted \(16,\); wanted",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused(
+    folder: Path, tmp_path: Path, change: Any, said: str
+) -> None:
+    path = saved(tmp_path, LLAMA | {"tie_word_embeddings": False}, "AutoModelForCausalLM", change)
+    with pytest.raises(SpecError, match=rf"^job\.params\.path: .* of a LlamaForCausalLM: {said}") as raised:
+        load_job("lockstep.hf:CausalLM", language_model(folder, path=str(path))["job"]["params"]).model()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "new"),
+    [
+        (BERT, "AutoModelForMaskedLM", ["bert.pooler.dense.bias", "bert.pooler.dense.weight", "classifier"]),
+        (BERT, "AutoModelForPreTraining", ["classifier"]),
+        (BERT, "AutoModel", ["classifier"]),
+        (GPT2, "AutoModelForCausalLM", ["score"]),
+        (LLAMA, "AutoModelForCausalLM", ["score"]),  # whose weights are tied
+    ],
+)
+def test_a_new_head_is_told_and_nothing_else_is_new(
+    folder: Path, tmp_path: Path, config: dict[str, Any], kind: str, new: list[str]
+) -> None:
+    job = load_job(
+        "lockstep.hf:SequenceClassifier", of_folder(folder, saved(tmp_path / "whole", config, kind))
+    )
+    job.model()
+    assert len(job._told) >= len(new)
+    for told, name in zip(job._told, new, strict=False):
+        assert told.startswith(f"job.params.path: {name!r}"[:-1]) and "it begins with random values" in told
+    for number, (change, more) in enumerate(
+        [
+            (without("layer.1", "layers.1", "h.1."), {}),
+            (lambda w: {**w, "other.weight": torch.ones(2)}, {}),
+            (dict, {"architectures": None}),
+        ]
+    ):
+        path = saved(tmp_path / str(number), config, kind, change, **more)
+        with pytest.raises(SpecError, match=r"^job\.params\.path: the weights in .* are not those of a "):
+            load_job("lockstep.hf:SequenceClassifier", of_folder(folder, path)).model()
+
+
+def of_folder(folder: Path, path: Path) -> dict[str, Any]:
+    """The params of a classifier that begins with the weights in `path`."""
+    params = classifier(folder, path=str(path))["job"]["params"]
+    return {name: value for name, value in params.items() if name != "config"}
+
+
+def test_a_new_head_is_among_the_warnings_of_a_run(folder: Path, tmp_path: Path) -> None:
+    document = classifier(folder)
+    document["job"]["params"] = of_folder(folder, saved(tmp_path / "model", GPT2, "AutoModelForCausalLM"))
+    found = train_run(
+        {**document, "checkpoint": {"storage": str(tmp_path)}, "record": {"uri": "off"}}, local=True
+    )
+    (told,) = [text for text in found.warnings if text.startswith("job.params.path")]
+    assert "'score.weight' is not in" in told and "which holds a GPT2LMHeadModel" in told
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's, about transformers
+def test_a_target_without_a_module_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = saved(tmp_path, LLAMA, "AutoModelForCausalLM")
+
+    def made(targets: list[str]) -> None:
+        lora = {"r": 2, "targets": targets}
+        params = language_model(folder, path=str(path), lora=lora)["job"]["params"]
+        load_job("lockstep.hf:CausalLM", params).model()
+
+    made(["q_proj", "layers.1.self_attn.v_proj"])
+    with pytest.raises(
+        SpecError, match=r"^job\.params\.lora\.targets: .* 'v_porj' .*; did you mean 'v_proj'\?$"
+    ):
+        made(["q_proj", "v_porj"])
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (BERT, r"^job\.params: a token of \w+ sees those behind it"),
+        (BERT, r"^job\.params: in \w+ tokens attend to later tokens"),
         (
             {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
             r"^job\.params\.across_documents: ",

@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from lockstep import train
 from lockstep.calls.attestation import Attested, Checked, attest, check_statement
-from lockstep.errors import SpecError
+from lockstep.errors import RecordError, SpecError, StorageError
 from lockstep.job.identity import identity_digest
 from tests.in_process import here
-from tests.unit.proof.test_verify import change_ledger, document
+from tests.unit.proof.test_verify import change_ledger, document, drop, forge_result, without_digests
+from tests.unit.proof.test_verify import plain as plain
 from tests.unit.proof.verified_jobs import PLANTED
 
 
@@ -192,7 +193,47 @@ def test_a_record_that_was_changed_after_it_was_stated_is_found(run: Path, tmp_p
     assert not (tmp_path / "again.json").exists()
 
 
+def test_a_ledger_whose_first_rows_are_missing_is_not_stated(run: Path, tmp_path: Path) -> None:
+    table = pq.read_table(run / "ledger.parquet")
+    pq.write_table(table.slice(5), run / "ledger.parquet")
+    with pytest.raises(
+        SpecError, match="ledger is 12 steps and was found as one without step 1; lockstep record check"
+    ):
+        attested(run, tmp_path / "run.intoto.json")
+    assert not (tmp_path / "run.intoto.json").exists()
+
+
+def test_weights_that_cannot_be_read_and_a_file_that_cannot_be_written_are_one_line(
+    run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    out = tmp_path / "file" / "run.intoto.json"
+    with pytest.raises(StorageError, match=rf"^out: cannot write '{out}': File exists$"):
+        attested(run, out)
+    stated = tmp_path / "run.intoto.json"
+    attested(run, stated)
+    path = run / "weights" / "final.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    for call in (lambda: attested(run, tmp_path / "other.json"), lambda: checked(run, stated)):
+        with pytest.raises(
+            StorageError, match=rf"^weights: '{path}' cannot be read: SafetensorError: .*; put"
+        ):
+            call()
+    assert not (tmp_path / "other.json").exists()
+
+
 @pytest.mark.exact
+@pytest.mark.parametrize("content", [None, "{}", "[]", '{"identity": 3}'])
+def test_a_summary_that_is_none_is_one_line(run: Path, tmp_path: Path, content: str | None) -> None:
+    (run / "summary.json").unlink()
+    if content is not None:
+        (run / "summary.json").write_text(content)
+    with pytest.raises(
+        (SpecError, RecordError), match=rf"summary.*`lockstep record check {run.name} --repair`"
+    ):
+        attested(run, tmp_path / "s.json")
+
+
 def test_a_run_that_was_never_trained_so_is_found_by_training(recorded: Path, tmp_path: Path) -> None:
     """Its record is consistent; in the drawn stretch it has a sample that nobody else has."""
     PLANTED["label"] = 3
@@ -269,3 +310,79 @@ def test_a_run_whose_ledger_lacks_a_row_is_not_stated(run: Path, tmp_path: Path,
     ):
         attested(run, tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (
+            lambda run: without_digests(run, 12, "weights_digest", "optimizer_digest"),
+            "ledger is one whose row of step 12 has digests and was found as one whose row has none;",
+        ),
+        (
+            lambda run: without_digests(run, 5, "ema_digest"),
+            "ledger is one whose row of step 5 has ema_digest and was found as one whose row has none;",
+        ),
+        (
+            lambda run: drop(run, "evaluations.parquet", 12),
+            "the last evaluation is after step 12 and was found as after step 10;",
+        ),
+        (
+            lambda run: forge_result(run, metrics={"train/loss": 0.5}),
+            "eval/loss of the summary is None and was found as ",
+        ),
+        (
+            lambda run: forge_result(run, weights_digest=True),
+            "weights/final.safetensors in the ledger's last row is ",
+        ),
+        (
+            lambda run: forge_result(run, step=11),
+            "ledger is of steps 1 to 11 and was found as one with step 12;",
+        ),
+    ],
+    ids=["digests", "average", "evaluation", "metrics", "weights", "step"],
+)
+def test_a_record_that_contradicts_itself_is_not_stated(
+    run: Path, tmp_path: Path, forge: Callable[[Path], None], message: str
+) -> None:
+    out = tmp_path / "out.json"
+    assert attested(run, out).steps == 12
+    out.unlink()
+    forge(run)
+    with pytest.raises(SpecError, match=rf"contradicts itself: {message}"):
+        attested(run, out)
+    forge_result(run, weights_digest=None)
+    with pytest.raises(
+        SpecError, match=r"has no weights_digest; `lockstep record check .* --repair` writes it again"
+    ):
+        attested(run, out)
+    assert not out.exists()
+
+
+def test_weights_to_which_no_step_led_are_found_by_training_the_last_stretch(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run whose ledger has no digests: nothing of the record contradicts them. The answer says whether it has seen them."""
+    forged = Path(shutil.copytree(plain, tmp_path / plain.name))
+    out = tmp_path / "run.intoto.json"
+    attested(forged, out)
+    assert checked(forged, out, share=1.0).same
+    where = ("--uri", "off", "--storage", str(tmp_path), "--local")
+    told = {}
+    for seed in range(12):
+        words = ("verify", "--statement", str(out), *where, "--seed", str(seed))
+        code, said, _ = here(monkeypatch, capfd, tmp_path, *words)
+        assert code == 0
+        told["(9 to 12)" in said] = next(line for line in said.splitlines() if line.startswith("weights"))
+        if len(told) == 2:
+            break
+    assert told == {
+        True: "weights           as stated: the last steps lead to them",
+        False: "weights           not shown: the last steps were not taken again bit for bit (--sample 1 takes all)",
+    }
+    forge_result(forged, weights_digest=True)
+    attested(forged, out)
+    found = checked(forged, out, share=1.0)
+    assert found.disagreement is None and found.verified is not None and not found.same
+    assert found.verified.first_difference is not None
+    assert found.verified.first_difference[:3] == (12, None, "weights_digest of the summary")

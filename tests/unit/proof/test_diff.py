@@ -16,6 +16,7 @@ from lockstep.calls.difference import diff
 from lockstep.errors import SpecError
 from lockstep.proof.difference import Difference, Parted
 from tests.in_process import here
+from tests.unit.proof.test_verify import drop
 from tests.unit.proof.verified_jobs import PLANTED
 
 BEFORE = """
@@ -52,6 +53,17 @@ class Own(lockstep.Job):
 FORWARD = BEFORE.replace("x.sum(1, keepdim=True)", "x.flip(1).sum(1, keepdim=True)")
 BACKWARD = BEFORE.replace("return gradient * 3", "return gradient * 2 + gradient * 1.0000001")
 LAYOUT = BEFORE.replace("class Mixer(nn.Module):", "class Mixer(nn.Module):\n    # only told otherwise")
+
+
+EVALUATED = (
+    BEFORE
+    + """
+    def eval_data(self):
+        x = torch.randn(10, 8, generator=torch.Generator().manual_seed(2))
+        return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+"""
+)
+HELD_OUT = EVALUATED.replace("manual_seed(2)", "manual_seed(77)")
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -179,6 +191,77 @@ def test_what_differs_by_intention_is_told_with_the_first_step(
     assert field in [cause.field for cause in found.fields]
     first = parted(found)
     assert (first.step, first.micro_batch, first.quantity) == where
+
+
+EVERY = {"evaluate": {"every": {"steps": 4}}}
+
+
+def test_runs_that_differ_in_their_held_out_data_alone_part_at_the_first_evaluation(place: Path) -> None:
+    """Every row and digest of theirs is the same."""
+    a, b = trained(place, EVALUATED, **EVERY), trained(place, HELD_OUT, **EVERY)
+    assert compared(place, a, a).same
+    found = compared(place, a, b)
+    first = parted(found)
+    assert (first.step, first.micro_batch, first.quantity) == (4, None, "eval/loss")
+    assert first.recorded != first.found and found.note is None
+    write(place, HELD_OUT)
+    assert parted(compared(place, a, str(place / "spec.yaml"))).quantity == "evaluation"
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "told"),
+    [
+        ("ledger.parquet", 3, (3, "row", None, "there")),
+        ("evaluations.parquet", 4, (4, "evaluation", None, "there")),
+        ("evaluations.parquet", 6, (6, "evaluation", None, "there")),
+    ],
+)
+def test_a_row_that_one_record_lacks_is_a_difference(
+    place: Path, name: str, lost: int, told: tuple[Any, ...]
+) -> None:
+    a = trained(place, EVALUATED, **EVERY)
+    b = trained(place, EVALUATED, **EVERY, name=f"{name}-{lost}")
+    assert compared(place, a, b).same
+    drop(place / "runs" / a, name, lost)
+    try:
+        found = compared(place, a, b)
+    finally:
+        TRAINED.pop(repr((EVALUATED, EVERY)))
+    first = parted(found)
+    assert (first.step, first.quantity, first.recorded, first.found) == told
+    assert "both give the same bits" in (found.note or "")
+
+
+def test_an_evaluation_that_comes_with_a_runs_end_is_no_difference(place: Path) -> None:
+    """Where the other one goes on, or was ended before it."""
+    (place / "long.yaml").write_text(yaml.safe_dump(document(place, **EVERY, length={"steps": 20})))
+    short = trained(place, EVALUATED, **EVERY)
+    write(place, EVALUATED)
+    assert compared(place, short, str(place / "long.yaml")).same
+    (place / "same.yaml").write_text(yaml.safe_dump(document(place, **EVERY)))
+    assert compared(place, short, str(place / "same.yaml")).same
+    cut = trained(place, EVALUATED, **EVERY, name="cut")
+    run = place / "runs" / cut
+    (run / "run.json").write_text(
+        json.dumps({**json.loads((run / "run.json").read_text()), "status": "KILLED"})
+    )
+    drop(run, "evaluations.parquet", 6)
+    write(place, EVALUATED)
+    assert compared(place, cut, str(place / "same.yaml")).same
+    drop(run, "evaluations.parquet", 4)
+    assert parted(compared(place, cut, str(place / "same.yaml"))).step == 4
+
+
+def test_an_average_that_only_one_keeps_and_weights_that_no_row_tells_are_differences(place: Path) -> None:
+    off = {"record": {"uri": "off", "digest_every": None}}
+    first = parted(compared(place, trained(place), trained(place, ema=0.9)))
+    assert (first.step, first.quantity, first.recorded) == (1, "ema_digest", None)
+    one = {**off, "length": {"steps": 1}}
+    decayed = {"name": "sgd", "lr": 0.1, "weight_decay": 0.1}
+    a, b = trained(place, **one), trained(place, **one, optimizer=decayed)
+    first = parted(compared(place, a, b))
+    assert (first.step, first.quantity) == (1, "weights_digest")
+    assert compared(place, a, a).same
 
 
 def test_a_fault_that_does_not_come_again_is_told_as_such(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from lockstep import train
+from lockstep.calls.attestation import attest
 from lockstep.calls.difference import diff
 from lockstep.calls.inspection import replay
 from lockstep.calls.verification import verify
@@ -24,8 +27,11 @@ from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import SpecError
 from lockstep.plan import Plan
+from lockstep.proof.recorded_run import recorded_run
 from lockstep.proof.verification import Verified
+from lockstep.spec.fields import Fork
 from lockstep.training import facts
+from lockstep.training.digest import weights_digest
 from tests.in_process import here
 from tests.unit.proof import verified_jobs
 from tests.unit.proof.verified_jobs import PLANTED
@@ -52,6 +58,13 @@ def document(storage: Path, **changes: Any) -> dict[str, Any]:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of 12 steps, with checkpoints after 4, 8 and 12."""
     return Path(train(document(tmp_path_factory.mktemp("recorded")), local=True).folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a run whose ledger has no digests."""
+    record = {"uri": "off", "digest_every": None}
+    return Path(train(document(tmp_path_factory.mktemp("plain"), record=record), local=True).folder)
 
 
 @pytest.fixture
@@ -205,6 +218,109 @@ def test_a_changed_evaluation_and_a_lost_row_are_found(run: Path) -> None:
     assert first(verified(run)) == (6, None, "row")
 
 
+def drop(run: Path, name: str, *steps: int) -> None:
+    """Take rows out of a file of the record."""
+    table = pq.read_table(run / name)
+    lost = pa.array([step in steps for step in table["step"].to_pylist()])
+    pq.write_table(table.filter(pa.compute.invert(lost)), run / name)
+
+
+def test_a_lost_last_evaluation_of_a_finished_run_is_found(run: Path) -> None:
+    assert verified(run).same
+    drop(run, "evaluations.parquet", 12)
+    found = verified(run)
+    assert first(found) == (12, None, "evaluation")
+    assert found.cause == "the record lacks it, or has it too much: all else is equal"
+    state = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**state, "status": "FAILED"}))
+    assert verified(run).same, "a run that has not finished may have been ended before it"
+
+
+def test_rows_that_the_run_cannot_have_and_rows_that_are_there_twice_are_found(run: Path) -> None:
+    for name, kind in {"evaluations.parquet": "evaluation", "ledger.parquet": "row"}.items():
+        table = pq.read_table(run / name)
+        more = table.slice(table.num_rows - 1).to_pylist()[0]
+        for step, there in ((13, (13, None, kind)), (0, (0, None, kind)), (12, None)):
+            row = pa.Table.from_pylist([{**more, "step": step}], schema=table.schema)
+            pq.write_table(pa.concat_tables([row, table]), run / name)
+            if there is not None:
+                assert first(verified(run, all_steps=True)) == there
+                continue
+            with pytest.raises(
+                SpecError, match=rf"^run {run.name}: its .* has more than one {kind} of step 12, "
+            ):
+                verified(run)
+        pq.write_table(table, run / name)
+    assert verified(run, all_steps=True).same
+
+
+def without_digests(run: Path, step: int, *columns: str) -> None:
+    for column in columns:
+        change_ledger(run, step, column, lambda value: None)
+
+
+@pytest.mark.parametrize(
+    ("columns", "quantity"),
+    [
+        (("weights_digest", "optimizer_digest", "gradient_digests"), "digests"),
+        (("gradient_digests",), "gradient_digests"),
+    ],
+)
+def test_a_row_without_the_digests_that_it_must_have_is_found(
+    run: Path, columns: tuple[str, ...], quantity: str
+) -> None:
+    without_digests(run, 7, *columns)
+    assert first(verified(run, from_step=6)) == (7, None, quantity)
+    ledger = pq.read_table(run / "ledger.parquet")
+    attempts = pa.array([1 if step < 8 else 2 for step in ledger["step"].to_pylist()])
+    at = ledger.column_names.index("attempt")
+    pq.write_table(ledger.set_column(at, "attempt", attempts), run / "ledger.parquet")
+    assert verified(run, from_step=6).same, "an attempt before may have taken them less often"
+
+
+def forge_result(run: Path, **changes: Any) -> None:
+    """Have the summary say so, and the file of the final weights if these are changed."""
+    summary = json.loads((run / "summary.json").read_text())
+    if changes.get("weights_digest"):
+        path = run / "weights" / "final.safetensors"
+        state = {name: value + 1 for name, value in load_file(path).items()}
+        save_file(state, path)
+        changes["weights_digest"] = weights_digest(state)
+    (run / "summary.json").write_text(json.dumps({**summary, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantity"),
+    [
+        ({"weights_digest": True}, "weights_digest of the summary"),
+        ({"metrics": {"train/loss": 0.5}}, "eval/loss of the summary"),
+        ({"samples": 1}, "samples of the summary"),
+    ],
+)
+@pytest.mark.parametrize("digest_every", [None, 1])
+def test_a_result_to_which_the_steps_do_not_lead_is_found(
+    run: Path, plain: Path, tmp_path: Path, digest_every: int | None, changes: dict[str, Any], quantity: str
+) -> None:
+    """Also where the ledger has no digest of it, and whichever stretch reaches the end."""
+    forged = run if digest_every else Path(shutil.copytree(plain, tmp_path / plain.name))
+    sound = verified(forged)
+    assert sound.same and sound.weights
+    forge_result(forged, **changes)
+    found = verified(forged, steps=1)
+    assert first(found) == (12, None, quantity)
+    assert found.cause == "the weights or the summary were changed after they were written: all else is equal"
+    before = verified(forged, from_step=1, steps=8)
+    assert before.same and not before.weights
+
+
+def test_another_file_of_weights_than_the_summary_says_is_found(run: Path) -> None:
+    path = run / "weights" / "final.safetensors"
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path)
+    assert first(verified(run)) == (12, None, "weights/final.safetensors")
+    path.write_bytes(path.read_bytes()[:100])
+    assert first(verified(run)) == (12, None, "weights/final.safetensors")
+
+
 @pytest.mark.parametrize(
     ("field", "value", "where", "cause"),
     [
@@ -267,13 +383,33 @@ def test_elsewhere_numbers_are_compared_within_a_tolerance_that_is_told(
 ) -> None:
     monkeypatch.setattr(facts, "numerics_probe", lambda device: "another kind of processor")
     PLANTED["order"] = True
-    found = verified(recorded, all_steps=True)
-    assert found.same and not found.same_bits
+    found = verified(recorded, share=1.0)
+    assert found.same and not found.same_bits and not found.weights
     assert found.tolerance == 1e-3
     assert "numerics_probe was" in found.elsewhere[0]
     PLANTED.clear()
     PLANTED["shift"] = 0.5
     assert not verified(recorded, all_steps=True).same
+
+
+def test_elsewhere_every_step_is_compared_though_each_has_other_bits(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding in the steps before ends no stretch: a forged value behind them is found, and a sound run is the same."""
+    monkeypatch.setattr(facts, "numerics_probe", lambda device: "another kind of processor")
+    PLANTED["order"] = True
+    found = verified(run, from_step=1, steps=9)
+    assert (found.same, found.same_bits, found.steps) == (True, False, 9)
+    change_ledger(run, 9, "loss", lambda value: value * 1.01)
+    found = verified(run, from_step=1, steps=9)
+    assert (first(found), found.steps) == ((9, None, "loss"), 9)
+
+
+def test_a_stretch_ends_early_only_where_enough_steps_differ_by_more_than_may_be(recorded: Path) -> None:
+    PLANTED["shift"] = 0.5
+    found = verified(recorded, all_steps=True)
+    assert first(found)[0] == 1
+    assert 5 <= found.steps < STEPS
 
 
 # --- whose source -----------------------------------------------------------------------------------------------
@@ -297,11 +433,25 @@ class Own(lockstep.Job):
 """
 
 
+BY_NAME = "import importlib\nscale = importlib.import_module('own.' + 'scale')\nSCALE = scale.SCALE"
+BESIDE = "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))\nfrom scale import SCALE"
+
+
+@pytest.mark.parametrize(
+    ("imported", "field"),
+    [
+        ("from own.scale import SCALE", "job.source"),
+        (BESIDE, "job.source.own/scale.py"),
+        (BY_NAME, "job.source.own/scale.py"),
+    ],
+)
 def test_the_recorded_source_is_used_and_not_what_lies_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: str, field: str
 ) -> None:
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "job.py").write_text(SOURCE)
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"own", "scale"}]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "own" / "job.py").write_text(SOURCE.replace("from own.scale import SCALE", imported))
     (tmp_path / "own" / "scale.py").write_text("SCALE = 1.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -316,7 +466,7 @@ def test_the_recorded_source_is_used_and_not_what_lies_here(
     (run / "source" / "own" / "scale.py").write_text("SCALE = 2.0\n")
     changed = verified(run, all_steps=True)
     assert first(changed) == (1, 0, "gradient_digest")
-    assert (changed.cause or "").startswith("job.source was ")
+    assert (changed.cause or "").startswith(f"{field} was ")
 
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -421,7 +571,7 @@ def test_rows_that_a_finished_run_has_lost_at_its_end_are_found(run: Path) -> No
         ("fields.json", "[]", "its fields.json has no fields; it was changed after it was written"),
         ("ledger.parquet", "", "ledger: cannot read "),
         ("spec.yaml", "a: [b", "its record in .* cannot be understood: "),
-        ("run.json", "{", "no record of it in "),
+        ("run.json", "{", "its run.json in "),
     ],
 )
 @pytest.mark.parametrize("command", ["verify", "diff", "replay", "attest"])
@@ -446,6 +596,10 @@ def test_a_damaged_record_is_told_in_one_line_and_is_no_difference(
 
 def test_a_run_that_mlflow_recorded_is_told_apart_from_one_that_is_not_there(run: Path) -> None:
     (run / "run.json").unlink()
+    spec = yaml.safe_load((run / "spec.yaml").read_text())
+    (run / "spec.yaml").write_text(
+        yaml.safe_dump({**spec, "record": {**spec["record"], "uri": "sqlite:///m.db"}})
+    )
     with pytest.raises(
         SpecError,
         match=rf"^run {run.name}: its folder is in '.*', but its record is in MLflow; give that store with --uri$",
@@ -475,3 +629,8 @@ def test_a_fork_is_verified_from_where_it_was_forked(recorded: Path) -> None:
     found_diff = diff(run.name, recorded.name, **where)
     assert (found_diff.same, found_diff.first_difference and found_diff.first_difference.step) == (False, 5)
     assert diff(run.name, run.name, **where).steps == 8
+    assert attest(run.name, out=run / "stated.json", **where).steps == 8
+    whole = recorded_run(run.name, "off", run.parent)
+    newest = whole.spec.model_copy(update={"fork": Fork(run=recorded.name)})
+    cut = replace(whole, spec=newest, steps={step: row for step, row in whole.steps.items() if step > 6})
+    assert (whole.forked_at, cut.forked_at) == (4, 4), "also where the spec names no step, and rows are lost"

@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     """URI of a SQLite database that is made by the first test that opens it."""
-    return f"sqlite:///{tmp_path_factory.mktemp('a folder')}/mlflow.db"
+    return f"sqlite:///{tmp_path_factory.mktemp('a folder #é 5%')}/mlflow.db"
 
 
 @pytest.fixture(scope="session")

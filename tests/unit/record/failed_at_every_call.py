@@ -287,7 +287,7 @@ def recorded(recorder: Recorder, told: list[list[Event]], timeout_s: float = 20.
         recorder.tell(*wave)
         count += len(wave)
         until = time.monotonic() + 0.15
-        while recorder.journaled < count and time.monotonic() < until:
+        while recorder.state.journaled < count and time.monotonic() < until:
             time.sleep(0.001)
     try:
         recorder.close(timeout_s)
@@ -414,7 +414,7 @@ def journal_delivered(folder: Path) -> bool:
 
 def judged(storage: Path, recorder: Recorder, failure: str, kept: Kept) -> list[str]:
     """A process without a complaint has a whole record; a FINISHED run has one, or says what it lacks."""
-    if not recorder.opened:
+    if recorder.state.run_id is None:
         return [] if failure else ["it neither started nor failed"]
     folder = storage / recorder.run_id()
     differences = not_whole(folder, kept)

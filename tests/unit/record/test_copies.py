@@ -16,7 +16,6 @@ from urllib.parse import unquote
 import pytest
 
 from lockstep.checkpoint.pruning import prune
-from lockstep.checkpoint.reader import newest_good
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.saver import AsyncSaver
@@ -28,6 +27,7 @@ from lockstep.record.mlflow_store import MlflowStore
 from lockstep.record.run_store import Sent
 from lockstep.record.stores import find_copies
 from tests.forked import script
+from tests.unit.checkpoint.one_process import newest_good
 from tests.unit.checkpoint.states import state
 
 
@@ -210,7 +210,7 @@ def test_a_run_that_ends_before_its_copy_is_whole_says_so(tmp_path: Path) -> Non
 
 
 def test_copies_keep_to_their_mean_rate(tmp_path: Path) -> None:
-    """0.01 MB/s: the second copy waits a tenth of a second for the kilobyte before it. Closing, nothing rests."""
+    """At 0.002 MB/s a kilobyte takes half a second."""
     store, told = Slow(tmp_path), []
     store.go.set()
     copies = copies_to(store, told, mb_per_s=0.002)
@@ -219,11 +219,18 @@ def test_copies_keep_to_their_mean_rate(tmp_path: Path) -> None:
     while (1, None) not in told:
         time.sleep(0.001)
     assert time.monotonic() - began >= 0.5
-    copies.keep([(2, checkpoint(tmp_path, 2))], [2])
-    began = time.monotonic()
     assert copies.close(time.monotonic() + 10)
-    assert store.has == {2}
-    assert time.monotonic() - began < 0.5
+
+
+def test_a_run_that_ends_rests_for_no_rate(tmp_path: Path) -> None:
+    """The kilobyte would take 1,000 s."""
+    store, told = Slow(tmp_path), []
+    copies = copies_to(store, told, mb_per_s=1e-6)
+    copies.keep([(1, checkpoint(tmp_path, 1))], [1])
+    assert store.began.wait(10)
+    store.go.set()
+    assert copies.close(time.monotonic() + 60)
+    assert (store.has, told) == ({1}, [(1, None)])
 
 
 # --- links ------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_a_fault_is_in_journal_log_tags_and_a_document_and_is_told(spec: Specs) 
     folder = recorder.run_folder()
     (found,) = kept(folder)
     assert found.rule == FAULT
-    assert recorder.diagnosed == (str(found),)
+    assert recorder.state.diagnosed == (str(found),)
     assert json.loads((folder / "diagnosis.json").read_text())[0]["evidence"] == found.evidence
     assert json.loads((folder / "run.json").read_text())["tags"]["lockstep.diagnosed"] == FAULT
     assert str(found) in (folder / "log.txt").read_text()
@@ -50,7 +50,7 @@ def test_a_fault_is_in_journal_log_tags_and_a_document_and_is_told(spec: Specs) 
 
 def test_a_sound_run_has_none(spec: Specs) -> None:
     recorder = recorded(spec(), [*steps(400), Finished({"step": 400})])
-    assert recorder.diagnosed == ()
+    assert recorder.state.diagnosed == ()
     assert not (recorder.run_folder() / "diagnosis.json").exists()
 
 
@@ -62,16 +62,16 @@ def test_a_run_that_is_taken_up_tells_it_once(spec: Specs, at: int) -> None:
     first = recorded(spec(), [own, *(row for row in rows if row.step <= at)])
     again = recorded(spec(), [own, *(row for row in rows if row.step > at - 30)], first.run_id())
     assert [found.rule for found in kept(first.run_folder())] == [GRAPH_KEPT, FAULT]
-    assert len(first.diagnosed) + len(again.diagnosed) == 2
-    assert {*first.diagnosed, *again.diagnosed} == set(map(str, kept(first.run_folder())))
+    assert len(first.state.diagnosed) + len(again.state.diagnosed) == 2
+    assert {*first.state.diagnosed, *again.state.diagnosed} == set(map(str, kept(first.run_folder())))
 
 
 def test_where_the_folder_is_gone_restored_rows_say_what_was_told(spec: Specs) -> None:
     rows = steps(600, loss=lambda step: 2.3)
     late = steps(650, loss=lambda step: 2.3)[600:]
-    assert recorded(spec(), [Restored(rows, ()), *late]).diagnosed == ()
+    assert recorded(spec(), [Restored(rows, ()), *late]).state.diagnosed == ()
     early = steps(250, loss=lambda step: 2.3)
-    assert len(recorded(spec(), [Restored(early, ()), *rows[250:]]).diagnosed) == 1
+    assert len(recorded(spec(), [Restored(early, ()), *rows[250:]]).state.diagnosed) == 1
 
 
 def test_a_disk_that_refuses_for_a_while_costs_no_diagnosis(
@@ -110,5 +110,5 @@ def test_a_disk_that_cannot_be_read_costs_what_was_judged_and_nothing_else(
     monkeypatch.setattr(Journal, "observations", unreadable)
     again = recorded(spec(), rows[400:], first.run_id())
     assert failures == []
-    assert again.diagnosed == ()
+    assert again.state.diagnosed == ()
     assert [found.rule for found in kept(first.run_folder())] == [FAULT]

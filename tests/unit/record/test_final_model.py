@@ -12,14 +12,17 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jobs.digits.job import Digits
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.record.events import Finished
+from lockstep.record.final_model import GRAPH, FinalModel
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
+from lockstep.training.activations import checkpoint_activations
+from lockstep.training.average import Average
 from lockstep.training.final_model import keep_final_model
 from lockstep.training.weights import save_weights
 from tests.forked import script
@@ -35,12 +38,30 @@ class Pair(Digits):
         return torch.zeros(2, 1, 8, 8), torch.zeros(2)
 
 
-def ended_with(spec: Spec, job: Job, weights: dict[str, Any]) -> Recorder:
+class Drawn(nn.Module):
+    """Random features in no file of weights, a temperature that training moves, and what is planted where it is traced."""
+
+    def __init__(self, planted: str = "") -> None:
+        super().__init__()
+        self.planted, self.temperature = planted, 1.0
+        self.register_buffer("features", torch.randn(64, 4), persistent=False)
+        self.out = nn.Linear(4, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.planted == "branch" and images.sum() > 0:
+            images = images * 2
+        logits: Tensor = self.out((images.flatten(1) @ self.features).cos()) / self.temperature
+        if self.planted == "one bit" and torch.compiler.is_exporting():
+            logits = torch.nextafter(logits, torch.full_like(logits, torch.inf))
+        return logits
+
+
+def ended_with(spec: Spec, job: Job, model: nn.Module) -> Recorder:
     recorder = Recorder(spec)
     recorder.start()
     folder = recorder.run_folder()
-    files = save_weights(folder, {"final": weights})
-    files += keep_final_model(job, files[0], folder)
+    files = save_weights(folder, {"final": model.state_dict()})
+    files += keep_final_model(job, model, folder)
     recorder.tell(step_row(1), step_row(2))
     recorder.tell(Finished({"step": 2}, files))
     recorder.close()
@@ -65,7 +86,7 @@ def test_the_final_model_computes_the_same_bits_without_the_jobs_code(
     torch.manual_seed(5)
     job = load_job("jobs.digits.job:Digits", {"width": 8})
     model = job.model().eval()
-    run = ended_with(spec(database), job, dict(model.state_dict()))
+    run = ended_with(spec(database), job, model)
     assert "no model" not in (run.run_folder() / "log.txt").read_text(), (
         run.run_folder() / "log.txt"
     ).read_text()
@@ -97,12 +118,37 @@ def test_the_final_model_computes_the_same_bits_without_the_jobs_code(
     assert zipfile.is_zipfile(archive)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_final_model_is_the_trained_one_with_what_no_file_of_weights_has(
+    tmp_path: Path, *, recomputes: bool
+) -> None:
+    """The buffers that it drew, what training moved besides, and averaged weights; also where activations are recomputed."""
+    job: Any = load_job("jobs.digits.job:Digits", {"width": 8})
+    model = Drawn()
+    model.features.add_(1)
+    model.temperature = 0.5
+    average = Average(model, 0.5)
+    average.move()
+    with torch.no_grad():
+        model.out.weight.zero_()
+    images = job.example_input()[0]
+    if recomputes:
+        job.activation_checkpoints = lambda model: [model.out]
+        checkpoint_activations(job, model)
+    with average.shown(), torch.no_grad():
+        (description,) = keep_final_model(job, model, tmp_path)
+        wanted = model(images)
+    assert FinalModel.read(tmp_path / "model").error == "", description.read_text()
+    graph = torch.export.load(tmp_path / "model" / GRAPH).module()
+    assert torch.equal(graph(images), wanted)
+    assert not any(model.out.weight.flatten())
+
+
 @pytest.mark.scenario
 def test_the_final_model_is_sent_without_torch(tmp_path: Path) -> None:
     """To import it, and its compiler, in the recorder would cost the end of every run seconds."""
     job = load_job("jobs.digits.job:Digits", {"width": 8})
-    (weights,) = save_weights(tmp_path, {"final": job.model().state_dict()})
-    (description,) = keep_final_model(job, weights, tmp_path)
+    (description,) = keep_final_model(job, job.model(), tmp_path)
     program = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -119,16 +165,17 @@ def test_the_final_model_is_sent_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "weights", "reason"),
+    ("job", "planted", "reason"),
     [
-        (Digits, {"no_such_weight": torch.zeros(1)}, "Error(s) in loading"),
-        (Pair, {}, "example_input has 2 arguments, and a model in MLflow's PyTorch format takes one"),
+        (Digits, "branch", "GuardOnDataDependentSymNode"),
+        (Digits, "one bit", "the traced graph gives other bits than the trained model"),
+        (Pair, "", "example_input has 2 arguments, and a model in MLflow's PyTorch format takes one"),
     ],
 )
 def test_a_model_that_cannot_be_traced_costs_the_run_nothing(
-    database: str, spec: Specs, job: type[Digits], weights: dict[str, Tensor], reason: str
+    database: str, spec: Specs, job: type[Digits], planted: str, reason: str
 ) -> None:
-    run = ended_with(spec(database), job(job.Params()), weights)
+    run = ended_with(spec(database), job(job.Params()), Drawn(planted))
     assert models(database, run.run_id()) == []
     from mlflow import MlflowClient
 

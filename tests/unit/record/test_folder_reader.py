@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RecordError, SpecError
+from lockstep.record import folder_store
 from lockstep.record.events import Finished
 from lockstep.record.recorder import Recorder
 from lockstep.record.stores import reader
 from lockstep.spec.fields import Spec
 from tests.forked import lockstep
+from tests.in_process import here
 from tests.unit.record.rows import step_row
 
 Specs = Callable[..., Spec]
@@ -26,6 +28,15 @@ def recorded(spec: Spec, steps: int) -> Path:
     recorder.tell(Finished({"step": steps}))
     recorder.close()
     return recorder.run_folder()
+
+
+def gone(folder: Path) -> Path:
+    """Make a run one whose process has gone without a word."""
+    run = json.loads((folder / "run.json").read_text())
+    run["status"] = "RUNNING"
+    run["tags"]["lockstep.process"] = run["tags"]["lockstep.process"] + "1"  # started at another time
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder
 
 
 def command(folder: Path, *words: str) -> tuple[str, int | None]:
@@ -51,15 +62,42 @@ def test_runs_are_listed_newest_first_and_shown(spec: Specs, tmp_path: Path) -> 
 
 
 def test_a_run_whose_process_has_gone_is_marked_where_it_is_seen(spec: Specs, tmp_path: Path) -> None:
-    folder = recorded(spec(), 3)
-    run = json.loads((folder / "run.json").read_text())
-    run["status"] = "RUNNING"
-    run["tags"]["lockstep.process"] = run["tags"]["lockstep.process"] + "1"  # started at another time
-    (folder / "run.json").write_text(json.dumps(run))
+    folder = gone(recorded(spec(), 3))
     assert reader("off", tmp_path / "runs").run(folder.name).status == "FAILED"
     kept = json.loads((folder / "run.json").read_text())
     assert kept["status"] == "FAILED"
     assert kept["tags"]["lockstep.error"].startswith("the process that recorded it is gone")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"run_id": 3}'])
+def test_a_run_that_cannot_be_read_costs_the_others_nothing(
+    spec: Specs,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    content: str,
+) -> None:
+    whole, damaged = recorded(spec(), 3), recorded(spec(), 5)
+    (damaged / "run.json").write_text(content)
+    code, out, err = here(monkeypatch, capfd, tmp_path, "runs", "--uri", "off", "--json")
+    assert code == 0
+    assert [run["run_id"] for run in json.loads(out)["runs"]] == [whole.name]
+    (line,) = err.splitlines()
+    assert line.startswith(f"lockstep: run {damaged.name}: its run.json in")
+
+
+def test_a_run_of_another_user_whose_process_has_gone_is_shown_so(
+    spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = gone(recorded(spec(), 3))
+    before = (folder / "run.json").read_bytes()
+
+    def refused(path: Path, text: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(folder_store, "write_text", refused)
+    assert [run.status for run in reader("off", tmp_path / "runs").runs(None, 10)] == ["FAILED"]
+    assert (folder / "run.json").read_bytes() == before
 
 
 def test_what_is_not_there_is_one_clear_line(tmp_path: Path) -> None:

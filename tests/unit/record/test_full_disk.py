@@ -66,11 +66,11 @@ def test_what_a_full_disk_refused_is_written_when_there_is_room_again(disk: Full
     recorder.start()
     recorder.run_id()
     recorder.tell(*[step_row(i) for i in range(1, 11)])
-    wait_until(lambda: recorder.journaled == 10)
+    wait_until(lambda: recorder.state.journaled == 10)
     disk.full.set()
     recorder.tell(*[step_row(i) for i in range(11, 21)], evaluation_row(20))
     wait_until(lambda: disk.refused > 3)
-    failure = recorder.failure()
+    failure = recorder.state.failure
     assert failure is not None and "No space left on device" in str(failure)
     disk.full.clear()
     recorder.tell(*[step_row(i) for i in range(21, 31)], Finished({"step": 30}))

@@ -23,17 +23,18 @@ from lockstep.checkpoint.reader import (
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.runs import adopt, read_shared
 from lockstep.checkpoint.saver import AsyncSaver
-from lockstep.checkpoint.writer import share, write_checkpoint
+from lockstep.checkpoint.writer import share
 from lockstep.errors import RecordError, StorageError
 from lockstep.record import ledger, segments
 from lockstep.record.copies import _held
-from lockstep.record.events import Finished, Restored, Segment
+from lockstep.record.events import EvaluationRow, Finished, Restored, Segment
 from lockstep.record.history import History
 from lockstep.record.journal import Journal
 from lockstep.record.journal_file import NAME
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.checkpoints import _sharing
+from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.record.rows import evaluation_row, step_row
 from tests.unit.record.written import read_steps
 
@@ -266,7 +267,7 @@ def test_a_journal_that_has_the_same_steps_reads_no_segment(run: RunFolder, spec
     fetch = Fetch(run.storage.shown)
     recorder = resumed(spec(), begun(spec()), restored(run).past(), fetch)
     recorder.close()
-    assert fetch.names == [] and not recorder.violation
+    assert fetch.names == [] and not recorder.state.violation
     assert read_steps(recorder.run_folder())[: STEPS + 1] == [*ALL, step_row(STEPS + 1, attempt=2)]
 
 
@@ -295,7 +296,7 @@ def test_a_segment_with_other_bits_is_a_violation(run: RunFolder, spec: Specs) -
     trained(run.claim(), STEPS)
     recorder = resumed(spec(), begun(spec(), loss=0.5), restored(run).past(), Fetch(run.storage.shown))
     recorder.close()
-    assert "step 15" in recorder.violation and "loss 0.5" in recorder.violation
+    assert "step 15" in recorder.state.violation and "loss 0.5" in recorder.state.violation
 
 
 def test_a_run_whose_segments_cannot_be_read_is_not_finished(run: RunFolder, spec: Specs) -> None:
@@ -327,3 +328,16 @@ def test_what_is_no_segment_is_refused() -> None:
             segments.steps_in(bad)
     with pytest.raises(StorageError, match="is no segment"):
         Segment.of("../../etc/passwd", 1, hashlib.sha256().hexdigest())
+
+
+def test_the_best_evaluation_is_known_after_a_resume_and_by_who_takes_over() -> None:
+    history = History()
+    for step, loss in ((4, math.nan), (8, 0.5), (12, 0.2), (16, 0.2), (20, 0.9)):
+        history.add_evaluation(EvaluationRow(step, 0, {"eval/loss": loss}, 0.1, 0.0))
+    blocks = {name: block() for name, block in history.saving().blocks().items()}
+    for one in (history, History.of(history.handed()), History.restored(blocks)):
+        assert (one.best_step("eval/loss", "min"), one.best_step("eval/loss", "max")) == (12, 20)
+        assert one.best_step("eval/accuracy", "max") is None
+    history.take_back(19, 16)  # it is made again, and is the best then as well
+    history.add_evaluation(EvaluationRow(20, 0, {"eval/loss": 0.9}, 0.1, 0.0))
+    assert history.best_step("eval/loss", "max") == 20

@@ -126,6 +126,19 @@ def test_a_damaged_line_is_passed_over_told_and_written_again(tmp_path: Path) ->
     again.close()
 
 
+@pytest.mark.parametrize("fork", [None, "0123456789abcdef@3", "0123456789abcdef@3 exact"])
+def test_first_steps_that_are_lost_are_missing(tmp_path: Path, fork: str | None) -> None:
+    """The facts of an attempt say where the run began; the control is the run that has them all."""
+    begin = 4 if fork else 1
+    for lost in (0, 2):
+        journal = Journal(tmp_path / str(lost))
+        assert not journal.missing_steps()
+        journal.add([Started({"fields": {"fork": fork}})])
+        journal.add([step_row(step) for step in range(begin + lost, begin + 5)])
+        assert journal.missing_steps() == range(begin, begin + lost)
+        journal.close()
+
+
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     """The lock ends with its process, SIGKILL included."""
     script = f"from pathlib import Path; from lockstep.record.journal import Journal; j = Journal(Path({str(tmp_path)!r})); print('held', flush=True); input()"

@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 
+from lockstep.calls import pinning
 from lockstep.checkpoint.manifest import Facts
 from lockstep.checkpoint.pins import pin, pinned, unpin
+from lockstep.checkpoint.pruning import apply
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
 from lockstep.checkpoint.runs import pin_aliased, saved_steps
 from lockstep.checkpoint.saver import AsyncSaver, Saved
 from lockstep.checkpoint.storages import open_storage
+from lockstep.errors import SpecError
 from lockstep.record.events import CheckpointRow, Finished
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
+from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import state
 from tests.unit.record.server import Server
 
@@ -177,3 +181,30 @@ def test_without_its_pin_a_checkpoint_goes_with_the_next_save(tmp_path: Path) ->
             unpin(run, 1)
     saver.close()
     assert saved_steps(run) == [4]
+
+
+@pytest.mark.parametrize("too_late", [True, False])
+def test_a_pin_that_comes_too_late_is_refused_and_taken_away(
+    spec: Specs, monkeypatch: pytest.MonkeyPatch, too_late: bool
+) -> None:
+    """Retention deletes the step between the look at what is there and the pin; the control is one that does not."""
+    recorder = Recorder(spec())
+    recorder.start()
+    recorder.tell(Finished({"step": 2}))
+    recorder.close()
+    attempt = RunFolder.create(open_storage(spec().checkpoint.storage), recorder.run_id()).claim()
+    for step in (1, 2):
+        write_checkpoint(attempt, step, state(step, items=4))
+
+    def late(run: RunFolder, step: int, reason: str) -> None:
+        apply(attempt, [step] if too_late else [])
+        pin(run, step, reason)
+
+    monkeypatch.setattr(pinning, "pin", late)
+    where: Any = {"uri": "off", "folder": spec().folder, "remove": False}
+    if too_late:
+        with pytest.raises(SpecError, match=r"^pin: run .* has no checkpoint of step 1; it has 2$"):
+            pinning.change_pin(recorder.run_id(), 1, **where)
+        assert not pinned(attempt.run)
+    else:
+        assert pinning.change_pin(recorder.run_id(), 1, **where) == [1]

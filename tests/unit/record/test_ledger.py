@@ -38,7 +38,7 @@ def row_bits(row: StepRow | EvaluationRow) -> list[object]:
     return [bits(value) for value in row]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(values=st.lists(st.tuples(st.floats(width=64), st.floats(width=64), st.booleans()), max_size=8))
 def test_every_float_comes_back_bit_for_bit(tmp_path: Path, values: list[tuple[float, float, bool]]) -> None:
     rows = [

@@ -285,7 +285,7 @@ def test_a_store_that_cannot_be_opened_is_one_clear_line(tmp_path: Path, spec: S
         with pytest.raises(RecordError, match=message) as told:
             recorder.run_id()
         assert "\n" not in str(told.value)
-        assert str(recorder.failure()) == str(told.value)
+        assert str(recorder.state.failure) == str(told.value)
 
 
 def test_a_database_that_cannot_be_used_is_one_true_line(tmp_path: Path, spec: Specs, database: str) -> None:
@@ -306,7 +306,7 @@ def test_a_database_that_cannot_be_used_is_one_true_line(tmp_path: Path, spec: S
     with (tmp_path / "cut.db").open("rb+") as file:
         file.truncate(40_000)
     wrong = {
-        "other": r"refuses: its tables have version 0a8213491aaa, those of this MLflow \w+; another MLflow made it: install that one",
+        "other": r"refuses: its tables have version 0a8213491aaa, those of this MLflow \w+; another version of MLflow made it: install that version",
         "newer": r"Can't locate revision .*; a newer MLflow, or another program, made it",
         "cut": r"database disk image is malformed.*; the file is damaged: put a copy of it back",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,14 @@ import pytest
 
 from lockstep import files
 from lockstep.record import figures
-from lockstep.record.events import Failed
+from lockstep.record.events import Failed, Finished, Observation
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.journal import Journal
+from lockstep.record.ledger import read_evaluations, read_observations, read_parquet
 from lockstep.record.page import Page
+from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
-from tests.unit.record.rows import step_row
+from tests.unit.record.rows import evaluation_row, step_row
 from tests.without_figures import DRAW
 
 
@@ -83,3 +86,27 @@ def test_runs_that_end_together_in_one_process_draw_one_after_another(
         thread.join()
     assert at_once == [1, 1, 1, 1]
     assert all(list(folder.glob("figures/*.png")) for folder in runs)
+
+
+@pytest.mark.usefixtures("drawn_figures")
+def test_a_figure_that_cannot_be_drawn_is_left_out_and_costs_nothing_else(
+    spec: Callable[..., Spec],
+) -> None:
+    """Losses near the largest float64 are finite, and matplotlib's axes overflow over them."""
+    rows = [step_row(step, loss=loss) for step, loss in enumerate((1.0, 1e100, 1e300, 1.6e308), 1)]
+    observed = [Observation(step, {"perf/memory/rss_mb": 1.0}, 1.7e9) for step in (1, 2)]
+    recorder = Recorder(spec())
+    recorder.start()
+    recorder.tell(*rows, evaluation_row(4), *observed, Finished({"step": 4}))
+    recorder.close()
+    folder = recorder.run_folder()
+    run = json.loads((folder / "run.json").read_text())
+    assert run["status"] == "FINISHED" and run["tags"]["lockstep.error"] == ""
+    assert read_parquet(folder / "ledger.parquet") == rows
+    assert read_evaluations(folder / "evaluations.parquet") == [evaluation_row(4)]
+    assert read_observations(folder / "observations.parquet") == observed
+    drawn = {"gradient_norm.png", "time.png", "memory.png"}
+    assert {file.name for file in (folder / "figures").iterdir()} == drawn
+    (told,) = [line for line in (folder / "log.txt").read_text().splitlines() if "no figure" in line]
+    assert "no figure loss.png: it cannot be drawn: " in told
+    assert "loss.png" not in run["tags"]["lockstep.note"] and "time.png" in run["tags"]["lockstep.note"]

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -37,7 +40,13 @@ Specs = Callable[..., Spec]
 
 def fields(uri: str) -> dict[str, Any]:
     """Each store has an identity of its own, as the tests share a database."""
-    return {"optimizer.lr": 0.1, "batch": [4, 2], "store": uri, "clip_norm": None}
+    return {
+        "optimizer.lr": 0.1,
+        "batch": [4, 2],
+        "store": uri,
+        "clip_norm": None,
+        "data.train_samples": 640,
+    }
 
 
 def recorded(spec: Spec, *, steps: int = STEPS, state: dict[str, Any] | None = None) -> str:
@@ -48,9 +57,13 @@ def recorded(spec: Spec, *, steps: int = STEPS, state: dict[str, Any] | None = N
     files = save_weights(recorder.run_folder(), {"final": state or WEIGHTS})
     digest = model_digest(Digester(torch.device("cpu")), WEIGHTS)
     rows = Rows([step_row(step) for step in range(1, steps + 1)], [evaluation_row(steps)])
-    rows.steps[-1] = rows.steps[-1]._replace(digests=Digests(digest, 7, None))
+    gradients = tuple(range(spec.batch.micro_batches))
+    rows.steps[-1] = rows.steps[-1]._replace(digests=Digests(digest, 7, gradients))
     facts = {"identity": identity, "fields": fields(spec.record.uri or ""), "plan": {"total_steps": STEPS}}
     summary = {"step": steps, "identity": identity, "weights_digest": weights_digest(state or WEIGHTS), "stopped": False}  # fmt: skip
+    last = rows.steps[-1]
+    parts = {f"train/{name}": value for name, value in last.parts.items()}
+    summary["metrics"] = {"train/loss": last.loss, **parts, **rows.evaluations[-1].metrics}
     recorder.tell(Started(facts), *rows.steps, *rows.evaluations, Finished(summary, files))
     recorder.close()
     return recorder.run_id()
@@ -113,6 +126,33 @@ def test_a_record_that_contradicts_itself_proves_nothing(spec: Specs) -> None:
     assert proven(wanted) is None
     weights.write_bytes(content)
     assert proven(wanted) == genuine
+
+
+def test_a_run_without_its_last_evaluation_or_digests_proves_nothing(spec: Specs) -> None:
+    wanted = spec(length={"steps": STEPS})
+    genuine = recorded(wanted)
+    run = wanted.folder / genuine
+    assert proven(wanted) == genuine
+    for name, change, reason in (
+        ("ledger.parquet", without_digests, "the ledger's last row is one with digests and was found as one without"),
+        ("evaluations.parquet", lambda table: table.slice(0, 0), "the last evaluation is after step 5 and was found as none"),
+        ("evaluations.parquet", doubled, "eval/loss of the summary is "),
+    ):  # fmt: skip
+        table = pq.read_table(run / name)
+        pq.write_table(change(table), run / name)
+        assert proven(wanted) is None, name
+        assert doubt(find_run("off", genuine, wanted.folder), "off", wanted.folder).startswith(reason)
+        pq.write_table(table, run / name)
+    assert proven(wanted) == genuine
+
+
+def without_digests(table: pa.Table) -> pa.Table:
+    return table.drop_columns([name for name in table.column_names if name.endswith(("digest", "digests"))])
+
+
+def doubled(table: pa.Table) -> pa.Table:
+    at = table.column_names.index("eval/loss")
+    return table.set_column(at, "eval/loss", pa.compute.multiply(table["eval/loss"], 2.0))
 
 
 def test_a_folder_that_cannot_be_read_is_passed_over(spec: Specs, tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def record(spec: Spec, kept: Kept, told: list[Event], run_id: str | None = None)
     for start in range(0, len(told), 7):
         recorder.tell(*told[start : start + 7])
         until = time.monotonic() + 5.0
-        while recorder.journaled < min(start + 7, len(told)) and time.monotonic() < until:
+        while recorder.state.journaled < min(start + 7, len(told)) and time.monotonic() < until:
             time.sleep(0.002)
     return recorder
 
@@ -351,7 +351,7 @@ def test_a_recorder_seals_what_its_store_has_and_the_ledger_is_whole(spec: Specs
         recorder.run_id(),
     )
     again.close()
-    assert not again.violation
+    assert not again.state.violation
     folder = again.run_folder()
     assert ledger.read_parquet(folder / "ledger.parquet") == [step_row(i) for i in range(1, 41)]
     losses = sorted(point.step for point in kept.points if point.key == "train/loss")
@@ -384,4 +384,4 @@ def test_a_violation_is_found_in_sealed_steps(spec: Specs) -> None:
     wait_for_segments(recorder.run_folder(), 4)
     recorder.tell(*[step_row(i) for i in range(3, 12)], step_row(12, loss=0.125))
     recorder.close()
-    assert "step 12" in recorder.violation and "0.125" in recorder.violation
+    assert "step 12" in recorder.state.violation and "0.125" in recorder.state.violation

@@ -82,7 +82,7 @@ def lies(server: Server, proxy: Proxy, spec: Spec, case: Requests) -> list[str]:
         failure = recorded(recorder, told(scenario), timeout_s=0.5)
     proxy.reset()
     found = []
-    if recorder.opened:
+    if recorder.state.run_id is not None:
         first = recorder.run_id()
         run, points = in_mlflow(server, first)
         whole = points == WANTED and not not_whole(recorder.run_folder(), None)

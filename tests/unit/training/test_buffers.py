@@ -152,3 +152,19 @@ def test_copies_of_several_types_and_layouts_are_exact() -> None:
     assert all(
         target._version > was for target, was in zip(targets, before, strict=True)
     )  # what a write is seen by
+
+
+def test_a_write_past_torch_to_a_buffer_that_seemed_constant_is_refused() -> None:
+    """Not one to a buffer that counts as written, nor what an update has changed. NaN is itself."""
+    model = Counting()
+    model.constant.data.fill_(float("nan"))  # type: ignore[operator, union-attr]
+    buffers = StepBuffers(model, ALONE, frozenset())
+    step(model, buffers, [torch.randn(4, 2)])
+    buffers.check_unseen("step 1, rank 0")
+    model.norm.running_mean.data.add_(1)  # type: ignore[union-attr]
+    buffers.check_unseen("step 1, rank 0")
+    model.constant.data.add_(torch.tensor([1.0, 0.0])).nan_to_num_()  # type: ignore[operator, union-attr]
+    with pytest.raises(JobError, match=r"^buffer 'constant' was written to past .* \(step 2, rank 0\)"):
+        buffers.check_unseen("step 2, rank 0")
+    buffers.take_over()
+    buffers.check_unseen("step 2, rank 0")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,9 @@ from lockstep.training.rehearsal.micro_batch import check_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 """The compiler's own imports use it."""
+
+
+CPU = torch.device("cpu")
 
 
 def test_a_program_is_for_batches_of_one_shape() -> None:
@@ -55,17 +61,17 @@ def test_a_machine_without_a_compiler_is_told(config: Any) -> None:
             SpecError, match=r"compile: got true, but .* does not run .* install g\+\+ .* compile=false"
         ) as info,
     ):
-        CompiledLosses("strict")
+        CompiledLosses("strict", CPU)
     assert "\n" not in str(info.value)
 
 
 def test_another_width_of_vectors_is_another_identity(config: Any) -> None:
     """A program adds up in as many lanes as the processor has: so has one that is told to use fewer."""
-    losses = CompiledLosses("strict")
+    losses = CompiledLosses("strict", CPU)
     here = identity_of_compiler(losses)
     with config.patch({"cpp.simdlen": 1}):
         assert identity_of_compiler(losses) != here
-    assert identity_of_compiler(CompiledLosses("fast")) != here
+    assert identity_of_compiler(CompiledLosses("fast", CPU)) != here
 
 
 def test_programs_are_kept_for_one_processor_and_user(
@@ -74,7 +80,7 @@ def test_programs_are_kept_for_one_processor_and_user(
     def folder(processor: str) -> Path:
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         monkeypatch.setattr(compiled, "_processor", lambda: processor)
-        use_own_cache()
+        use_own_cache(CPU)
         return Path(compiled.os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -83,8 +89,31 @@ def test_programs_are_kept_for_one_processor_and_user(
     assert one.is_relative_to(tmp_path)
     assert one.stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    use_own_cache()
+    use_own_cache(CPU)
     assert compiled.os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
+def test_on_a_gpu_its_kind_and_the_compilers_of_kernels_count_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no GPU in this test: the names of the GPU and of Triton are put in by hand."""
+
+    def found(gpu: str, triton: str) -> tuple[Path, dict[str, str]]:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+        losses = CompiledLosses("strict", torch.device("cuda"))
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), identity_of_compiler(losses)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, identity = found("H100", "3.5.0")
+    other_gpu, same = found("H200", "3.5.0")
+    newer_folder, newer = found("H100", "3.6.0")
+    assert len({folder, other_gpu, newer_folder}) == 3
+    assert identity == same
+    assert (identity["compile.triton"], newer["compile.triton"]) == ("3.5.0", "3.6.0")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/cuda/bin/ptxas")
+    assert found("H100", "3.5.0")[1] != identity
 
 
 def test_a_model_that_the_job_has_compiled_is_refused() -> None:

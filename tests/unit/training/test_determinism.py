@@ -5,12 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
+from threadpoolctl import ThreadpoolController
 
-from lockstep.training.determinism import determinism, filled_memory, fp32_products, numerics_probe
+from lockstep.errors import DeterminismError, SpecError
+from lockstep.job.identity import LATER
+from lockstep.proof.causes import causes
+from lockstep.threads import LIBRARIES, library_threads
+from lockstep.training.determinism import (
+    _reduced_precision,
+    check_kept,
+    cuda_settings,
+    determinism,
+    filled_memory,
+    fp32_products,
+    numerics_probe,
+    numpy_probe,
+)
+from lockstep.training.start import check_identity
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.forked import script
 
@@ -54,6 +72,47 @@ def test_environment_is_set_where_it_is_not() -> None:
         assert all(os.environ[name] for name in WORKER_ENVIRONMENT)
 
 
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine on which NumPy's products have two threads unless somebody says otherwise."""
+    for name in LIBRARIES:
+        monkeypatch.setenv(name, "2")
+    with ThreadpoolController().limit(limits=2):
+        if library_threads() < 2:
+            pytest.skip("NumPy's BLAS has one thread only")
+        yield
+
+
+def product() -> bytes:
+    draw = np.random.default_rng(0)
+    matrix = draw.standard_normal((2000, 300), dtype=np.float32)
+    return bytes((matrix.T @ draw.standard_normal(2000, dtype=np.float32)).data)
+
+
+def test_products_of_numpy_depend_on_no_number_of_cores(two_cores: None) -> None:
+    """The negative control is the product with the machine's own number of threads."""
+    before = {name: os.environ[name] for name in LIBRARIES}
+    with ThreadpoolController().limit(limits=1):
+        wanted = product()
+    if (own := product()) == wanted:
+        pytest.skip("this BLAS adds up alike in two threads")
+    with determinism("strict", threads=2):
+        assert product() == wanted
+        assert torch.get_num_threads() == 2
+        assert {os.environ[name] for name in LIBRARIES} == {"1"}, "for libraries that are loaded later"
+    assert product() == own
+    assert {name: os.environ[name] for name in LIBRARIES} == before
+
+
+def test_a_job_that_gives_numpy_more_threads_is_refused(two_cores: None) -> None:
+    with determinism("strict", threads=1):
+        check_kept("strict", 1)
+        with ThreadpoolController().limit(limits=2, user_api="blas"):
+            with pytest.raises(DeterminismError, match="threads of NumPy's BLAS to 2, wanted 1"):
+                check_kept("strict", 1)
+            check_kept("fast", 1)
+
+
 def test_filled_memory_is_put_back() -> None:
     with determinism("strict", threads=1):
         with filled_memory(True):
@@ -68,21 +127,24 @@ def test_probe_is_stable() -> None:
         _kept = [torch.randn(1 + 7 * i) for i in range(20)]
         torch.manual_seed(9)
         assert [numerics_probe(CPU) for _ in range(3)] == [first] * 3
+        of_numpy = numpy_probe()
+        _more = [np.empty(1 + 7 * i) for i in range(20)]
+        assert [numpy_probe() for _ in range(3)] == [of_numpy] * 3 != [first] * 3
     assert len(first) == 16
     assert int(first, 16) >= 0
 
 
 PROBE = """
 import torch
-from lockstep.training.determinism import determinism, numerics_probe
+from lockstep.training.determinism import determinism, numerics_probe, numpy_probe
 with determinism("strict", 1):
-    print(numerics_probe(torch.device("cpu")))
+    print(numerics_probe(torch.device("cpu")), numpy_probe())
 """
 
 
 def test_probe_is_that_of_the_machine_and_not_of_the_process() -> None:
     with determinism("strict", threads=1):
-        here = numerics_probe(CPU)
+        here = f"{numerics_probe(CPU)} {numpy_probe()}"
     process = script(PROBE)
     assert process.communicate(timeout=120)[0].strip() == here
 
@@ -94,13 +156,46 @@ def test_probe_tells_other_instruction_sets() -> None:
         pytest.skip("this processor has no vector instructions to leave out")
     with determinism("strict", threads=1):
         here = numerics_probe(CPU)
+    of_torch = probes(ATEN_CPU_CAPABILITY="default")[0]
+    assert len(of_torch) == len(here)
+    assert of_torch != here
+
+
+@pytest.mark.scenario
+def test_probe_of_numpy_tells_other_kernels_of_its_blas() -> None:
+    """Which torch's cannot: an older processor's, where torch has the same instructions."""
+    if not any("openblas" in one["internal_api"] for one in ThreadpoolController().info()):
+        pytest.skip("NumPy's BLAS is not OpenBLAS")
+    (own, _), (other, of_numpy) = probes(), probes(OPENBLAS_CORETYPE="Nehalem")
+    assert other == own
+    with determinism("strict", threads=1):
+        assert of_numpy != numpy_probe()
+
+
+def probes(**variables: str) -> list[str]:
+    """Both probes in a process with these variables."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ATEN_CPU_CAPABILITY": "default"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    assert len(done.stdout.strip()) == len(here)
-    assert done.stdout.strip() != here
+    return done.stdout.split()
+
+
+def test_a_field_that_an_earlier_record_lacks_is_no_difference() -> None:
+    """Its absence; its value is one, like any other field."""
+    fields = {"device": "cpu", **dict.fromkeys(LATER, "a")}
+    for saved in ({"device": "cpu"}, fields):
+        check_identity(start_from(saved), fields, dict)
+        assert causes(saved, fields) == causes(fields, saved) == []
+    for saved in ({**fields, **dict.fromkeys(LATER, "b")}, {**fields, "more": 1}):
+        with pytest.raises(SpecError, match="go on with other bits"):
+            check_identity(start_from(saved), fields, dict)
+        assert causes(saved, fields)
+
+
+def start_from(fields: dict[str, Any]) -> Any:
+    return SimpleNamespace(fork=False, facts=SimpleNamespace(identity_fields=fields))
 
 
 def test_products_of_fewer_digits_are_named() -> None:
@@ -114,3 +209,49 @@ def test_products_of_fewer_digits_are_named() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
     assert fp32_products(CPU) == {}
+
+
+def test_settings_that_choose_cuda_kernels_are_another_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one that a job may set; on a CPU they change nothing."""
+    cuda = torch.device("cuda")
+    matmul, backends = torch.backends.cuda.matmul, torch.backends.cuda
+    switches: dict[str, tuple[Any, Any, Any]] = {
+        "matmul.allow_bf16_reduced_precision_reduction": (
+            lambda on: setattr(matmul, "allow_bf16_reduced_precision_reduction", on), True, False,
+        ),
+        "matmul.allow_fp16_reduced_precision_reduction_split_k": (
+            lambda on: setattr(matmul, "allow_fp16_reduced_precision_reduction", on), (True, True), (False, False),
+        ),
+        "matmul.allow_fp16_accumulation": (
+            lambda on: setattr(matmul, "allow_fp16_accumulation", on), False, True,
+        ),
+        "attention.flash": (backends.enable_flash_sdp, True, False),
+        "attention.mem_efficient": (backends.enable_mem_efficient_sdp, True, False),
+        "attention.math": (backends.enable_math_sdp, True, False),
+        "attention.cudnn": (backends.enable_cudnn_sdp, True, False),
+        "attention.math_reduced_precision": (backends.allow_fp16_bf16_reduction_math_sdp, False, True),
+        "cudnn": (lambda on: setattr(torch.backends.cudnn, "enabled", on), True, False),
+    }  # fmt: skip
+    before = cuda_settings(cuda)
+    for name, (turn, as_it_is, other) in switches.items():
+        turn(other)
+        try:
+            changed = {key for key, value in cuda_settings(cuda).items() if value != before[key]}
+            assert f"cuda.{name}" in changed
+        finally:
+            turn(as_it_is)
+    assert cuda_settings(cuda) == before
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert cuda_settings(cuda)["cuda.CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert cuda_settings(CPU) == {}
+
+
+def test_what_the_probe_adds_on_cuda_is_finite_and_repeats() -> None:
+    """On the CPU here: a GPU computes it in other kernels."""
+    with determinism("strict", threads=1):
+        first, again = (list(_reduced_precision(CPU)) for _ in range(2))
+    assert len({name for name, _ in first}) == len(first) == 6
+    for (_, one), (_, other) in zip(first, again, strict=True):
+        assert one.isfinite().all()
+        assert one.count_nonzero()
+        assert torch.equal(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import lockstep
 from lockstep.communication.group import Group
 from lockstep.errors import JobError
 from lockstep.plan import evaluation_ranges
+from lockstep.training.buffers import KeptBuffers
 from lockstep.training.evaluate import Evaluation, evaluating
 from lockstep.training.precision import Precision
 
@@ -36,6 +38,37 @@ def test_modes_are_restored_as_they_were() -> None:
     assert [module.training for module in model.modules()] == before
 
 
+class Caching(nn.Linear):
+    """What prediction needs is computed once in evaluation mode, until train() drops it."""
+
+    cache: Tensor | None = None
+
+    def train(self, mode: bool = True) -> Caching:
+        if mode:
+            self.cache = None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)
+        if self.cache is None:
+            self.cache = self.weight.detach().clone()
+        return x @ self.cache.T
+
+
+def test_modes_are_restored_by_train_itself() -> None:
+    """A module that follows its mode hears of both changes; one that was in evaluation mode before hears of that."""
+    model = nn.Sequential(Caching(2, 2), Caching(2, 2))
+    model[1].eval()
+    with evaluating(model):
+        model(torch.ones(1, 2))
+        assert all(module.cache is not None for module in model)
+    assert [(module.training, module.cache is None) for module in model] == [(True, True), (False, True)]
+    with evaluating(model[1]):
+        model[1](torch.ones(1, 2))
+    assert (model[1].training, model[1].cache is None) == (False, False)
+
+
 class Ids(lockstep.Job):
     """Notes the ids of every evaluation micro-batch."""
 
@@ -55,7 +88,7 @@ class Ids(lockstep.Job):
         return {"largest": lockstep.Mean(batch.max(), 1)}
 
 
-def evaluation(job: Ids, micro_batch: int = 4, processes: int = 0) -> Evaluation:
+def evaluation(job: Any, micro_batch: int = 4, processes: int = 0) -> Evaluation:
     precision = Precision("fp32", CPU)
     return Evaluation(job, job.data, ALONE, precision, micro_batch=micro_batch, seed=5, processes=processes)
 
@@ -139,3 +172,132 @@ def test_sample_that_fails_is_named() -> None:
 
     with pytest.raises(JobError, match=r"^data: sample 5 failed .*ZeroDivisionError"):
         evaluation(Ids(Torn()))(nn.Linear(1, 1))
+
+
+class Numbers(lockstep.Job):
+    """Evaluates one number a micro-batch; `metrics` is a method of each test's own."""
+
+    def __init__(self, samples: int = 4) -> None:
+        super().__init__(None)
+        self.data = torch.arange(1.0, 1.0 + samples)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
+        return lockstep.Loss(batch.sum(), len(batch))
+
+
+def test_every_micro_batch_is_in_evaluation_mode_whatever_the_one_before_left() -> None:
+    class Leaves(Numbers):
+        modes: list[bool] = []  # noqa: RUF012
+
+        def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, lockstep.Mean]:
+            self.modes.append(any(module.training for module in model.modules()))
+            model.train()
+            return {}
+
+    model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1)).eval()
+    evaluate = evaluation(Leaves(), micro_batch=1)
+    evaluate(model)
+    assert Leaves.modes == [False] * 4
+    assert not any(module.training for module in model.modules())
+    evaluate.rehearse(model, repeat=True)
+
+
+def test_each_evaluation_computes_anew_what_a_module_keeps_in_evaluation_mode() -> None:
+    class Cached(Numbers):
+        def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
+            return lockstep.Loss(model(batch[:, None]).sum(), len(batch))
+
+    model = Caching(1, 1, bias=False)
+    evaluate, found = evaluation(Cached()), []
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        found.append(evaluate(model)["eval/loss"])
+    assert found == [2.5, 5.0]
+
+
+class ReusesItsTensor(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = torch.zeros(())
+
+    def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, lockstep.Mean]:
+        self.right.copy_(batch.sum())
+        return {"sum": lockstep.Mean(self.right, self.right)}
+
+
+class GivesABuffer(Numbers):
+    def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, lockstep.Mean]:
+        model.seen.copy_(batch.sum())  # type: ignore[union-attr, operator]
+        return {"sum": lockstep.Mean(model.seen, model.seen)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("job", [ReusesItsTensor, GivesABuffer])
+def test_means_are_those_of_their_micro_batch(job: type[Numbers]) -> None:
+    """Whatever is written to their tensors afterwards: by the job for the next one, or where buffers are put back."""
+
+    class Seeing(job):  # type: ignore[misc, valid-type]
+        def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, lockstep.Mean]:
+            given = super().metrics(model, batch)["sum"]
+            return {"sum": lockstep.Mean(given.total, 1), "weight": lockstep.Mean(1, given.weight)}
+
+    model = nn.Linear(1, 1)
+    model.register_buffer("seen", torch.tensor(9.0))
+    evaluate = evaluation(Seeing(), micro_batch=1)
+    evaluate.restore_buffers = KeptBuffers(model).restore
+    metrics = evaluate(model)
+    assert (metrics["eval/sum"], metrics["eval/weight"]) == (10 / 4, 4 / 10)
+
+
+def test_no_graph_outlives_its_micro_batch() -> None:
+    """A loss that needs gradients within itself; on a device the means of all micro-batches wait for the end."""
+
+    class Penalised(Numbers):
+        totals: list[weakref.ref[Tensor]] = []  # noqa: RUF012
+
+        def loss(self, model: nn.Module, batch: Tensor) -> lockstep.Loss:
+            assert [total() for total in self.totals if total() is not None] == []
+            with torch.enable_grad():
+                total = model(batch[:, None]).sum()
+            self.totals.append(weakref.ref(total))
+            return lockstep.Loss(total, len(batch))
+
+    evaluation(Penalised(), micro_batch=1)(nn.Linear(1, 1))
+    assert len(Penalised.totals) == 4
+
+
+def test_a_first_micro_batch_unlike_its_repetition_is_refused() -> None:
+    """From the second on it gives the same."""
+
+    class First(Numbers):
+        seen = False
+
+        def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, lockstep.Mean]:
+            seen, self.seen = self.seen, True
+            return {"seen": lockstep.Mean(float(seen), 1)}
+
+    with pytest.raises(JobError, match=r"^evaluation: job.seen is kept .* and eval/seen depends on it"):
+        evaluation(First()).rehearse(nn.Linear(1, 1), repeat=True)
+
+
+class Merging(nn.Linear):
+    """A low-rank change that eval() adds to the weight and train() takes away again, as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.weight.requires_grad = False
+        self.down, self.up = nn.Parameter(torch.rand(2, 3)), nn.Parameter(torch.zeros(3, 2))
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            self.weight.data += (self.up @ self.down) * (-1 if mode else 1)
+        return super().train(mode)
+
+
+def test_weights_that_do_not_come_back_from_evaluation_mode_are_refused() -> None:
+    """Though at the start, where the change is zero, they do; and what was tried leaves no trace."""
+    model = nn.Sequential(Merging(), nn.Linear(3, 1))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(JobError, match=r"^job.model: parameter '0.weight' .* train\(\) and eval\(\)"):
+        evaluation(Numbers()).rehearse(model, repeat=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.communication.group import Group
 from lockstep.job.interface import Loss, Mean
-from lockstep.training.exchange import Exchange, Totals
+from lockstep.training.exchange import Exchange, Totals, _on_device
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -94,3 +94,28 @@ def test_a_loss_keeps_its_graph() -> None:
     value = loss(1.0)
     exchanged(value)
     assert value.total.requires_grad
+
+
+def test_a_message_of_numbers_and_losses_is_theirs_on_any_device() -> None:
+    losses = [torch.tensor(0.1), torch.tensor(2**40 + 1), torch.tensor([0.3], dtype=torch.bfloat16)]
+    values = [losses[0], 3.0, losses[1], 0.0, losses[2], 0.1]
+    found = _on_device(values, torch.device("cpu"))
+    assert found.dtype == torch.float64
+    assert found.tolist() == [float(value) for value in values]
+
+
+def test_the_first_weight_that_is_no_count_is_named() -> None:
+    """Whatever the others add to it."""
+    for bad in (-1.0, math.nan, math.inf):
+        found = exchanged(loss(1.0, 8.0), loss(1.0, bad), loss(1.0, -2.0)).bad_weight
+        assert found is not None
+        assert (found[0], repr(found[1])) == (1, repr(bad))
+    assert exchanged(loss(1.0, 0.0), loss(1.0)).bad_weight is None
+
+
+def test_what_stays_on_the_device_has_memory_of_its_own() -> None:
+    """A buffer or a tensor that the next micro-batch writes anew is read when the message is built, after that."""
+    given = torch.zeros((), device="meta")
+    held = Exchange(ALONE, 1, (), 0)._value(given)
+    assert isinstance(held, torch.Tensor)
+    assert held.untyped_storage()._cdata != given.untyped_storage()._cdata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,8 @@ class Owner:
         self.nan = torch.tensor([float("nan")])
         self.generator = torch.Generator().manual_seed(0)
         self.numpy = np.random.default_rng(0)
+        self.legacy = np.random.RandomState(0)
+        self.entropy = random.SystemRandom()  # it has no state
         self.slotted = Slotted()
         self.module = nn.Linear(2, 2)
         self.normed = nn.BatchNorm1d(2)
@@ -62,6 +65,7 @@ WRITES: dict[str, Any] = {
     "owner.tensor": lambda o: o.written_past_torch(),
     "owner.generator": lambda o: torch.rand(1, generator=o.generator),
     "owner.numpy": lambda o: o.numpy.random(),
+    "owner.legacy": lambda o: o.legacy.random(),
     "owner.slotted.count": lambda o: setattr(o.slotted, "count", 5),
     "owner.module.bias": lambda o: o.module.bias.data.add_(1),
     "owner.normed.running_mean": lambda o: o.normed(torch.ones(3, 2)),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.training import norm
 from lockstep.training.norm import ALIGNMENT, BLOCK, GradientNorm, align_gradients, clip_gradients
 
 SHAPES = [(3, 5), (1,), (64,), (65,), (7, 3, 3, 3), (4097,), (), (0, 4), (BLOCK,), (BLOCK + 1,), (3, BLOCK)]
@@ -69,10 +70,24 @@ def test_the_norm_is_the_same_bits_at_every_offset_in_buckets_of_any_size(bucket
         assert GradientNorm(every).squares(views) == wanted, offset
 
 
+def test_sums_of_all_rows_of_the_workspace_are_those_of_the_rows_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on CUDA: each row is added up among as many others as the workspace holds, whatever these are."""
+    every = gradients()
+    wanted = GradientNorm(every).squares(every)
+    monkeypatch.setattr(norm, "_ROW_BY_ROW", frozenset[str]())
+    found = GradientNorm(every)
+    found.squares([torch.full_like(gradient, math.nan) for gradient in every])
+    assert found.squares(every) == wanted
+
+
 def test_views_at_sixteen_offsets_are_aligned_otherwise() -> None:
     """The control of the test above: the memory that the gradients lie in does differ."""
     every = gradients()
-    found = [{view.data_ptr() % ALIGNMENT for view in in_buckets(every, 1, offset)} for offset in range(16)]
+    found = [
+        {view.data_ptr() % ALIGNMENT["cpu"] for view in in_buckets(every, 1, offset)} for offset in range(16)
+    ]
     assert len(set().union(*found)) == 16
 
 
@@ -151,9 +166,9 @@ def test_gradients_are_moved_to_memory_of_their_own_where_they_are_not_aligned()
     every = gradients()
     for parameter, view in zip(parameters, in_buckets(every, 1, 0), strict=True):
         parameter.grad = view
-    assert any(p.grad is not None and p.grad.data_ptr() % ALIGNMENT for p in parameters)
-    kept = [p.grad for p in parameters if p.grad is not None and p.grad.data_ptr() % ALIGNMENT == 0]
+    assert any(p.grad is not None and p.grad.data_ptr() % ALIGNMENT["cpu"] for p in parameters)
+    kept = [p.grad for p in parameters if p.grad is not None and p.grad.data_ptr() % ALIGNMENT["cpu"] == 0]
     align_gradients(parameters)
-    assert not any(p.grad is not None and p.grad.data_ptr() % ALIGNMENT for p in parameters)
+    assert not any(p.grad is not None and p.grad.data_ptr() % ALIGNMENT["cpu"] for p in parameters)
     assert all(any(p.grad is gradient for p in parameters) for gradient in kept)
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, every, strict=True) if p.grad is not None)

@@ -18,6 +18,7 @@ import lockstep
 from lockstep import train
 from lockstep.errors import LockstepError
 from lockstep.training import not_finite
+from tests.faulty_jobs.jobs import OfSparse, SoundSparse
 
 BAD = 21
 """The sample that is spoilt: of step 3, micro-batch 1, in the data's own order."""
@@ -48,6 +49,15 @@ class BadInput(Plain):
         x, y = super().tensors()
         x[BAD, 1] = torch.nan
         return x, y
+
+
+class BadSparseInput(BadInput):
+    """The numbers of a sparse tensor lie behind its indices."""
+
+    def model(self) -> nn.Module:
+        return OfSparse(4, 1)
+
+    collate = SoundSparse.collate
 
 
 class BadLabel(Plain):
@@ -151,6 +161,16 @@ def test_what_brought_it_is_told_with_its_micro_batch_and_module(
     batch = safetensors.torch.load(base64.b64decode(found["batch"]))
     for name, whole in (("batch[0]", x), ("batch[1]", y)):
         assert torch.equal(batch[name].nan_to_num(7.0), whole[found["samples"]].nan_to_num(7.0))
+
+
+def test_a_sparse_input_is_told_and_kept_like_another(tmp_path: Path) -> None:
+    found = told(tmp_path, BadSparseInput, "the loss of step 3, micro-batch ")
+    assert (found["step"], found["brought_by"]) == (3, "input")
+    x, y = BadSparseInput(None).tensors()
+    batch = safetensors.torch.load(base64.b64decode(found["batch"]))
+    kept = torch.sparse_coo_tensor(batch["batch[0]"], batch["batch[1]"], (2, 4), check_invariants=True)
+    assert torch.equal(kept.to_dense().nan_to_num(7.0), x[found["samples"]].nan_to_num(7.0))
+    assert torch.equal(batch["batch[2]"], y[found["samples"]])
 
 
 def test_a_rate_that_is_too_high_is_told_as_such(tmp_path: Path) -> None:

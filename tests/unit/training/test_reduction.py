@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.plan import nodes, worker_ranges
-from lockstep.training.reduction import TreeSum
+from lockstep.training.reduction import TreeSum, in_pairs, pairs_up
 
 
 def gradients(leaves: int) -> list[Tensor]:
@@ -92,3 +92,37 @@ def test_the_plans_ranges_send_few_partial_sums() -> None:
         for workers in range(1, micro_batches + 1):
             for own in worker_ranges(micro_batches, workers):
                 assert len(closed(micro_batches, own)) == len(nodes(own, micro_batches)) <= 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_rows_added_in_pairs_are_the_recursive_sum(ranks: int) -> None:
+    every = gradients(ranks)
+    assert torch.equal(in_pairs(torch.stack(every)), recursive(every))
+
+
+def test_the_ranks_that_pair_up_are_those_whose_ranges_are_one_level_of_the_tree() -> None:
+    """Where they do not, pairs of them would be another sum: six leaves on four ranks, or five ranks."""
+    fits = [
+        (leaves, ranks)
+        for leaves in range(1, 17)
+        for ranks in range(1, leaves + 1)
+        if pairs_up([nodes(own, leaves) for own in worker_ranges(leaves, ranks)], leaves)
+    ]
+    powers = [(leaves, ranks) for leaves, ranks in fits if ranks > 2]
+    assert powers == [
+        (4, 4),
+        (7, 4),
+        (8, 4),
+        (8, 8),
+        (13, 4),
+        (14, 4),
+        (15, 4),
+        (15, 8),
+        (16, 4),
+        (16, 8),
+        (16, 16),
+    ]
+    for leaves, ranks in fits:
+        sums = [closed(leaves, own) for own in worker_ranges(leaves, ranks)]
+        rows = torch.stack([own[0] for own in sums])
+        assert torch.equal(in_pairs(rows), recursive(gradients(leaves))), (leaves, ranks)

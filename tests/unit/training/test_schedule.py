@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.tree import pack
 from lockstep.errors import SpecError
 from lockstep.spec.fields import (
     Constant,
@@ -21,8 +23,11 @@ from lockstep.spec.fields import (
     StepDecay,
     WarmupStableDecay,
 )
+from lockstep.training.phase_step import runs_own_code
 from lockstep.training.schedule import (
     FunctionOfUpdates,
+    Rates,
+    TorchScheduler,
     base_rates,
     check_length,
     rate_factor,
@@ -188,3 +193,42 @@ def nano_gpt(it: int) -> float:
     decay_ratio = (it - warmup_iters) / (lr_decay_iters - warmup_iters)
     coeff = 0.5 * (1.0 + math.cos(math.pi * decay_ratio))
     return min_lr + coeff * (learning_rate - min_lr)
+
+
+def test_an_optimizer_of_torch_runs_no_code_of_the_job_whoever_notes_its_rates() -> None:
+    """Each step would otherwise seed and copy buffers for it."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = FunctionOfUpdates(optimizer, lambda update: 1.0)
+    Rates(optimizer, schedule)
+    assert not runs_own_code(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert runs_own_code(optimizer)
+
+
+@pytest.mark.parametrize("restored", range(6))
+def test_a_scheduler_of_schedulers_goes_on_wherever_it_is_restored(restored: int) -> None:
+    """Before the milestone too: what is to begin there counts its own milestones."""
+
+    def made() -> TorchScheduler:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        rising = lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+        falling = lr_scheduler.MultiStepLR(optimizer, [1, 1, 2], gamma=0.5)
+        inner = lr_scheduler.SequentialLR(optimizer, [rising, falling], milestones=[2])
+        chained = lr_scheduler.ChainedScheduler([inner, lr_scheduler.MultiStepLR(optimizer, [3])])
+        return TorchScheduler(optimizer, chained)  # type: ignore[arg-type]
+
+    def rates(schedule: TorchScheduler, updates: int) -> list[float]:
+        found = []
+        for _ in range(updates):
+            found += rates_of(schedule.optimizer)
+            schedule.optimizer.step()
+            schedule.follow()
+        return found
+
+    whole, first, second = rates(made(), 6), made(), made()
+    begun = rates(first, restored)
+    packed = pack(first.state_dict(), "schedule")
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.load_state_dict(unpack(packed.skeleton, packed.tensors), fork=False)
+    assert begun + rates(second, 6 - restored) == whole
+    assert len(set(whole)) > 3

@@ -13,8 +13,9 @@ from torch import nn
 
 from lockstep.checkpoint.snapshot import snapshot, writers
 from lockstep.checkpoint.tree import Elsewhere, pack
+from lockstep.communication.group import Group
 from lockstep.errors import SpecError
-from lockstep.training.sharding import UNIT, check_shardable, flat, stretches
+from lockstep.training.sharding import UNIT, ShardedOptimizer, check_shardable, flat, stretches
 
 PARAMETERS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12)
 
@@ -108,6 +109,53 @@ def test_what_stands_for_a_tensor_leaves_the_same_skeleton(tensor: torch.Tensor)
 
 def test_memory_with_gaps_has_no_flat_view() -> None:
     assert flat(torch.randn(3, 12)[:, ::2]) is None
+
+
+META = torch.device("meta")
+"""It stands for a GPU: a device that is not the processor."""
+
+STEP = torch.tensor(7.0)
+
+
+def on_a_gpu(**options: bool) -> tuple[ShardedOptimizer, nn.Parameter]:
+    parameter = nn.Parameter(torch.zeros(2, 65, device=META))
+    whole = torch.optim.AdamW([{"params": [parameter], **options}])
+    return ShardedOptimizer(whole, Group(rank=0, size=1, device=META)), parameter
+
+
+@pytest.mark.parametrize("option", [{"fused": True}, {"capturable": True}, {}], ids=str)
+def test_a_step_count_is_loaded_to_where_the_kernels_read_it(option: dict[str, bool]) -> None:
+    """As torch's own `load_state_dict` does: fused and captured kernels read it on the device, all others on the processor."""
+    optimizer, parameter = on_a_gpu(**option)
+    saved = {"step": STEP, "exp_avg": torch.zeros(2, 65), "exp_avg_sq": torch.zeros(2, 65)}
+    groups = optimizer.groups_as_saved()
+    optimizer.load_state_dict({"state": {0: saved}, "param_groups": groups})
+    (own,) = optimizer.own_state().values()
+    torchs = torch.optim.AdamW([parameter])
+    torchs.load_state_dict({"state": {0: saved}, "param_groups": groups})
+    assert {name: value.device for name, value in own.items()} == {
+        name: value.device for name, value in torchs.state[parameter].items()
+    }
+    assert own["step"] is not STEP
+
+
+class OnTheGpu(torch.Tensor):
+    """A number that lies on a GPU, until it is copied to the processor."""
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        return STEP.clone()
+
+
+def test_a_step_count_leaves_the_gpu_before_it_goes_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA tensor that is pickled appears on the device of its sender's number."""
+    optimizer, _ = on_a_gpu(fused=True)
+    optimizer._build()
+    (part,) = optimizer._parts.values()
+    optimizer._own.state[part.value] = {"step": torch.zeros(()).as_subclass(OnTheGpu)}
+    gathered: list[Any] = []
+    monkeypatch.setattr(Group, "gather", lambda self, value: gathered.append(value) or [value])
+    assert optimizer.state_dict()["state"] == {0: {"step": STEP}}
+    assert type(gathered[0][0]["step"]) is torch.Tensor
 
 
 def test_a_rank_that_lacks_what_it_writes_is_found_out() -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.tree import pack
 from lockstep.errors import JobError
 from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop
-from lockstep.training.digest import tree_digest
+from lockstep.training.digest import tree_digest, weights_digest
 from lockstep.training.precision import Precision
-from lockstep.training.state import Best, TrainState, power_of_two
+from lockstep.training.state import Best, TrainState, power_of_two, restore_optimizer
+from tests.flat_momentum import FlatMomentum
+from tests.nested import Nested
 
 NAN, INF = math.nan, math.inf
 
@@ -26,7 +33,7 @@ def judged(rule: EarlyStop, values: list[float]) -> tuple[Best, list[bool]]:
     for i, value in enumerate(values):
         with torch.no_grad():
             model.weight.fill_(float(i))
-        stops.append(best.judge(rule, value, 10 * (i + 1), model))
+        stops.append(best.judge(rule, value, 10 * (i + 1), model, Job(Job.Params())))
     return best, stops
 
 
@@ -58,16 +65,29 @@ def test_nothing_is_best_where_every_evaluation_was_nan() -> None:
     assert (best.value, best.weights, stops) == (None, None, [False, False, True])
 
 
-def test_best_weights_are_a_copy_with_buffers() -> None:
-    best, model = Best(), nn.BatchNorm1d(2)
-    best.judge(EarlyStop(), 1.0, 1, model)
+class Warm(Job):
+    """A job with state of its own."""
+
+    heat = 2.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"heat": self.heat}
+
+
+def test_best_weights_are_a_copy_with_buffers_and_what_is_beside_them() -> None:
+    best, model, job = Best(), nn.BatchNorm1d(2), Warm(Job.Params())
+    model.register_buffer("unlisted", torch.zeros(1), persistent=False)
+    best.judge(EarlyStop(), 1.0, 1, model, job)
+    job.heat = 5.0
     with torch.no_grad():
         model.running_mean.fill_(5.0)  # type: ignore[union-attr]
         model.weight.fill_(5.0)
+        model.unlisted.fill_(5.0)  # type: ignore[union-attr,operator]
     assert best.weights is not None
     assert set(best.weights) == set(model.state_dict())
     assert best.weights["running_mean"].tolist() == [0.0, 0.0]
     assert best.weights["weight"].tolist() == [1.0, 1.0]
+    assert best.beside == {"buffers": {"unlisted": torch.zeros(1)}, "job": {"heat": 2.0}}
 
 
 def test_counters_move_together() -> None:
@@ -130,3 +150,93 @@ def test_a_state_of_an_older_version_has_no_order() -> None:
     saved = state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).sections()
     del saved["model"]["order"]
     state_over(["0.weight", "0.bias", "1.weight", "1.bias"]).restore(saved)
+
+
+def test_state_of_an_optimizer_within_lists_and_mappings_is_restored_as_it_was() -> None:
+    """torch casts what is in them to the type of the parameter, and takes a word for a list."""
+
+    def state() -> TrainState:
+        model = nn.Linear(2, 2).bfloat16()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1)
+        return TrainState(
+            TwoAlike(), model, Nested(model.parameters()), Precision("fp32", torch.device("cpu"))
+        )
+
+    trained, restored = state(), state()
+    optimizer_of = trained.optimizer_of("")
+    optimizer_of.step()
+    packed = pack(trained.sections(), "state")
+    restored.restore(unpack(packed.skeleton, {name: one.clone() for name, one in packed.tensors.items()}))  # type: ignore[union-attr]
+    assert tree_digest(restored.sections()) == tree_digest(trained.sections())
+    held = next(iter(restored.optimizer_of("").state.values()))
+    assert (held["mode"], held["sums"][0].dtype) == ("down", torch.float64)
+    assert type(held["sums"][1]["deep"]) is tuple
+    for one in (trained, restored):
+        one.optimizer_of("").step()
+    assert tree_digest(restored.sections()) == tree_digest(trained.sections())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_an_optimizer_holds_in_one_memory_is_in_one_memory_again(dtype: torch.dtype) -> None:
+    """torch casts and copies each tensor and each list by itself."""
+    steps: list[float] = []
+    for saved_after in (1, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).to(dtype)
+        optimizer: torch.optim.Optimizer = FlatMomentum(model.parameters())
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+            optimizer.step()
+            if step + 1 == saved_after:
+                packed = pack(optimizer.state_dict())
+                optimizer = FlatMomentum(model.parameters())
+                copies = {
+                    name: one.clone() for name, one in packed.tensors.items() if isinstance(one, Tensor)
+                }
+                restore_optimizer(optimizer, unpack(packed.skeleton, copies), fork=False)
+        steps.append(weights_digest(model.state_dict()))
+        first = optimizer.state[next(model.parameters())]
+        assert (first["flat"].dtype, first["seen"]) == (torch.float32, [3])
+    assert steps[0] == steps[1]
+
+
+class Window(Job):
+    """A history, and its tail as a view of it; it may take them back each by itself."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__(None)
+        self.history, self.apart = torch.zeros(4), apart
+        self.newest = self.history[-1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history, "newest": self.newest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history, self.newest = (
+            state["history"],
+            state["newest"].clone() if self.apart else state["newest"],
+        )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_a_job_holds_in_one_memory_is_in_one_memory_again_or_refused(apart: bool) -> None:
+    model = nn.Linear(1, 1)
+
+    def state(job: Window) -> TrainState:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return TrainState(job, model, optimizer, Precision("fp32", torch.device("cpu")))
+
+    packed = pack(state(Window(apart=False)).sections(), "state")
+    job = Window(apart=apart)
+    with (
+        pytest.raises(JobError, match="job/history and job/newest share memory where state_dict")
+        if apart
+        else nullcontext()
+    ):
+        state(job).restore(
+            unpack(packed.skeleton, {name: one.clone() for name, one in packed.tensors.items()})
+        )  # type: ignore[union-attr]
+        job.newest.fill_(3)
+        assert job.history.tolist() == [0, 0, 0, 3]

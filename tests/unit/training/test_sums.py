@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.sampler import MicroBatch
@@ -18,7 +18,6 @@ from lockstep.training.rehearsal.sums import check_sum, distance_from_mean
 positive = st.lists(st.floats(0.01, 100), min_size=2, max_size=64)
 
 
-@settings(deadline=None)  # a crowded machine
 @given(positive)
 def test_no_sum_is_taken_for_a_mean(values: list[float]) -> None:
     half = len(values) // 2
@@ -26,7 +25,6 @@ def test_no_sum_is_taken_for_a_mean(values: list[float]) -> None:
     assert distance_from_mean(math.fsum(values), len(values), halves) > 0.25
 
 
-@settings(deadline=None)  # a crowded machine
 @given(positive)
 def test_every_mean_is_one(values: list[float]) -> None:
     half = len(values) // 2

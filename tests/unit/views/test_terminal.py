@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import SpecError
+from lockstep.errors import RecordError, SpecError
 from lockstep.record.events import Observation
 from lockstep.views.terminal import Screen, Series, drawn, series_of
 from tests.in_process import here
@@ -90,6 +90,13 @@ def test_loss_evaluation_and_rate_are_shown_by_default(tmp_path: Path) -> None:
     assert chosen == Series("eval/accuracy", [2], [0.5])
     with pytest.raises(SpecError, match="did you mean 'train/loss'"):
         series_of(curves(tmp_path), ["train/los"])
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"{"])
+def test_a_spec_that_is_none_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (record(tmp_path, [step_row(1)]) / "spec.yaml").write_bytes(content)
+    with pytest.raises(RecordError, match=r"spec\.yaml' is no spec: .*; put a copy of it back"):
+        curves(tmp_path)
 
 
 def test_the_command_draws_what_is_recorded_so_far(

@@ -1,7 +1,7 @@
-"""The only access to Ray's private parts: nothing outside this package imports them.
+"""The only access to Ray's private parts: nothing outside this package imports them, or knows the words between Ray's processes.
 
 Each part is checked before it is used: whether its names exist, with the parameters that Lockstep passes or
-overrides. If not, as with another version of Ray, the caller uses a public way or does without:
+overrides, and whether instances have the attributes that it reads. If not, as with another version of Ray, the caller uses a public way or does without:
 
 | part | without it |
 |---|---|
@@ -21,6 +21,7 @@ This module itself imports nothing of Ray: workers get copies of what lies besid
 
 from __future__ import annotations
 
+import dis
 import importlib
 import importlib.util
 import inspect
@@ -48,7 +49,8 @@ Part = Literal[
 
 _TRAIN = "ray.train.v2._internal"
 _CONTROLLER = f"{_TRAIN}.execution.controller:TrainController"
-_GROUP = f"{_TRAIN}.execution.worker_group:WorkerGroup"
+_GROUPS = f"{_TRAIN}.execution.worker_group"
+_GROUP = f"{_GROUPS}:WorkerGroup"
 _CALLBACK = f"{_TRAIN}.execution.callback"
 _FIXED = f"{_TRAIN}.execution.scaling_policy:FixedScalingPolicy"
 
@@ -67,7 +69,7 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
             "callbacks",
             "validation_config",
         ),
-        f"{_TRAIN}.execution.worker_group.worker:RayTrainWorker.init_train_context": (
+        f"{_GROUPS}.worker:RayTrainWorker.init_train_context": (
             "self",
             "train_run_context",
             "distributed_context",
@@ -80,9 +82,9 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
             "has_validation_fn",
             "current_report_index",
         ),
-        f"{_TRAIN}.execution.worker_group.worker:RayTrainWorker.poll_status": ("self",),
-        f"{_TRAIN}.execution.worker_group.thread_runner:ThreadRunner.is_running": ("self",),
-        f"{_TRAIN}.execution.worker_group.thread_runner:ThreadRunner.get_error": ("self",),
+        f"{_GROUPS}.worker:RayTrainWorker.poll_status": ("self",),
+        f"{_GROUPS}.thread_runner:ThreadRunner.is_running": ("self",),
+        f"{_GROUPS}.thread_runner:ThreadRunner.get_error": ("self",),
         f"{_TRAIN}.execution.context:get_train_context": (),
         f"{_GROUP}._worker_cls": None,
         f"{_GROUP}._start": ("self",),
@@ -97,8 +99,8 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         ),
         f"{_GROUP}._decorate_worker_log_file_paths": ("workers",),
         f"{_GROUP}.poll_status": ("self", "timeout"),
-        f"{_TRAIN}.execution.worker_group.poll:WorkerStatus": None,
-        f"{_TRAIN}.execution.worker_group.poll:WorkerGroupPollStatus.errors": None,
+        f"{_GROUPS}.poll:WorkerStatus": None,
+        f"{_GROUPS}.poll:WorkerGroupPollStatus.errors": None,
         f"{_GROUP}.get_workers": ("self",),
         f"{_GROUP}.has_started": ("self",),
         f"{_GROUP}.shutdown": ("self",),
@@ -108,6 +110,7 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
             "current_state",
         ),
         f"{_CALLBACK}:WorkerGroupCallback.after_worker_group_training_start": ("self", "worker_group"),
+        f"{_CALLBACK}:WorkerGroupCallback.after_worker_group_poll_status": ("self", "worker_group_status"),
         f"{_FIXED}.after_controller_start": ("self", "train_run_context"),
         f"{_FIXED}._maybe_send_resource_request": ("self",),
         f"{_TRAIN}.execution.failure_handling:FailurePolicy.make_decision": (
@@ -155,8 +158,9 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.state:available_resources_per_node": (),
     },
     "forked ids": {
-        "ray.actor:ActorClassID.from_random": None,
-        "ray.actor:ActorClassID.size": None,
+        "ray.actor:ActorClassID": None,
+        "ray._raylet:ActorClassID.from_random": None,
+        "ray._raylet:ActorClassID.size": None,
         "ray._raylet:ObjectRef.from_random": None,
     },
     "worker set-up": {
@@ -173,6 +177,7 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
     "nodes": {
         "ray._private.state:state.get_draining_nodes": (),
         "ray._private.state:state.get_max_resources_from_cluster_config": (),
+        "ray._private.state:available_resources_per_node": (),
     },
     "key-values": {
         "ray.experimental.internal_kv:_internal_kv_put": ("key", "value", "overwrite", "namespace"),
@@ -202,6 +207,44 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
 }
 """The names that each part needs, as `module:name`, with the parameters that Lockstep passes by name or overrides."""
 
+ATTRIBUTES: dict[Part, dict[str, tuple[str, ...]]] = {
+    "driver trainer": {
+        _GROUP: (
+            "_worker_group_state",
+            "_callbacks",
+            "_train_run_context",
+            "_storage_context",
+            "_worker_callbacks_to_propagate",
+        ),
+        f"{_GROUPS}.state:WorkerGroupState": ("shutdown",),
+        f"{_GROUPS}.state:WorkerGroupContext": ("label_selector",),
+        f"{_GROUPS}.worker:Worker": ("actor", "distributed_context"),
+        f"{_GROUPS}.placement_group_handle:PlacementGroupHandle": ("wait", "shutdown", "placement_group"),
+        f"{_GROUPS}.poll:WorkerGroupPollStatus": ("worker_statuses",),
+        f"{_GROUPS}.poll:WorkerStatus": ("running",),
+        f"{_TRAIN}.exceptions:WorkerHealthCheckFailedError": ("health_check_failure",),
+        "ray.train.v2.api.exceptions:ControllerError": ("controller_failure",),
+        f"{_TRAIN}.execution.context:TrainContext": ("execution_context",),
+        f"{_TRAIN}.execution.context:ExecutionContext": ("training_thread_runner", "result_queue"),
+        f"{_TRAIN}.execution.context:TrainRunContext": (
+            "run_config",
+            "scaling_config",
+            "backend_config",
+            "dataset_config",
+        ),
+        f"{_TRAIN}.callbacks.state_manager:StateManagerCallback": ("_state_manager", "_run_id"),
+        f"{_TRAIN}.state.state_manager:TrainStateManager": ("_runs",),
+        f"{_TRAIN}.state.schema:TrainRun": ("name",),
+        "ray.train.torch:TorchTrainer": ("scaling_config", "run_config"),
+        "ray.actor:ActorHandle": ("_actor_id",),
+    },
+    "agents": {
+        "ray.cluster_utils:Cluster": ("head_node",),
+        "ray._private.node:Node": ("get_gcs_client",),
+    },
+}
+"""The attributes that each part reads of instances, by their class as `module:name`."""
+
 
 def unavailable(part: Part) -> str | None:
     """Why a part cannot be used with the installed Ray, in a few words; None if it can."""
@@ -216,16 +259,26 @@ def _differs(part: Part) -> str | None:
         problem = _problem(name, parameters)
         if problem is not None:
             return f"Ray {version('ray')}: {problem}"
+    for name, attributes in ATTRIBUTES.get(part, {}).items():
+        problem = _lacks(name, attributes)
+        if problem is not None:
+            return f"Ray {version('ray')}: {problem}"
     return None
+
+
+def _found(name: str) -> Any:
+    """What is at `module:attribute.attribute`."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for attribute in path.split("."):
+        found = getattr(found, attribute)
+    return found
 
 
 def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
     """What is wrong with `module:attribute.attribute`; None if nothing is."""
-    module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for attribute in path.split("."):
-            found = getattr(found, attribute)
+        found = _found(name)
     except (ImportError, AttributeError) as error:
         return f"{name} is not there ({type(error).__name__})"
     if parameters is None:
@@ -233,6 +286,35 @@ def _problem(name: str, parameters: tuple[str, ...] | None) -> str | None:
     # Ray adds the parameter to a method when its class becomes an actor
     have = tuple(name for name in inspect.signature(found).parameters if name != "_ray_trace_ctx")
     return None if have == parameters else f"{name} takes {', '.join(have) or 'nothing'}"
+
+
+def _lacks(name: str, attributes: tuple[str, ...]) -> str | None:
+    """Which attribute instances of the class at `module:name` lack; None if they have all."""
+    problem = _problem(name, None)
+    if problem is not None:
+        return problem
+    found = _found(name)
+    return next((f"{name} has no {each}" for each in attributes if not _has(found, each)), None)
+
+
+def _has(found: type, attribute: str) -> bool:
+    """Whether instances of a class have an attribute: the class has it, declares it for them, or sets it in a method."""
+    return hasattr(found, attribute) or any(
+        attribute in inspect.get_annotations(each)
+        or any(_sets(attribute, method) for method in vars(each).values())
+        for each in found.__mro__
+    )
+
+
+def _sets(attribute: str, method: Any) -> bool:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return (
+        code is not None
+        and attribute in code.co_names
+        and any(
+            step.opname == "STORE_ATTR" and step.argval == attribute for step in dis.get_instructions(code)
+        )
+    )
 
 
 def rays_set_up() -> str:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from lockstep.errors import RecordError
 from lockstep.record.check import InStore, digest
@@ -18,13 +17,15 @@ from lockstep.record.heartbeat import same_beat, vanished
 from lockstep.record.mlflow_store.client import connecting, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, files_of, is_checkpoint, shared_in
 from lockstep.record.points import Point
-from lockstep.record.run_store import CheckpointCopy, Recorded, RunInfo, no_such_run, recorded
+from lockstep.record.replay import PROCESS
+from lockstep.record.run_store import CheckpointCopy, RunInfo, StoredRun, no_such_run, recorded
+from lockstep.record.store_uri import database_path
 
 _MOST_FINISHED = 10
 """The most runs of one identity that are looked at: there are more if one was planted, or stands in for another."""
 
 
-def recorded_in_mlflow(uri: str, run_id: str) -> Recorded:
+def recorded_in_mlflow(uri: str, run_id: str) -> StoredRun:
     """The run of this id in an MLflow store. RecordError where there is none, or the store does not answer."""
     _check_there(uri, f"run {run_id}")
     with connecting(uri) as (client, _):
@@ -55,7 +56,7 @@ def _run(client: Any, uri: str, run_id: str) -> Any:
 
 def _check_there(uri: str, what: str) -> None:
     """RecordError where the store would be a new file, which MLflow would create under any name."""
-    database = urlsplit(uri).path[1:] if uri.startswith("sqlite:") else ""
+    database = database_path(uri) if uri.startswith("sqlite:") else ""
     if database and not Path(database).exists():
         raise RecordError(
             f"{what}: there is no record at {without_password(uri)!r}; name its store with --uri"
@@ -85,10 +86,10 @@ def in_mlflow(uri: str, run_id: str, names: Sequence[str]) -> InStore:
     with tempfile.TemporaryDirectory() as folder:
         found = files_from_mlflow(uri, run_id, names, Path(folder))
         digests = {name: digest(Path(folder, name)) for name in found}
-    return InStore(run.info.status, points, digests)
+    return InStore(run.info.status, points, digests, run.data.tags.get(PROCESS))
 
 
-def finished_in_mlflow(uri: str, identity: str) -> Iterator[Recorded]:
+def finished_in_mlflow(uri: str, identity: str) -> Iterator[StoredRun]:
     """The runs with status FINISHED and this identity, in any experiment, newest first; at most ten, unreadable ones skipped."""
     with connecting(uri) as (client, _):
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
@@ -137,6 +138,7 @@ class MlflowReader:
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
+        self.passed_over: list[str] = []
         _check_there(uri, "record.uri")
         with connecting(uri) as (self._client, _):
             self._experiments = {e.experiment_id: e.name for e in self._client.search_experiments()}

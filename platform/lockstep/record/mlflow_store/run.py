@@ -25,7 +25,7 @@ from lockstep.record.heartbeat import process_tags
 from lockstep.record.mlflow_store.client import connecting, is_database, page_url, translated
 from lockstep.record.mlflow_store.models import STEP, Models, fill_final, is_checkpoint
 from lockstep.record.points import Point, store_key
-from lockstep.record.run_store import Sent, Status
+from lockstep.record.run_store import Ended, Sent, Status
 
 _LONGEST_PARAM, _LONGEST_TAG, _PER_REQUEST = 6000, 8000, 100
 _CREATION = "lockstep.creation"
@@ -64,6 +64,7 @@ class MlflowStore:
         self._experiment_id = ""
         self._run_id = ""
         self._params: dict[str, str] = {}
+        self._ended: Ended | None = None
         self._last_steps: dict[str, int] = {}
         self._creation = uuid.uuid4().hex
         self._tried = False
@@ -136,6 +137,9 @@ class MlflowStore:
                 raise RecordError(f"run {run_id}: was deleted in MLflow; restore it to go on")
             self._run_id, self._experiment_id = run_id, run.info.experiment_id
             self._params = dict(run.data.params)
+            if run.info.status != "RUNNING" and run.info.end_time:
+                why = run.data.tags.get("lockstep.error", "")
+                self._ended = Ended(run.info.status, run.info.end_time / 1000, why)
             # `data.metrics` has values without steps; the entities behind it have the latest point of each key.
             self._last_steps = {metric.key: metric.step for metric in run.data._metric_objs}
 
@@ -235,12 +239,15 @@ class MlflowStore:
     def _models(self) -> Models:
         return Models(self._client, self._experiment_id, self._run_id)
 
-    def set_status(self, status: Status) -> None:
+    def ended(self) -> Ended | None:
+        return self._ended
+
+    def set_status(self, status: Status, at: float | None = None) -> None:
         with self._translated():
             if status == "RUNNING":
                 self._client.update_run(self._run_id, status=status)
             else:
-                self._client.set_terminated(self._run_id, status)
+                self._client.set_terminated(self._run_id, status, None if at is None else round(at * 1000))
 
     def url(self) -> str:
         return page_url(self._uri, self._experiment_id, self._run_id)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.skeleton import unpack
-from lockstep.checkpoint.tree import pack
+from lockstep.checkpoint.tree import Shared, pack, sharing
 from lockstep.job.interface import Job
 from lockstep.randomness import seed_all
 from lockstep.training.after_step import call_after_step, has_after_step
@@ -21,7 +22,7 @@ from lockstep.training.phase_step import LossModule
 from lockstep.training.rehearsal.held import HOOKS, memory_of, named
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.sharding import ShardedOptimizer
-from lockstep.training.state import TrainState, restore_optimizer
+from lockstep.training.state import TrainState, check_shared, restore_optimizer
 
 LARGEST_WRITTEN = 1 << 28
 """Largest array, in bytes, in which a write by an update is detected and undone."""
@@ -110,22 +111,32 @@ class FirstUpdate:
         `held` and `inside` are what the job and the optimizer held before the update, as a resumed run would begin with.
         """
         job, model, schedule = self.job, self.state.model, self.state.schedule_of(module.phase.name)
-        sections = {
-            "optimizer": optimizer.state_dict(),
-            "job": dict(job.state_dict()),
-            "model": model.state_dict(),
-            "schedule": schedule.state_dict(),
-        }
-        packed = pack(sections, "state")  # so a state that no checkpoint can hold fails now
+
+        def sections() -> dict[str, Any]:
+            return {
+                "optimizer": optimizer.state_dict(),
+                "job": dict(job.state_dict()),
+                "model": model.state_dict(),
+                "schedule": schedule.state_dict(),
+            }
+
+        # so a state that no checkpoint can hold fails now
+        given = sections()
+        packed = {name: pack(section, name) for name, section in given.items()}
+        shared = _shared_beyond_the_model(given)
         after, after_inside = self._held(), self._inside(optimizer)
         changed, changed_inside = after.changed_since(held), after_inside.changed_since(inside)
         self.changed_data = [place for place in changed if place in after.of_datasets]
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
             changed_inside = [place for place in changed_inside if not place.startswith(_IN_STATE_DICT)]
-        if not changed and not changed_inside:
+        if not changed and not changed_inside and not shared:
             return
-        copies = {name: one.clone() for name, one in packed.tensors.items() if isinstance(one, Tensor)}
-        saved = unpack(packed.skeleton, copies)
+        saved = {
+            section: unpack(
+                one.skeleton, {n: t.clone() for n, t in one.tensors.items() if isinstance(t, Tensor)}
+            )
+            for section, one in packed.items()
+        }
         held.restore()
         inside.restore()
         try:
@@ -138,10 +149,16 @@ class FirstUpdate:
             raise as_lockstep_error(
                 error, "taking back the state that it gives after the first update, before training"
             ) from error
+        check_shared(shared, _shared_beyond_the_model(sections()))
         lost = [place for place in self._held().changed_since(after) if place in changed]
         lost += [p for p in self._inside(optimizer).changed_since(after_inside) if p in changed_inside]
         if lost:
             self.warn(
-                f"rehearsal: {named(lost)} changes with an update, and no checkpoint keeps it: a resumed run would start it anew; "
-                "give it in job.state_dict() and take it back in job.load_state_dict(), or keep it in the optimizer's state"
+                f"rehearsal: {named(lost)} changes with an update, and no checkpoint keeps it: a resumed run would lose it; "
+                "return it from job.state_dict() and restore it in job.load_state_dict(), or keep it in the optimizer's state"
             )
+
+
+def _shared_beyond_the_model(sections: dict[str, Any]) -> Shared:
+    """What shares memory and is not the model's alone: that is loaded into the memory of the model that the job has made."""
+    return {one for one in sharing(sections, "") if any(not place.startswith("/model/") for place, _ in one)}

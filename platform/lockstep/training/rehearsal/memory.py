@@ -36,7 +36,7 @@ MOST = 50_000
 NOTHING = "NoneType None"
 """The text of None in `values`."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CLOSED = (
     frozenset(sys.stdlib_module_names)
     | {"torch", "numpy", "ray", "mlflow", "pyarrow", "pydantic", "lockstep", "builtins"}
@@ -76,7 +76,7 @@ class Memory:
         waiting = deque(roots.items())
         while waiting and len(self._alive) < MOST:
             path, value = waiting.popleft()
-            if isinstance(value, _PLAIN):
+            if isinstance(value, PLAIN):
                 self.values[path] = f"{type(value).__name__} {value!r}"
                 continue
             if id(value) in seen:
@@ -127,16 +127,16 @@ class Memory:
             self._see_tensor(path, value)
         elif isinstance(value, np.ndarray):
             self._see_array(path, value)
-        elif isinstance(value, torch.Generator | np.random.Generator | random.Random):
-            self._generators.append((value, _generator_state(value)))
-            self.values[path] = _digest(repr(_generator_state(value)).encode())
+        elif is_generator(value):
+            self._generators.append((value, state := generator_state(value)))
+            self.values[path] = digest_of_state(state)
         elif isinstance(value, dict):
             yield from self._see_dict(path, value)
         elif isinstance(value, list | tuple | deque | set | frozenset):
             yield from self._see_sequence(path, value)
         elif isinstance(value, types.ModuleType | type):
             if _top(value) not in _CLOSED:
-                names = [name for name, held in vars(value).items() if name[:2] != "__" and _is_data(held)]
+                names = [name for name, held in vars(value).items() if name[:2] != "__" and is_data(held)]
                 yield from self._see_names(path, value, names)
         elif isinstance(value, types.FunctionType):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -148,10 +148,10 @@ class Memory:
         elif isinstance(value, functools.partial):
             yield from ((path, held) for held in (value.func, *value.args, *value.keywords.values()))
         elif self._datasets and isinstance(value, Dataset):
-            plain = {f"{path}.{name}": held for name, held in vars(value).items() if isinstance(held, _PLAIN)}
+            plain = {f"{path}.{name}": held for name, held in vars(value).items() if isinstance(held, PLAIN)}
             self.of_datasets |= plain.keys()
             yield from plain.items()
-        elif _is_open(value):
+        elif is_open(value):
             yield from self._see_object(path, value)
 
     def _see_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -182,7 +182,7 @@ class Memory:
         self._containers.append((value, dict(value)))
         self.values[path] = f"mapping of {len(value)}"
         for i, (key, held) in enumerate(list(value.items())[:LONGEST]):
-            yield f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[#{i}]", held
+            yield f"{path}[{key!r}]" if isinstance(key, PLAIN) else f"{path}[#{i}]", held
 
     def _see_sequence(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, list | deque | set):
@@ -190,7 +190,7 @@ class Memory:
         self.values[path] = f"{type(value).__name__} of {len(value)}"
         if isinstance(value, set | frozenset):
             self.values[path] += (
-                f" {sorted(map(repr, value))[:LONGEST]}" if all(isinstance(v, _PLAIN) for v in value) else ""
+                f" {sorted(map(repr, value))[:LONGEST]}" if all(isinstance(v, PLAIN) for v in value) else ""
             )
             return
         for i, held in enumerate(value):
@@ -251,7 +251,7 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content) if isinstance(container, set) else container.extend(content)
 
 
-def _is_open(value: Any) -> bool:
+def is_open(value: Any) -> bool:
     """Whether an object is of the user's own class, or of one that is safe to look into."""
     if isinstance(value, Dataset | DataLoader):
         return False  # it may have caches, threads and files; its samples are compared instead
@@ -264,23 +264,50 @@ def _top(value: types.ModuleType | type) -> str:
     return name.partition(".")[0]
 
 
-def _is_data(value: Any) -> bool:
+def top_is_closed(kind: type) -> bool:
+    """Whether a class is from a package that is not looked into."""
+    return _top(kind) in _CLOSED
+
+
+def is_data(value: Any) -> bool:
     """Whether a value in a module or a class is data, not code."""
     code = (types.ModuleType, types.FunctionType, types.MethodType, type, staticmethod, classmethod, property)
     return not isinstance(value, code) and not (callable(value) and not isinstance(value, nn.Module))
 
 
-def _generator_state(generator: Any) -> Any:
+def is_generator(value: Any) -> bool:
+    """Whether an object is a generator of random numbers with a state: one of the operating system's has none."""
+    kinds = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator, for `_set_generator`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return (
         generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.getstate()
     )
 
 
+def digest_of_state(state: Any) -> str:
+    """A hash of the state of a generator; equal states have equal ones."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(held) for key, held in value.items()}
+        return value.tobytes() if isinstance(value, np.ndarray) else value
+
+    return _digest(repr(plain(state)).encode())
+
+
 def _set_generator(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import JobError, LockstepError, NumericsError
+from lockstep.errors import JobError, NumericsError
 from lockstep.job.interface import Loss, Mean
 from lockstep.plan import Plan
 from lockstep.randomness import seed_all
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.determinism import filled_memory
-from lockstep.training.failure import as_lockstep_error
-from lockstep.training.means import check_parts
+from lockstep.training.failure import job_at
+from lockstep.training.means import check_form, check_parts
 from lockstep.training.parameters import ParameterWatch, written_parameter
 from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.precision import Precision
+from lockstep.training.rehearsal.layout import check_layout
 from lockstep.training.rehearsal.memory import tensor_digest
 
 
@@ -45,6 +46,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 f"job.model: parameter {name!r} is {parameter.dtype}, whose gradients have no order of addition here; hold it as "
                 "real numbers with one dimension more, and use torch.view_as_complex(parameter) in the forward"
             )
+    check_layout(model)
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise JobError(
@@ -53,7 +55,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise JobError(
-                f"job.model: {name or 'the model'!r} is compiled by torch.jit, which keeps its parameters out of sight; return the module "
+                f"job.model: {name or 'the model'!r} is compiled by torch.jit, which hides its parameters; return the module "
                 "as it is, and set compile=true in the spec"
             )
         if isinstance(module, nn.SyncBatchNorm):
@@ -113,17 +115,13 @@ def compute(
     buffers, parameters = KeptBuffers(model), ParameterWatch(model)
     values = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
     try:
-        try:
+        with job_at(where):
             with precision.autocast():
                 loss = module(batch)
-            check_loss(loss, precision, first=m == 0, told=module.phase.loss_told, phase=module.phase.name)
+            check_loss(loss, precision, first=m == 0, label=module.phase.loss_label, phase=module.phase.name)
             parameters.check(where)
             _check_untouched(model, values, where)
             module.backward(loss.total)
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:  # a job may call sys.exit()
-            raise as_lockstep_error(error, where) from error
         parameters.check(where)
         for name, parameter in model.named_parameters():
             if tensor_digest(parameter) != values[name]:
@@ -176,29 +174,22 @@ def _results(loss: Loss, gradients: dict[str, Tensor], buffers: KeptBuffers) -> 
 
 
 def check_loss(
-    loss: object, precision: Precision, *, first: bool, told: str = "job.loss", phase: str = ""
+    loss: object, precision: Precision, *, first: bool, label: str = "job.loss", phase: str = ""
 ) -> None:
-    """Check a job's loss; for the run's `first` micro-batch also that its total is finite. `told` is its name in messages."""
-    if not isinstance(loss, Loss):
-        raise JobError(f"{told}: returned {type(loss).__name__}, wanted lockstep.Loss(total, weight)")
+    """Check a job's loss; for the run's `first` micro-batch also that its total is finite. `label` is its name in messages."""
+    check_form(loss, label)
+    assert isinstance(loss, Loss)
     total = loss.total
-    if not isinstance(total, torch.Tensor) or total.dim() != 0:
-        got = (
-            f"a tensor of shape {tuple(total.shape)}"
-            if isinstance(total, torch.Tensor)
-            else type(total).__name__
-        )
-        raise JobError(f"{told}: total is {got}, wanted a tensor of no dimension: the sum of the losses")
     if not total.requires_grad:
         raise JobError(
-            f"{told}: total has no gradient; it must come from the model, without detach() or no_grad()"
+            f"{label}: total has no gradient; it must come from the model, without detach() or no_grad()"
         )
     value, weight = float(total.detach()), float(loss.weight)
     if first and not math.isfinite(value) and precision.name != "fp16":
         raise NumericsError(
-            f"{told}: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "
+            f"{label}: total is {value} on the very first micro-batch; look for inputs or labels that are not finite, "
             "a division by zero or a logarithm of zero"
         )
     if not math.isfinite(weight) or weight < 0:
-        raise JobError(f"{told}: weight is {weight}, wanted a number of samples or tokens, at least 0")
-    check_parts(told, loss.parts, phase)
+        raise JobError(f"{label}: weight is {weight}, wanted a number of samples or tokens, at least 0")
+    check_parts(label, loss.parts, phase)

@@ -23,7 +23,7 @@ from lockstep.data.dataset import is_fingerprinted
 from lockstep.data.fingerprint import check_repeats
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.sampler import MicroBatch
-from lockstep.errors import DeterminismError, JobError, LockstepError
+from lockstep.errors import DeterminismError, JobError, SpecError
 from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
 from lockstep.randomness import Draws, seed_all
@@ -31,13 +31,14 @@ from lockstep.spec.fields import Spec
 from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
-from lockstep.training.failure import as_lockstep_error
+from lockstep.training.failure import job_at
 from lockstep.training.job_data import make_sampler
 from lockstep.training.job_phases import optimizers_of, phases_of
 from lockstep.training.optimizer import make_optimizer
 from lockstep.training.order import check_order, is_of_model, order_of
 from lockstep.training.phase_step import LossModule
 from lockstep.training.rehearsal.first_update import FirstUpdate
+from lockstep.training.rehearsal.generators import of_training
 from lockstep.training.rehearsal.held import memory_of, named
 from lockstep.training.rehearsal.memory import Memory
 from lockstep.training.rehearsal.micro_batch import Computed, Rehearsal, compute
@@ -80,6 +81,7 @@ class StepRehearsal:
         """
         pack(dict(self.job.state_dict()), "job")  # so a state that no checkpoint can hold fails now
         keys = self._keys()
+        self.batches.check_draws_nothing(keys[0])
         batch = self._fetched_twice(keys)
         compiled = self.state.compiled
         modules = self._modules()
@@ -158,7 +160,12 @@ class StepRehearsal:
         """Micro-batches 0 and 1 of the first step; only 0 if it has just one. Micro-batches that `data.without` leaves empty are skipped."""
         count = range(min(2, self.plan.position(0).micro_batches))
         every = make_sampler(self.spec, self.plan, self.batches.samples, count)
-        return list(islice((key for key in every if len(key.ids)), len(count)))
+        keys = list(islice((key for key in every if len(key.ids)), len(count)))
+        if not keys:
+            raise SpecError(
+                "data.without: leaves no sample to micro-batches 0 and 1 of any step, and a run is rehearsed on them; leave out fewer"
+            )
+        return keys
 
     def _fetch(self, key: MicroBatch) -> Any:
         return next(Loader(self.batches, [key], self.device))
@@ -167,16 +174,26 @@ class StepRehearsal:
         """Micro-batch 0. Under strict determinism it is fetched again after the next one, and must be the same."""
         if self.spec.determinism != "strict":
             return self._fetch(keys[0])
+        own = of_training(self.job, self.batches.samples)
         once, drawn = self._fetch_drawing(keys[0])
+        own.look()
         if len(keys) > 1:
             self._fetch(keys[1])
+            own.look()
         with nullcontext() if self.batches.draws_nothing else out_of_order():
             again, drawn_again = self._fetch_drawing(keys[0])
+        own.look()
+        if (
+            gone_on := own.gone_on()
+        ):  # or it belongs to samples that are read anew now and then, for they are kept
+            self._fetch(keys[0])
+            own.look()
+            own.refuse(gone_on)
         check_repeats(once, again, opaque=is_fingerprinted(self.batches.samples))
         if drawn != drawn_again:
             raise JobError(
                 "data: train_data keeps what it drew: the first micro-batch, fetched again under one seed, draws other random numbers, "
-                "so each sample has the draw of the process that met it first; keep what is read, and draw anew at each fetch"
+                "so a sample depends on the process that fetched it first; cache what is read, and draw at each fetch"
             )
         return once
 
@@ -225,7 +242,7 @@ class StepRehearsal:
             extent = "quick"
         before = self._memory()
         forward = partial(self._forward, module)
-        check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_told)
+        check_sum(self._fetch, forward, keys[0], again.loss, self.warn, module.phase.loss_label)
         if extent == "full":
             self._compare_across(module, keys, again, before)
         elif first.first_difference(again) is not None:
@@ -277,19 +294,19 @@ class StepRehearsal:
         if difference is not None and left:
             raise JobError(
                 f"{named(left)} is kept from one micro-batch to the next, and {difference} depends on it: workers that run other "
-                "micro-batches get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
+                "micro-batches would get other bits; keep it in a buffer of the model, where the step's first micro-batch alone "
                 "updates it, or change it once a step in job.after_step(model, step)"
             )
         if difference is not None and self._update.changed_data:
             raise JobError(
-                f"data: {named(self._update.changed_data)} is changed by an update, and {difference} depends on it: a batch is fetched before the step "
-                "that it is for, and in other processes where data.loader_processes says so, so which batch sees the change is not settled; "
-                "let after_step(model, step) change nothing that the data read"
+                f"data: {named(self._update.changed_data)} is changed by an update, and {difference} depends on it: a batch is fetched before its "
+                "step, with data.loader_processes in another process, so it is undefined which batch sees the change; "
+                "after_step(model, step) must change nothing that the data read"
             )
         if difference is not None:
             raise DeterminismError(
                 f"determinism strict: {difference}, computed again under one seed, has other bits; an operator is not "
-                "deterministic, or the job draws from a generator of its own, reads a clock, or keeps something out of sight: "
+                "deterministic, or the job draws from a generator of its own, reads a clock, or keeps hidden state: "
                 "draw from the default generators or from lockstep.rng()"
             )
         if left:
@@ -313,13 +330,8 @@ class StepRehearsal:
     def _loss(self, module: LossModule, batch: Any, seed: int) -> Loss:
         more, device = ("again", seed) if seed else (), self.device
         seed_all(self.spec.seed, "rehearsal", *more, cuda=device if device.type == "cuda" else None)
-        try:
-            with self.state.precision.autocast():
-                loss: Loss = module(batch)
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise as_lockstep_error(error, "first micro-batch, before training") from error
+        with job_at("first micro-batch, before training"), self.state.precision.autocast():
+            loss: Loss = module(batch)
         return loss
 
     def _tell_buffers(self, first: Computed, second: Computed) -> None:
@@ -331,8 +343,8 @@ class StepRehearsal:
         differing = [place for place in places if first.results.get(place) != second.results.get(place)]
         if differing:
             self.warn(
-                f"rehearsal: {named(differing)} of the model takes up what the samples are; of the {self.plan.micro_batches} micro-batches "
-                "of a step only the first one's is kept, on any number of workers: where it must see every sample, as the state "
+                f"rehearsal: {named(differing)} of the model depends on the samples; of the {self.plan.micro_batches} micro-batches "
+                "of a step only the first one's value is kept, on any number of workers: if it must see every sample, as the state "
                 "of truncated back-propagation through time, set batch.micro = batch.global"
             )
 

@@ -26,13 +26,13 @@ def check_sum(
     key: MicroBatch,
     whole: Loss,
     warn: Callable[[str], None],
-    told: str = "job.loss",
+    label: str = "job.loss",
 ) -> None:
     """JobError for a total that is the mean over the samples though the weight counts them; a warning where it may be one.
 
     The signature: the whole micro-batch's total is the weighted mean of its halves' totals, while its weight is their sum. One
     sample has no halves, and a job that cannot compute half a micro-batch is not tested. `forward` takes a batch and
-    the number of a seed; `whole` is the loss of seed 0, and `told` its name in messages.
+    the number of a seed; `whole` is the loss of seed 0, and `label` its name in messages.
     """
     size = len(key.ids)
     if size < 2:
@@ -56,7 +56,7 @@ def check_sum(
     if distance > LIKELY:
         return
     text = (
-        f"{told}: total is {total:.6g} for the first micro-batch of {size} samples, and {totals[0][0]:.6g} and {totals[1][0]:.6g} "
+        f"{label}: total is {total:.6g} for the first micro-batch of {size} samples, and {totals[0][0]:.6g} and {totals[1][0]:.6g} "
         "for its halves"
     )
     if distance > SURE:

@@ -8,8 +8,8 @@ from typing import Any
 import ray
 
 from lockstep.attempts.watchdog import Patience, end
+from lockstep.clusters.answers import unanswered
 from lockstep.driver.run_view import RunView
-from lockstep.errors import SilentError
 from lockstep.spec.fields import Faults
 from lockstep.sweeps.recorders import GOES_ON, NEWS_S, WHOSE, answer_of_recorders
 
@@ -17,7 +17,7 @@ ASK_S = 1.0
 """How often the trials are listened to."""
 
 
-class Watch:
+class SweepWatchdog:
     """Listens to the trials of a sweep through their recorders."""
 
     def __init__(self, recorders: Any, faults: Faults) -> None:
@@ -53,7 +53,7 @@ class Watch:
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             answer, self._asked = answer_of_recorders(self._asked, NEWS_S), None
         elif self._asked is not None and time.monotonic() - self._asked_at > NEWS_S:
-            raise SilentError(f"{WHOSE} did not answer for {NEWS_S:.0f} s; {GOES_ON}")
+            raise unanswered(WHOSE, NEWS_S, GOES_ON)
         if self._asked is None and time.monotonic() - self._asked_at >= ASK_S:
             self._asked, self._asked_at = self._recorders.views.remote(), time.monotonic()
         return answer

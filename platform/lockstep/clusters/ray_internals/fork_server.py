@@ -44,7 +44,7 @@ _READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_WARN_")
 """How the variables begin that no module reads as it is imported. Not RAY_JOB_ID: Ray keeps what it read first, for good."""
 
 _RAYLET_S, _ASK_S = 0.5, 10.0
-"""How often the server looks whether its raylet lives, and how long whoever asks may take to say what for."""
+"""How often the server checks that its raylet is alive, and how long a client may take to send its request."""
 
 IDLE_S = 60.0
 """How long a server stays that no worker is left of, for the next attempt."""
@@ -121,7 +121,7 @@ def start_worker(words: list[str]) -> NoReturn:
             if _taken_over(place, words, until):
                 os._exit(0)
             place.set_inheritable(True)
-            serving = "from lockstep.clusters.fork_server import serve; serve()"
+            serving = "from lockstep.clusters.ray_internals.fork_server import serve; serve()"
             os.execv(
                 sys.executable, [sys.executable, "-c", serving, str(place.fileno()), str(raylet), *words]
             )
@@ -255,7 +255,7 @@ def serve_forks(server: socket.socket, parent: int, first: int) -> list[str]:
             break
         if (asked := next_asking(server)) is None:
             continue
-        with asked, suppress(OSError):  # whoever asked was killed meanwhile
+        with asked, suppress(OSError):  # the client was killed meanwhile
             found = _asked(server, asked)
             if isinstance(found, list):
                 return found
@@ -264,7 +264,7 @@ def serve_forks(server: socket.socket, parent: int, first: int) -> list[str]:
 
 
 def next_asking(server: socket.socket) -> socket.socket | None:
-    """Whoever of this user asks next, if soon."""
+    """The next connection of this user, or None if there is none soon."""
     if not select.select([server], [], [], _RAYLET_S)[0]:
         return None
     asked, _ = server.accept()
@@ -276,7 +276,7 @@ def next_asking(server: socket.socket) -> socket.socket | None:
 
 
 def received(asked: socket.socket) -> HandedOver:
-    """What whoever asks hands over."""
+    """The request that a client sends: words, environment, folder and open files."""
     first, files, _, _ = socket.recv_fds(asked, 1 << 16, 4)
     try:
         (size,) = struct.unpack("!Q", first[:8])
@@ -307,7 +307,7 @@ def _asked(server: socket.socket, asked: socket.socket) -> list[str] | int | Non
 
 
 def has_left(asked: socket.socket) -> bool:
-    """Whether whoever asked waits no more: it has started by itself."""
+    """Whether the client has stopped waiting: it has started by itself."""
     return bool(select.select([asked], [], [], 0.0)[0]) and not asked.recv(1)
 
 

@@ -1,0 +1,58 @@
+"""A run whose checkpoints are not where they should be: its storage is not mounted, or was moved or deleted.
+
+Such a run is not begun anew under its own id: its record would have its steps twice, and the storage, once it is back, another state.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lockstep.checkpoint.runs import on_disk, steps_of
+from lockstep.errors import SpecError
+from lockstep.record.journal import newest_checkpoint, newest_step
+from lockstep.record.stores import find_copies, reader
+from lockstep.spec.fields import Spec
+
+
+class Known(NamedTuple):
+    """The newest checkpoint that a run's record knows of."""
+
+    step: int
+    place: str
+
+
+def refuse_lost(spec: Spec, run_id: str, *, copies: bool = True) -> None:
+    """SpecError where the record knows a checkpoint of the run and none is left, neither in the storage nor, where `copies` count, in the record.
+
+    A run that ended before its first checkpoint has lost none.
+    """
+    storage = spec.checkpoint.storage
+    if steps_of(storage, run_id):
+        return
+    known = _known(spec, run_id)
+    if known is None or (
+        copies and on_disk(storage) is not None and find_copies(spec.record.uri or "", run_id)
+    ):
+        return
+    raise SpecError(
+        f"resume: the record of run {run_id} names a checkpoint of step {known.step}, {known.place}, and {storage!r} has none of the run's; "
+        "mount the storage, or say where the checkpoints are with checkpoint.storage=…; if they are lost, start a new run with its spec"
+    )
+
+
+def attempts_recorded(spec: Spec, run_id: str, *, told: bool) -> int:
+    """The number of the newest attempt of which the run's folder has a step and, with `told`, of those that its store was told of."""
+    newest = newest_step(spec.folder / run_id)
+    tags = reader(spec.record.uri or "", spec.folder).run(run_id).tags if told else {}
+    known = tags.get("lockstep.attempts", "")
+    return max(0 if newest is None else newest.attempt, int(known) if known.isdigit() else 0)
+
+
+def _known(spec: Spec, run_id: str) -> Known | None:
+    tags = reader(spec.record.uri or "", spec.folder).run(run_id).tags
+    step, place = tags.get("lockstep.checkpoint_step", ""), tags.get("lockstep.checkpoint", "")
+    if step.isdigit():
+        return Known(int(step), place)
+    # Its recorder may have been killed before it told the store.
+    row = newest_checkpoint(spec.folder / run_id)
+    return None if row is None or row.uri is None else Known(row.step, row.uri)

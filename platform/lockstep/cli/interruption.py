@@ -1,0 +1,91 @@
+"""SIGINT and SIGTERM where nothing else has taken them over, as a run does (`StopSignal`): one line, the JSON object, exit code 130 or 143.
+
+An exception in the middle of an import leaves half a module behind, or is swallowed there. So a command that imports, or
+has not begun, ends in the handler; any other is interrupted, and clears away what it has begun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal, for the command that `answers` surrounds."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _Reader:
+    """Who hears how the command has ended."""
+
+    def __init__(self) -> None:
+        self.json_to: int | None = None
+        self.answered = False
+
+
+_reader = _Reader()
+
+
+def take_signals(*, as_json: bool) -> None:
+    """From now on the two signals are this command's, except one that its caller has it ignore. For the main thread."""
+    _reader.json_to = 1 if as_json else None
+    taken = [kind for kind in _SIGNALS if signal.getsignal(kind) is not signal.SIG_IGN]
+    before = {kind: signal.signal(kind, _interrupt) for kind in taken}
+
+    def forget() -> None:
+        for kind, handler in before.items():
+            if signal.getsignal(kind) is _interrupt:
+                signal.signal(kind, handler)
+
+    os.register_at_fork(after_in_child=forget)  # a child's signals are its own
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def hold_signals() -> None:
+    """Keep the two signals for the interpreter that takes this one's place, until it takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+@contextmanager
+def answering(json_to: int | None) -> Iterator[None]:
+    """In this context an interruption is answered, with an object to `json_to` where there is one; after it none is written."""
+    _reader.json_to, _reader.answered = json_to, True
+    try:
+        yield
+    finally:
+        _reader.json_to, _reader.answered = None, False
+
+
+def end(number: int) -> NoReturn:
+    """End the process; whatever still runs here is not waited for."""
+    message = "ended at once by a signal"
+    with suppress(OSError):  # there is nobody to tell
+        os.write(2, f"lockstep: {message}\n".encode())
+        if _reader.json_to is not None:
+            told = {"status": "KILLED", "error": message, "exit_code": 128 + number}
+            os.write(_reader.json_to, f"{json.dumps(told)}\n".encode())
+    os._exit(128 + number)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if not _reader.answered or _imports(frame):
+        end(number)
+    raise Interrupted(number)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib."):
+            return True
+        frame = frame.f_back
+    return False

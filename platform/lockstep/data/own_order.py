@@ -1,0 +1,139 @@
+"""The order of a dataset that has one of its own, held to what a run needs: an id for each position, the same ones whenever it is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.data.dataset import OrdersItself, orders_itself
+from lockstep.data.mixture import MixtureOrder
+from lockstep.data.order import Ids, Order, Shuffle
+from lockstep.errors import JobError
+from lockstep.randomness import seed_all
+
+Guard = Callable[[str], AbstractContextManager[None]]
+"""Tells what the job's own code raises in a block, by the place that it is given."""
+
+AGAIN_S = 0.5
+"""How long the first order may take for a second epoch to be looked at as well."""
+
+PROBED = 1 << 12
+"""Positions that are asked for at the beginning, at the end and over all of an order that is not an array."""
+
+
+def number_of_ids(dataset: Any) -> int:
+    """How many samples there are to be named by an id, counted from 0. An epoch may have fewer: a mixture draws from its sources.
+
+    It is the dataset's length, unless it has an order of its own and says another number, as `id_count`.
+    """
+    own = getattr(dataset, "id_count", None) if orders_itself(dataset) else None
+    return len(dataset) if own is None else int(own)
+
+
+def own_order(
+    dataset: OrdersItself, seed: int, epoch: int, shuffle: Shuffle, samples: int, guard: Guard
+) -> Order:
+    """The dataset's order of an epoch. What it draws from the default generators is keyed by the seed and the epoch.
+
+    Raises JobError for what does not give an id for each of `samples` positions; where it is no array, at the slice that does not.
+    """
+    what = f"epoch_order of {type(dataset).__name__}, epoch {epoch}"
+    seed_all(seed, "epoch order", epoch)
+    with guard(f"in {what}"):
+        given = dataset.epoch_order(seed, epoch, shuffle)
+        ids = number_of_ids(dataset)
+    if isinstance(given, MixtureOrder):
+        return given
+    if isinstance(given, list | tuple | torch.Tensor | np.ndarray):
+        return _array(given, samples, ids, f"data: {what}", "epoch")
+    if not hasattr(given, "__getitem__"):
+        raise JobError(
+            f"data: {what}: got {type(given).__name__}, wanted an array of the {samples} ids of the epoch, or an object whose slices are the ids "
+            "at these positions"
+        )
+    return _Sliced(given, what, ids, guard)
+
+
+def check_own_order(
+    dataset: OrdersItself, seed: int, epochs: int, shuffle: Shuffle, samples: int, guard: Guard
+) -> None:
+    """Refuse an order that is another one when it is asked for again. Raises JobError.
+
+    The orders of epochs 0 and 1 are asked for in turn, twice; of epoch 0 alone where one takes long.
+    """
+
+    def asked(epoch: int) -> Order:
+        return own_order(dataset, seed, epoch, shuffle, samples, guard)
+
+    began = time.perf_counter()
+    orders = [asked(0)]
+    if epochs > 1 and time.perf_counter() - began < AGAIN_S:
+        orders.append(asked(1))
+    for epoch, order in enumerate(orders):
+        if not _same(order, asked(epoch), samples):
+            raise JobError(
+                f"data: epoch_order of {type(dataset).__name__} gives other ids when it is asked for epoch {epoch} again, so a resume or another "
+                "worker would visit other samples; let the order follow from seed, epoch and position alone: draw from the default generators "
+                "or from np.random.default_rng((seed, epoch)), and keep nothing from one call to the next"
+            )
+
+
+def _same(order: Order, again: Order, samples: int) -> bool:
+    """Whether two orders agree: arrays in all, others at the positions that are probed; and each with itself in steps of two."""
+    if isinstance(order, np.ndarray) and isinstance(again, np.ndarray):
+        return np.array_equal(order, again)
+    most = min(PROBED, samples)
+    slices = [
+        slice(0, most, 1), slice(samples - most, samples, 1), slice(0, samples, -(-samples // PROBED) if samples else 1)
+    ]  # fmt: skip
+    return all(np.array_equal(order[one], again[one]) for one in slices) and np.array_equal(
+        order[slice(0, most, 2)], order[slice(0, most, 1)][::2]
+    )
+
+
+class _Sliced:
+    """An order that computes the ids of a slice when it is asked for it, each slice checked."""
+
+    def __init__(self, given: Any, what: str, ids: int, guard: Guard) -> None:
+        self._given, self._what, self._ids, self._guard = given, what, ids, guard
+
+    def __getitem__(self, positions: slice) -> Ids:
+        try:
+            found = self._given[positions]
+        except (Exception, SystemExit):
+            with self._guard(f"in {self._what}"):
+                raise
+            raise
+        count = len(range(positions.start, positions.stop, positions.step or 1))
+        return _array(found, count, self._ids, f"data: {self._what}", "slice")
+
+
+def _array(given: Any, count: int, ids: int, what: str, of: str) -> Ids:
+    """The ids as an int64 array. JobError unless they are `count` whole numbers of 0 … ids - 1."""
+    try:
+        found = np.asarray(given)
+    except (ValueError, TypeError, RuntimeError) as error:  # lists of unlike lengths; a tensor on a GPU
+        raise JobError(f"{what}: no array of ids ({error}); wanted {count} whole numbers") from error
+    if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+        raise JobError(
+            f"{what}: got an array of {found.dtype} of shape {found.shape}, wanted {count} ids, whole numbers in one dimension"
+        )
+    if len(found) != count:
+        raise JobError(
+            f"{what}: got {len(found)} ids, wanted {count}, one for each position of the {of}; __len__ says how many samples an epoch has"
+        )
+    array: Ids = found.astype(np.int64, copy=False)
+    # As unsigned numbers those below 0 are large: one pass.
+    if count and int(np.ascontiguousarray(array).view(np.uint64).max()) >= ids:
+        strange = next(islice((int(i) for i in array if not 0 <= i < ids), 1))
+        raise JobError(
+            f"{what}: got id {strange}, wanted ids of 0 … {ids - 1}; where an epoch is drawn from more samples than it has, give their number as "
+            "id_count"
+        )
+    return array

@@ -1,0 +1,35 @@
+"""How a run or a sweep that was stopped is gone on with, in the words that a shell or Python takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from lockstep.spec.fields import Checkpoint
+from lockstep.spec.locations import RECORD_OFF, absolute, tracking_uri
+
+
+def resume_command(run_id: str, uri: str, folder: str) -> str:
+    """The command for a run or a sweep that is recorded at `uri`, and in `folder`: it names what it would not find by itself."""
+    import yaml
+
+    words = ["lockstep", "resume", run_id]
+    if uri != tracking_uri(None):
+        words += ["--uri", uri]
+    if (place := _place(uri, folder)) is not None:
+        words.append(f"record.folder={place if yaml.safe_load(place) == place else json.dumps(place)}")
+    return shlex.join(words)
+
+
+def resume_call(run_id: str, uri: str, folder: str) -> str:
+    """The same as a call, for a notebook."""
+    place = _place(uri, folder)
+    overrides = "" if place is None else f"[{f'record.folder={place}'!r}], "
+    return f"lockstep.resume({run_id!r}, {overrides}uri={uri!r})"
+
+
+def _place(uri: str, folder: str) -> str | None:
+    """The folder of runs that has to be named for one that is recorded in its folder alone; None where it is the default one."""
+    place = str(Path(folder).parent)
+    return place if uri == RECORD_OFF and place != absolute(Checkpoint().storage) else None

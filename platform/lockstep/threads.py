@@ -1,0 +1,64 @@
+"""How many threads the code of a job computes with. The bits of its sums and products depend on it, and by default it is as many as the machine has cores.
+
+Torch has a number of its own, which a spec decides (`threads`). NumPy's products are those of a BLAS, and other libraries compute
+with OpenMP: they have one thread, in every process of an exact run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from threadpoolctl import ThreadpoolController
+
+LIBRARIES = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "BLIS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""What a library reads that is loaded later, or by a process that the job starts."""
+
+
+@contextmanager
+def one_library_thread() -> Iterator[None]:
+    """One thread for a while for BLAS and OpenMP, in libraries that are loaded and in those to come. It costs milliseconds.
+
+    Torch computes with OpenMP too: give it its own number inside the block.
+    """
+    before = {name: os.environ.get(name) for name in LIBRARIES}
+    os.environ.update(LIBRARIES)
+    try:
+        with ThreadpoolController().limit(limits=1):
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def one_thread_here() -> None:
+    """One thread for what the calling thread computes from now on with OpenMP, which counts for each thread by itself: torch does."""
+    torch.get_num_threads()  # else torch's first operator here would set its number anew
+    ThreadpoolController().select(user_api="openmp").limit(limits=1)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread of torch for a while; it costs half a microsecond."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def library_threads() -> int:
+    """The most threads that a loaded BLAS computes with, MKL aside: where NumPy has MKL too, it has torch's number, which a spec decides."""
+    found = ThreadpoolController().select(user_api="blas").info()
+    return max((one["num_threads"] for one in found if one["internal_api"] != "mkl"), default=1)

@@ -1,0 +1,106 @@
+"""What a model computes with besides its weights, in a file beside theirs: a run's weights outlive its checkpoints.
+
+These are the buffers that `state_dict` leaves out, the extra state of modules, and the state of the job, which may change the model.
+Averaged weights compute with those of the final ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.errors import BadCheckpointError
+from lockstep.checkpoint.plain_json import parsed
+from lockstep.checkpoint.skeleton import unpack
+from lockstep.checkpoint.tree import Tree, pack
+from lockstep.errors import StorageError
+from lockstep.files import replaced
+from lockstep.job.interface import Job
+from lockstep.training.failure import job_at
+
+_SKELETON = "skeleton"
+
+
+def beside_weights(model: nn.Module, job: Job) -> dict[str, Tree]:
+    """What there is besides the weights now, by kind; empty where there is nothing. Nothing is copied."""
+    with job_at("in state_dict"):
+        of_job = dict(job.state_dict())
+    return by_kind(model.state_dict(), unlisted_buffers(model), of_job)
+
+
+def by_kind(
+    state: Mapping[str, Any], buffers: Mapping[str, Tensor], of_job: Mapping[str, Tree]
+) -> dict[str, Tree]:
+    """The same from a model's `state_dict`, its unlisted buffers and the job's state."""
+    extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    kinds = {"buffers": dict(buffers), "extra": extra, "job": dict(of_job)}
+    return {kind: tree for kind, tree in kinds.items() if tree}
+
+
+def unlisted_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that `state_dict` leaves out (`persistent=False`): a later step may read them all the same."""
+    listed = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name not in listed}
+
+
+def put_beside(model: nn.Module, job: Job, weights: Mapping[str, Tensor], beside: Mapping[str, Tree]) -> None:
+    """Load weights, and what was beside them, into a new model and its job. Raises whatever does not fit."""
+    model.load_state_dict({**weights, **beside.get("extra", {})})
+    saved, buffers = beside.get("buffers", {}), unlisted_buffers(model)
+    if left := sorted(buffers.keys() - saved.keys()):
+        raise ValueError(f"the run's model had no buffer {left[0]!r}")
+    for name, value in saved.items():
+        buffer = buffers.get(name)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+            buffer.copy_(value)  # modules may share it
+        else:  # it came, or grew, while the run trained
+            place, _, own = name.rpartition(".")
+            setattr(model.get_submodule(place), own, value)
+    if of_job := beside.get("job"):
+        job.load_state_dict(of_job)
+
+
+def copied(beside: dict[str, Tree]) -> dict[str, Tree]:
+    """A copy in host memory."""
+    packed = pack(beside, "job")
+    tensors = {name: one.detach().cpu().clone() for name, one in packed.tensors.items()}  # type: ignore[union-attr]
+    found: dict[str, Tree] = unpack(packed.skeleton, tensors)
+    return found
+
+
+def beside_path(weights: Path) -> Path:
+    """The file beside a file of weights."""
+    return weights.with_suffix(f".beside{weights.suffix}")
+
+
+def save_beside(weights: Path, beside: Mapping[str, Tree]) -> Path:
+    """Write it beside the file `weights`, whole or not at all. Returns the file."""
+    path, packed = beside_path(weights), pack(dict(beside), "job")
+    tensors = {name: one.detach().cpu().contiguous() for name, one in packed.tensors.items()}  # type: ignore[union-attr]
+    try:
+        with replaced(path) as aside:
+            safetensors.torch.save_file(tensors, aside, {_SKELETON: json.dumps(packed.skeleton)})
+    except (OSError, safetensors.SafetensorError) as error:
+        raise StorageError(
+            f"checkpoint.storage: cannot write {str(path)!r}: {error}; the weights are not saved"
+        ) from error
+    return path
+
+
+def load_beside(weights: Path) -> dict[str, Tree]:
+    """What `save_beside` wrote beside the file `weights`. StorageError where it cannot be read."""
+    path = beside_path(weights)
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            names = list(file.keys())
+            skeleton = parsed((file.metadata() or {})[_SKELETON].encode())
+            found: dict[str, Tree] = unpack(skeleton, {name: file.get_tensor(name).clone() for name in names})
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError, BadCheckpointError) as error:
+        raise StorageError(f"weights: cannot read {str(path)!r}: {error}; restore the file") from error
+    return found

@@ -1,0 +1,77 @@
+"""Where a model's tensors lie: each in dense memory, each element of a parameter in one tensor alone.
+
+Buffers are put back after every micro-batch, and parameters are updated and averaged one by one. Both write to memory, so
+it must be known whose memory that is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import JobError
+
+
+def check_layout(model: nn.Module) -> None:
+    """JobError for a parameter or buffer that is not dense, whose elements share memory, or that shares memory with a parameter."""
+    named: list[tuple[str, Tensor]] = [(f"parameter {name!r}", one) for name, one in model.named_parameters()]
+    named += [(f"buffer {name!r}", one) for name, one in model.named_buffers()]
+    there = {what: tensor for what, tensor in named if not nn.parameter.is_lazy(tensor)}
+    for what, tensor in there.items():
+        if tensor.layout != torch.strided:
+            raise JobError(
+                f"job.model: {what} is of the layout {tensor.layout}, which is neither compared nor put back; hold it dense, or as "
+                "indices and values in two buffers, and make the sparse tensor from them in the forward"
+            )
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise JobError(
+                f"job.model: {what} is expanded: several of its elements are one number in memory, which cannot be written to; "
+                "give each its own: .contiguous()"
+            )
+    plain = {what: one for what, one in there.items() if _has_address(one)}
+    before: list[tuple[str, Tensor]] = []
+    for what, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
+        before = [(other, one) for other, one in before if _end(one) > tensor.data_ptr()]
+        for other, one in before:
+            if _overlap(one, tensor):
+                _refuse(*sorted((other, what), reverse=True))
+        before.append((what, tensor))
+
+
+def _refuse(one: str, other: str) -> None:
+    """Raise JobError for two that share memory, unless both are buffers; in reverse order, so a buffer comes second."""
+    if one.startswith("buffer"):
+        return
+    if other.startswith("buffer"):
+        raise JobError(
+            f"job.model: {other} is part of the memory of {one}, so putting it back after a micro-batch would undo updates; "
+            "register a copy (.detach().clone()), and move it in job.after_step(model, step)"
+        )
+    raise JobError(
+        f"job.model: {one} and {other} are two parameters in one piece of memory, which each update and average would change "
+        "twice; tie weights by the parameter itself: b.weight = a.weight"
+    )
+
+
+def _has_address(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _elements(tensor: Tensor) -> int:
+    """From the first element in memory to the last one."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _end(tensor: Tensor) -> int:
+    return tensor.data_ptr() + _elements(tensor) * tensor.element_size()
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors, of which the second begins within the first, have an element in common: columns of one matrix have none."""
+    size = first.element_size()
+    ahead, rest = divmod(second.data_ptr() - first.data_ptr(), size)
+    if rest or second.element_size() != size:
+        return True
+    taken = torch.zeros(max(_elements(first), ahead + _elements(second)), dtype=torch.bool)
+    taken.as_strided(first.shape, first.stride()).fill_(True)
+    return bool(taken.as_strided(second.shape, second.stride(), ahead).any())

@@ -1,0 +1,188 @@
+"""From which checkpoint an attempt starts, and how its state is restored.
+
+What is read is compared with what it should be: the identity of the run, the facts that follow from its counters, and the
+digests of its state, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, replace
+from typing import Any, NamedTuple
+
+from lockstep.checkpoint.manifest import Facts
+from lockstep.checkpoint.reader import Loaded, load_newest, load_step, shared_files
+from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
+from lockstep.checkpoint.storages import open_storage
+from lockstep.communication.group import Group
+from lockstep.errors import DriftError, SpecError, StorageError
+from lockstep.job.identity import differing_fields, same_value
+from lockstep.plan import Plan
+from lockstep.randomness import digest64
+from lockstep.record.events import Segment
+from lockstep.record.history import History
+from lockstep.spec.fields import Spec
+from lockstep.training.digest import tree_digest
+from lockstep.training.digests import Digester, state_digests
+from lockstep.training.relay import read_once
+from lockstep.training.state import TrainState
+
+
+class Start(NamedTuple):
+    """The checkpoint that an attempt starts from; a `fork` takes it from another run."""
+
+    loaded: Loaded
+    fork: bool
+    exact: bool = False
+    """Whether a fork takes over the whole state, as a resume does."""
+
+    def without_state(self) -> Start:
+        """A copy without the sections, for when they are restored: they would stay in memory for as long as the run."""
+        return self._replace(loaded=self.loaded._replace(sections={}))
+
+    @property
+    def facts(self) -> Facts:
+        return self.loaded.manifest.facts
+
+    @property
+    def parent(self) -> str | None:
+        """For a fork, the identity and step of the run that it started from, which are part of its own identity; else None."""
+        if self.fork:
+            how = " exact" if self.exact else ""
+            return f"{self.facts.identity}@{self.loaded.manifest.step}{how}"
+        parent: str | None = self.facts.identity_fields.get("fork")
+        return parent
+
+
+def find_start(
+    spec: Spec, group: Group, origin: AttemptOrigin | None, warn: Callable[[str], None]
+) -> Start | None:
+    """The checkpoint to start from, the same on every rank; None for a start from the beginning."""
+    if origin is not None and origin.replay is not None and origin.replay.step:
+        replay = origin.replay
+        found = _load(replay.storage, replay.run_id, replay.step, group, warn)
+        return Start(found, fork=False) if found is not None else None
+    if origin is not None and origin.run_id is not None:
+        own = _load(spec.checkpoint.storage, origin.run_id, origin.step, group, warn)
+        if own is not None:
+            return Start(own, fork=False)
+    if spec.fork is None:
+        return None
+    loaded = _load(spec.fork.storage or spec.checkpoint.storage, spec.fork.run, spec.fork.step, group, warn)
+    if loaded is None:
+        raise SpecError(f"fork.run: run {spec.fork.run} has no good checkpoint to start from")
+    return Start(loaded, fork=True, exact=spec.fork.exact)
+
+
+def _load(
+    storage: str, run_id: str, step: int | None, group: Group, warn: Callable[[str], None]
+) -> Loaded | None:
+    """A run's checkpoint of `step`, or its newest good one. Rank 0 reads it, and every rank verifies what it receives."""
+    store = open_storage(storage)
+    with read_once(store, group) as relayed:
+        folder = RunFolder.open(relayed, run_id)
+        found = load_newest(folder, warn) if step is None else load_step(folder, step)
+    # Later reads come from one rank alone, so they must not go through the relay.
+    return found and found._replace(checkpoint=replace(found.checkpoint, storage=store))
+
+
+def check_identity(start: Start, fields: dict[str, Any], formerly: Callable[[], Mapping[str, Any]]) -> None:
+    """SpecError for the first identity field in which a resumed run differs from the run that was saved. A fork may differ.
+
+    `formerly` gives fields as older versions wrote them, where that is in another way.
+    """
+    if start.fork:
+        return
+    saved = start.facts.identity_fields
+    differing = differing_fields(saved, fields)
+    former = formerly() if differing else {}
+    for name in differing:
+        if name in former and same_value(saved.get(name), former[name]):
+            continue
+        raise SpecError(
+            f"resume: {name} is {fields.get(name)!r} and was {saved.get(name)!r} in the run, which would go on with other bits; "
+            "put it back, or start a new run from this state with --fork"
+        )
+
+
+def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
+    """What follows from the counters, saved beside them as a check: where the data, the schedule and the generators stand."""
+    counters = state.counters
+    return {
+        "global_batch": plan.global_batch,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "rate_factor": state.schedule.standing(counters.updates),
+        "draw": digest64((spec.seed, "step", counters.step, 0)),
+    }
+
+
+def compare_check(saved: dict[str, Any], now: dict[str, Any], shown: str) -> None:
+    """StorageError where a value of `now` differs from the one that was saved under the same name."""
+    for name in now:
+        if name in saved and now[name] != saved[name]:  # checkpoints of older versions have no digests
+            raise StorageError(
+                f"checkpoint {shown}: {name} was {saved[name]!r} when it was saved and is now {now[name]!r}; "
+                "this Lockstep would go on with other bits"
+            )
+
+
+def restore(
+    start: Start, spec: Spec, plan: Plan, state: TrainState, warn: Callable[[str], None] | None = None
+) -> History:
+    """Restore the state from the checkpoint. Returns the rows up to it; for a fork, which did not take those steps, none.
+
+    Rank 0 reports the rows: it passes `warn`, and reads the files that the checkpoint shares.
+    """
+    sections = start.loaded.sections
+    saved: Any = sections["check"]
+    now = check_facts(spec, plan, state)
+    for name, unit in (("global_batch", "batch.global"), ("steps_per_epoch", "the number of steps an epoch")):
+        if saved[name] != now[name]:
+            raise SpecError(
+                f"fork: {unit} is {now[name]} and was {saved[name]}, so the run's place in its data would not be the same; "
+                "keep it, or start a new run from its weights with initial_weights"
+            )
+    state.restore(sections, fork=start.fork and not start.exact)
+    if start.fork:
+        return History(reached=state.counters.step)
+    now = check_facts(spec, plan, state)
+    if "weights_digest" in saved:
+        now |= state_digests(Digester(state.precision.device), state)
+    compare_check(saved, now, start.loaded.checkpoint.shown)
+    segments = [Segment.of(*astuple(one)) for one in start.loaded.manifest.shared]
+    contents = shared_files(start.loaded, warn) if warn is not None else ()
+    return History.restored(sections, segments, contents)
+
+
+def restore_on_every_rank(
+    start: Start,
+    spec: Spec,
+    plan: Plan,
+    state: TrainState,
+    group: Group,
+    fields: dict[str, Any] | None,
+    formerly: Callable[[], Mapping[str, Any]],
+    warn: Callable[[str], None],
+) -> History:
+    """Compare the identity `fields` with those of the checkpoint, restore the state, and compare it between the ranks.
+
+    `fields` is None for a replay, which compares them itself; `formerly` as for `check_identity`. Returns the rows that `restore` does.
+    """
+    if fields is not None:
+        check_identity(start, fields, formerly)
+    history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
+    check_same_state(group, state)
+    return history
+
+
+def check_same_state(group: Group, state: TrainState) -> None:
+    """DriftError where the ranks hold different states after a restore, down to the last bit of the optimizer."""
+    if group.size == 1:
+        return
+    digests = group.gather(tree_digest(state.sections()))
+    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if strays:
+        raise DriftError(
+            f"after step {state.counters.step} was restored ranks {strays} hold another state than rank 0; "
+            "they read the same checkpoint: look for a job.load_state_dict that is not the same on every rank, or a fault of the machine"
+        )

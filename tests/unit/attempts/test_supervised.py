@@ -1,0 +1,95 @@
+"""What the supervisor does of a run that trains, where something around it fails."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.attempts import supervisor
+from lockstep.attempts.supervisor import Supervisor
+from lockstep.errors import SpecError
+from lockstep.record.events import Event, Failed
+from lockstep.spec.loading import load_spec
+
+
+class Recording:
+    """What is asked of a run, and what is told of it."""
+
+    run_id = "a" * 32
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.told: list[Event] = []
+        self.closed = False
+
+    def ask_stop(self) -> None:
+        self.asked.set()
+
+    def tell(self, *events: Event) -> None:
+        assert not self.closed
+        self.told += events
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Attempt:
+    """Workers that end an attempt, with a checkpoint, once they are asked to."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.over = recording.asked
+        self.killed = False
+
+    def end(self) -> None:
+        self.killed = True
+
+
+def supervised(recording: Recording) -> Any:
+    made: Any = object.__new__(Supervisor)
+    made.spec = load_spec({"job": {"use": "a:B"}})
+    made.stop = made.progress = SimpleNamespace(say=None)
+    made._recording, made._moving = recording, None
+    made._blame = SimpleNamespace(left_out=frozenset())
+    made._noticeboard = SimpleNamespace(ends=lambda *_: None)
+    return made
+
+
+def test_an_attempt_stays_on_a_node_to_be_left_while_nothing_else_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others may not answer, or be about to go; the control leaves as soon as they have room."""
+
+    def no_room(*_: Any) -> Any:
+        raise SpecError("workers.min: got 2 workers of 2 CPU each, but the cluster has 2 CPU, enough for 1")
+
+    recording = Recording()
+    run, view = supervised(recording), SimpleNamespace(members={0: SimpleNamespace(node="a")}, error=None)
+    monkeypatch.setattr(supervisor, "find_place", no_room)
+    run._leave(frozenset({"a"}), view)
+    assert not recording.asked.is_set()
+    monkeypatch.setattr(supervisor, "find_place", lambda *_: SimpleNamespace(fit=frozenset({"b"})))
+    run._leave(frozenset({"a"}), view)
+    assert recording.asked.is_set()
+    assert run._moving == "a worker on one of its nodes had wrong bits"
+
+
+def test_a_fault_of_the_drivers_own_costs_no_step_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers are asked to stop, which saves; the run is FAILED with the error, and not left as one that trains."""
+    recording = Recording()
+    run, attempt = supervised(recording), Attempt(recording)
+    monkeypatch.setattr(supervisor, "first_place", lambda *_: None)
+    monkeypatch.setattr(supervisor, "ClusterWatch", lambda *_: SimpleNamespace(close=lambda: None))
+    run._watch_until_over = lambda *_: 1 / 0
+    run._attempts = lambda place: run._watch(attempt, place)
+    with pytest.raises(ZeroDivisionError):
+        run.run()
+    assert recording.asked.is_set()
+    assert recording.closed
+    assert not attempt.killed
+    (failed,) = recording.told
+    assert isinstance(failed, Failed)
+    assert failed.message == "the driver failed: ZeroDivisionError: division by zero"
+    assert "_watch_until_over" in failed.details

@@ -1,0 +1,135 @@
+"""A run whose checkpoints are not where its record says is not begun anew; what its record has is taken up from any storage on a disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.calls.held import held_run
+from lockstep.checkpoint.holder import Hold, holding
+from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.storages import open_storage
+from lockstep.driver.notebook import default_progress
+from lockstep.errors import SpecError
+from lockstep.record.ledger import read_parquet
+from lockstep.spec.loading import load_spec
+from tests.empty_store import put_empty_store
+from tests.unit.record.conftest import THIRD_PARTY
+from tests.untraced_jobs import UntracedDigits
+
+pytestmark = [pytest.mark.filterwarnings(text) for text in THIRD_PARTY]
+
+
+class Stopping(UntracedDigits):
+    """Asks its own process to stop after a step."""
+
+    class Params(UntracedDigits.Params):
+        stop: int = 4
+
+    params: Params
+
+    def after_step(self, model: Any, step: int) -> None:
+        if step == self.params.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(folder: Path, *more: str, uri: str = "off") -> str:
+    """A run that is stopped after its fourth step; its record and its checkpoints lie apart."""
+    where = [f"record.folder={folder}/record", f"checkpoint.storage={folder}/store", f"record.uri={uri}"]
+    quick = ["job.params.width=8", "length.steps=8", "checkpoint.every.steps=2", "rehearsal=off"]
+    spec = ["job.use=tests.unit.cli.test_lost_storage:Stopping", *quick, *where, *more]
+    result = lockstep.train("jobs/digits/train.yaml", spec, local=True)
+    assert (result.status, result.step) == ("KILLED", 5)
+    return result.run_id
+
+
+def resumed(folder: Path, run_id: str, *more: str, uri: str = "off") -> lockstep.Result:
+    return lockstep.resume(run_id, [f"record.folder={folder}/record", *more], local=True, uri=uri)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "in the journal alone"])
+def test_a_run_whose_storage_is_not_there_is_not_begun_anew(tmp_path: Path, told: bool) -> None:
+    run_id = stopped(tmp_path)
+    record, store = tmp_path / "record" / run_id, tmp_path / "store"
+    if not told:
+        run = record / "run.json"
+        run.write_text(run.read_text().replace('"lockstep.checkpoint', '"lockstep.was'))
+    before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
+    store.rename(tmp_path / "elsewhere")
+    with pytest.raises(SpecError) as raised:
+        resumed(tmp_path, run_id)
+    line = str(raised.value)
+    assert f"names a checkpoint of step 5, {store}/{run_id}/step-000000005, and '{store}' has none" in line
+    assert "mount the storage" in line and "\n" not in line
+    assert not store.exists() and all(path.read_bytes() == kept for path, kept in before.items())
+    (tmp_path / "elsewhere").rename(store)
+    assert resumed(tmp_path, run_id).status == "FINISHED"
+    assert {row.attempt for row in read_parquet(record / "ledger.parquet")} == {1, 2}
+
+
+def test_a_run_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
+    """With the number of an attempt that its record has not had."""
+    run_id = stopped(tmp_path)
+    record = tmp_path / "record" / run_id
+    for file, names in (
+        (record / "run.json", b'"lockstep.checkpoint'),
+        (record / "journal.jsonl", b'{"checkpoint"'),
+    ):
+        file.write_bytes(b"\n".join(line for line in file.read_bytes().split(b"\n") if names not in line))
+    shutil.rmtree(tmp_path / "store")
+    ended = resumed(tmp_path, run_id)
+    assert (ended.status, ended.step) == ("KILLED", 5)  # it comes by its fourth step again
+    assert RunFolder.open(open_storage(str(tmp_path / "store")), run_id).fence().number == 2
+
+
+def test_a_copy_is_taken_up_with_the_modes_of_a_save(tmp_path: Path) -> None:
+    """G6: also in a storage on a disk that is named by a URI."""
+    uri = put_empty_store(tmp_path / "mlflow.db")
+    before = os.umask(0o002)
+    try:
+        run_id = stopped(tmp_path, f"checkpoint.storage=file://{tmp_path}/store", uri=uri)
+        step = tmp_path / "store" / run_id / "step-000000005"
+        saved = step.stat().st_mode, {path.name for path in step.iterdir()}
+        shutil.rmtree(tmp_path / "store")
+        assert resumed(tmp_path, run_id, "checkpoint.keep_last=9", uri=uri).status == "FINISHED"
+    finally:
+        os.umask(before)
+    assert (step.stat().st_mode, {path.name for path in step.iterdir()}) == saved
+    assert saved[0] & 0o777 == 0o775 and {path.stat().st_mode & 0o777 for path in step.iterdir()} <= {
+        0o664,
+        0o444,
+    }
+    rows = read_parquet(tmp_path / "record" / run_id / "ledger.parquet")
+    assert [row.attempt for row in rows] == [1] * 5 + [2] * 3
+    assert not list(step.parent.glob(".download-*"))
+
+
+def test_a_run_whose_checkpoints_were_moved_is_held_where_it_is_recorded_too(tmp_path: Path) -> None:
+    """Who comes second is told before anything is made in the other storage."""
+    old, new, link = (str(tmp_path / name) for name in ("old", "new", "link"))
+
+    def held(storage: str) -> AbstractContextManager[Hold | None]:
+        spec = load_spec({"job": {"use": "any:Job"}, "checkpoint": {"storage": storage}})
+        return held_run(spec, "run-a", default_progress(), recorded=old)
+
+    with held(new):
+        assert not Path(old).exists()  # it was moved, and is not made again
+    shutil.rmtree(new)
+    RunFolder.create(open_storage(old), "run-a")
+    with holding(open_storage(old), "run-a", "run run-a"):
+        with pytest.raises(SpecError, match="run run-a is held by process"), held(new):
+            pass
+        assert not Path(new).exists()
+    with held(new), pytest.raises(SpecError, match="run run-a is held by process"), held(old):
+        pass
+    Path(link).symlink_to(old)
+    for storage in (link, f"file://{old}", old):  # the same place, which is held once
+        with held(storage):
+            pass

@@ -1,0 +1,255 @@
+"""Orders that a dataset has of its own: what one may give, and one that is another when it is asked again is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from lockstep.data import own_order
+from lockstep.data.mixture import Mixture
+from lockstep.data.own_order import number_of_ids
+from lockstep.data.sampler import MicroBatchSampler
+from lockstep.errors import JobError, SpecError
+from lockstep.plan import Plan
+from lockstep.spec.loading import load_spec
+from lockstep.training.failure import job_at
+from lockstep.training.job_data import dataset_size
+from lockstep.training.setup import make_plan
+
+SIZE = 64
+
+
+class Ordered(Dataset[int]):
+    """Samples that are their own ids, in the order that a function of epoch gives."""
+
+    def __init__(self, order: Callable[[int], Any]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def epoch_order(self, seed: int, epoch: int, shuffle: str) -> Any:
+        return self.order(epoch)
+
+
+class Blocked(Dataset[int]):
+    def __init__(self, sizes: Any) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return SIZE
+
+    @property
+    def block_sizes(self) -> Any:
+        return self.sizes if not callable(self.sizes) else self.sizes()
+
+
+def sampler(data: Any, start: int = 0, shuffle: Any = "full", epochs: int = 3) -> MicroBatchSampler:
+    plan = Plan.of(SIZE, 8, 2, drop_last=True, epochs=epochs)
+    return MicroBatchSampler(
+        data, plan, range(plan.micro_batches), seed=3, shuffle=shuffle, start=start, guard=job_at
+    )
+
+
+def keyed(epoch: int) -> Any:
+    return np.random.default_rng((1, epoch)).permutation(SIZE)
+
+
+class Lazy:
+    """An order that computes the ids of a slice."""
+
+    def __init__(self, ids: Callable[[slice], Any]) -> None:
+        self.ids = ids
+
+    def __getitem__(self, positions: slice) -> Any:
+        return self.ids(positions)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        keyed,
+        lambda epoch: keyed(epoch).tolist(),
+        lambda epoch: tuple(keyed(epoch)),
+        lambda epoch: torch.from_numpy(keyed(epoch)),
+        lambda epoch: keyed(epoch).astype(np.uint8),
+        lambda epoch: Lazy(lambda positions: keyed(epoch)[positions]),
+        lambda epoch: Lazy(lambda positions: keyed(epoch)[positions].tolist()),
+    ],
+)
+def test_an_order_is_an_array_a_list_or_gives_slices(order: Callable[[int], Any]) -> None:
+    found, wanted = sampler(Ordered(order)), sampler(Ordered(keyed))
+    found.check_order()
+    assert list(found) == list(wanted)
+    assert all(type(i) is int for key in found for i in key.ids)
+
+
+def test_samples_may_be_repeated_and_drawn_from_more_than_an_epoch_has() -> None:
+    data = Ordered(lambda epoch: np.random.default_rng(epoch).integers(0, 200, SIZE))
+    data.id_count = 200  # type: ignore[attr-defined]
+    sampler(data).check_order()
+    assert number_of_ids(data) == 200
+    assert max(i for key in sampler(data) for i in key.ids) > SIZE
+
+
+@pytest.mark.parametrize("draw", [np.random.permutation, lambda size: torch.randperm(size)])
+def test_what_an_order_draws_from_the_default_generators_is_the_same_on_a_resume(draw: Any) -> None:
+    def order(epoch: int) -> Any:
+        return draw(SIZE)
+
+    whole = list(sampler(Ordered(order)))
+    np.random.seed(9)  # as another process has it
+    torch.manual_seed(9)
+    sampler(Ordered(order)).check_order()
+    assert list(sampler(Ordered(order), start=13)) == [key for key in whole if key.step >= 13]
+    assert len({tuple(i for key in whole[32 * e : 32 * e + 32] for i in key.ids) for e in range(3)}) == 3
+
+
+def entropy() -> Callable[[int], Any]:
+    return lambda epoch: np.random.default_rng().permutation(SIZE)
+
+
+def kept() -> Callable[[int], Any]:
+    generator = np.random.default_rng(7)
+    return lambda epoch: generator.permutation(SIZE)
+
+
+def later() -> Callable[[int], Any]:
+    return lambda epoch: np.arange(SIZE) if not epoch else np.random.default_rng().permutation(SIZE)
+
+
+def by_slice() -> Callable[[int], Any]:
+    return lambda epoch: Lazy(lambda p: np.random.permutation(SIZE)[p])
+
+
+@pytest.mark.parametrize(("make", "epoch"), [(entropy, 0), (kept, 0), (later, 1), (by_slice, 0)])
+def test_an_order_that_is_another_one_when_it_is_asked_again_is_refused(make: Any, epoch: int) -> None:
+    said = rf"^data: epoch_order of Ordered gives other ids when it is asked for epoch {epoch} again, so a resume"
+    with pytest.raises(JobError, match=said):
+        sampler(Ordered(make())).check_order()
+
+
+def test_an_epoch_that_the_run_does_not_reach_is_not_asked_for() -> None:
+    sampler(Ordered(later()), epochs=1).check_order()
+
+
+def test_an_order_that_takes_long_is_asked_for_twice_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_order, "AGAIN_S", 0.0)
+    asked = list[int]()
+    sampler(Ordered(lambda epoch: (asked.append(epoch), keyed(epoch))[1])).check_order()
+    assert asked == [0, 0]
+    with pytest.raises(JobError, match="epoch 0 again"):
+        sampler(Ordered(entropy())).check_order()
+
+
+def fails(epoch: int) -> Any:
+    raise KeyError("weights")
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (lambda epoch: keyed(epoch)[:20], "got 20 ids, wanted 64, one for each position of the epoch"),
+        (lambda epoch: np.arange(80), "got 80 ids, wanted 64"),
+        (lambda epoch: range(20), "got 0 ids, wanted 64|got 20 ids, wanted 64"),
+        (lambda epoch: np.arange(64) + 1, r"got id 64, wanted ids of 0 … 63; .* as id_count"),
+        (lambda epoch: np.arange(64) - 1, "got id -1, wanted ids of 0 … 63"),
+        (lambda epoch: [*range(63), -5], "got id -5, wanted ids of 0 … 63"),
+        (lambda epoch: np.arange(64.0), r"got an array of float64 of shape \(64,\), wanted 64 ids"),
+        (lambda epoch: np.zeros((64, 2), int), r"got an array of int64 of shape \(64, 2\)"),
+        (lambda epoch: [[1], [2, 3]], "no array of ids"),
+        (lambda epoch: ["a"] * 64, r"got an array of <U1 of shape \(64,\)"),
+        (lambda epoch: iter(range(64)), "got range_iterator, wanted an array of the 64 ids"),
+        (lambda epoch: None, "got NoneType, wanted an array of the 64 ids"),
+        (lambda epoch: Lazy(lambda p: np.arange(p.start, p.stop)), "got 64 ids, wanted 32, one for each position of the slice"),
+    ],
+)  # fmt: skip
+def test_what_is_no_order_is_told_in_one_line(order: Any, said: str) -> None:
+    with pytest.raises(JobError, match=rf"^data: epoch_order of Ordered, epoch 0: ({said})") as told:
+        sampler(Ordered(order)).check_order()
+    assert "\n" not in str(told.value)
+
+
+def test_a_later_epoch_is_looked_at_when_its_turn_comes() -> None:
+    data = Ordered(lambda epoch: keyed(epoch)[: SIZE - (epoch == 2)])
+    sampler(data).check_order()
+    with pytest.raises(JobError, match=r"^data: epoch_order of Ordered, epoch 2: got 63 ids"):
+        list(sampler(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "shuffle", "said"),
+    [
+        (Ordered(fails), "full", r"in epoch_order of Ordered, epoch 0, .* in fails\): KeyError: 'weights'"),
+        (Ordered(lambda epoch: Lazy(fails)), "full", r"in epoch_order of Ordered, epoch 0, .*: KeyError"),
+        (Blocked(lambda: fails(0)), "blocks", r"in block_sizes of Blocked, .* in fails\): KeyError"),
+    ],
+)
+def test_what_its_own_code_raises_is_told_with_its_place(data: Any, shuffle: str, said: str) -> None:
+    with pytest.raises(JobError, match=rf"^the job failed \({said}"):
+        list(sampler(data, shuffle=shuffle))
+
+
+def test_any_sample_of_a_mixture_may_be_left_out() -> None:
+    """Also one whose id is beyond the length of an epoch."""
+    data = Mixture({"a": list(range(100)), "b": list(range(100))}, {"a": 1, "b": 1}, samples=SIZE)  # type: ignore[dict-item]
+
+    def plan(without: str) -> Plan:
+        return make_plan(load_spec({"job": {"use": "a:B"}, "data": {"without": without}}), data)
+
+    assert plan("150").samples == SIZE
+    with pytest.raises(
+        SpecError, match=r"^data\.without: got id 200, wanted samples of train_data, which has 200"
+    ):
+        plan("150,200")
+    with pytest.raises(SpecError, match=r"leaves out all 200 samples"):
+        plan("0-199")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([16, 16, 16], "add up to 48, but it has 64 samples"),
+        ([16] * 5, "add up to 80, but it has 64 samples"),
+        ([], "add up to 0|are no whole numbers"),
+        ([32.0, 32.0], "are no whole numbers of at least 0"),
+        ([80, -16], "are no whole numbers of at least 0"),
+    ],
+)
+def test_blocks_that_are_not_all_samples_are_refused(sizes: Any, said: str) -> None:
+    with pytest.raises(JobError, match=rf"^data: block_sizes of Blocked ({said})"):
+        list(sampler(Blocked(sizes), shuffle="blocks"))
+    assert len(list(sampler(Blocked(sizes), shuffle="hashed"))) == 96
+
+
+def test_the_ids_of_a_mixture_are_the_samples_of_its_sources() -> None:
+    sources: Any = {"a": list(range(100)), "b": list(range(100))}
+    for samples in (50, 64, 300):
+        mixture = Mixture(sources, {"a": 1, "b": 1}, samples=samples)
+        assert number_of_ids(mixture) == 200
+        order = mixture.epoch_order(0, 0, "full")
+        assert order[slice(0, samples, 1)].max() < 200
+    sampler(Mixture(sources, {"a": 1, "b": 1}, samples=SIZE)).check_order()
+
+
+def test_the_size_of_a_map_style_dataset_is_its_length() -> None:
+    assert dataset_size(TensorDataset(torch.zeros(5, 2)), "train_data") == 5
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(
+        JobError, match=r"^train_data: Stream has no __len__; Lockstep reads map-style datasets"
+    ):
+        dataset_size(Stream(), "train_data")

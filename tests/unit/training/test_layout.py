@@ -1,0 +1,67 @@
+"""Where a model's tensors may lie: what is written to memory must be known to be one tensor's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import JobError
+from lockstep.training.rehearsal.layout import check_layout
+
+
+def test_two_parameters_in_one_piece_of_memory_are_refused() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    check_layout(model)
+    model["b"].weight.data = model["a"].weight.data
+    with pytest.raises(JobError) as info:
+        check_layout(model)
+    assert str(info.value).startswith(
+        "job.model: parameter 'b.weight' and parameter 'a.weight' are two parameters in one piece of memory"
+    )
+    assert str(info.value).endswith("tie weights by the parameter itself: b.weight = a.weight")
+    model["b"].weight = model["a"].weight
+    check_layout(model)
+
+
+def test_parts_of_one_storage_are_not_one_piece_of_memory() -> None:
+    """Flat storages, as cuDNN's, and columns of one matrix; three rows that overlap by one are."""
+    flat = torch.zeros(4, 6)
+    model = nn.Module()
+    model.first, model.second = nn.Parameter(flat[:2]), nn.Parameter(flat[2:, :3])
+    model.third, model.empty = nn.Parameter(flat[2:, 3:]), nn.Parameter(flat[:0])
+    model.register_buffer("mask", torch.zeros(2)[:1])
+    check_layout(model)
+    model.fourth = nn.Parameter(flat[1:3, 5])
+    with pytest.raises(JobError, match="parameter 'fourth' and parameter 'first' are two parameters in one"):
+        check_layout(model)
+
+
+def test_a_buffer_within_a_parameter_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("rows", model.weight.detach()[1:])
+    with pytest.raises(
+        JobError, match=r"^job.model: buffer 'rows' is part of the memory of parameter 'weight'"
+    ):
+        check_layout(model)
+    model.rows = model.rows.clone()
+    model.register_buffer("again", model.rows.view(-1))  # two buffers are put back alike
+    check_layout(model)
+
+
+def test_sparse_and_expanded_buffers_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(
+        JobError, match=r"^job.model: buffer 'adjacency' is of the layout torch.sparse_coo, .* indices"
+    ):
+        check_layout(model)
+    model.adjacency = torch.ones(3).expand(2, 3)
+    with pytest.raises(JobError, match=r"^job.model: buffer 'adjacency' is expanded: .* \.contiguous\(\)"):
+        check_layout(model)
+    model.adjacency = model.adjacency.contiguous()
+    check_layout(model)
+
+
+def test_shapes_that_are_not_there_yet_pass() -> None:
+    check_layout(nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d(), nn.Linear(2, 2, device="meta")))
