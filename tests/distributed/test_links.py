@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lockstep.communication import group as group_module
 from lockstep.communication import links
-from lockstep.communication.connections import connected, shut
+from lockstep.communication.connections import connected, shut, still_open
 from lockstep.communication.group import Group
 from lockstep.communication.links import DIRECT_BYTES, Links, linked
 from tests.distributed.pool import Pool
@@ -163,6 +165,39 @@ def test_where_one_rank_cannot_connect_none_has_links(monkeypatch: pytest.Monkey
     monkeypatch.setattr(links, "CONNECT_S", 0.5)
     assert grouped(3, {1: "192.0.2.1"}, lambda _: None) == [None] * 3
     assert linked(0, links.MOST_RANKS + 1, "127.0.0.1", list, 30.0) is None
+
+
+def left_at_once() -> str:
+    """What rank 1, slow to form the group, is told of rank 0, which has formed it and left before that."""
+    real = group_module.linked
+
+    def slowly(*args: Any) -> Links | None:
+        found = real(*args)
+        time.sleep(0.5)  # gloo closes its end meanwhile
+        return found
+
+    if dist.get_rank() == 0:
+        Group.join(torch.device("cpu")).close()
+        return ""
+    group_module.linked = slowly  # type: ignore[assignment]
+    try:
+        group = Group.join(torch.device("cpu"))
+    finally:
+        group_module.linked = real
+    assert group.can_abort
+    assert set(group.inodes) == set(group.sockets)
+    assert not set(still_open(group.inodes)) & (group.sockets.keys() - group.links.ends.keys())  # type: ignore[union-attr]
+    try:
+        group.gather(1)
+    except RuntimeError as error:
+        group.abort()
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_leaves_while_another_forms_the_group_is_lost(pool: Pool) -> None:
+    """It had ended the other one with an error about a file descriptor, which stood for a mistake of the job's."""
+    assert "connection closed by peer" in pool.run(2, left_at_once)[1].lower()
 
 
 def swapped(sizes: list[int], past_gloo: bool) -> list[list[float]]:

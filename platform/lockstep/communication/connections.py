@@ -97,7 +97,16 @@ Inodes = Mapping[int, int]
 
 
 def inodes(sockets: Sockets) -> Inodes:
-    return {fd: os.fstat(fd).st_ino for fd in sockets}
+    """Those of the sockets that are still open: the owner of a connection may close it as soon as its other end is gone."""
+    found = {}
+    for fd, ends in sockets.items():
+        with suppress(OSError):
+            inode = os.fstat(fd).st_ino
+            if (
+                _ends(fd) == ends
+            ):  # asked last: had the descriptor become another file before, it would have other ends
+                found[fd] = inode
+    return found
 
 
 def still_open(known: Inodes) -> list[int]:

@@ -114,6 +114,7 @@ class Group:
         if self.device.type != "cpu":
             return self
         own = opened_since(before)
+        known = inodes(own)  # while all members are here: what one of them leaves afterwards is closed
         others = self.gather(list(own.values()))
         del others[self.rank]
         found = shared(own, others)
@@ -122,11 +123,17 @@ class Group:
         host = next(iter(found.values())).own[0]
         links = linked(self.rank, self.size, host, self.gather, COLLECTIVE_TIMEOUT.total_seconds())
         if links is not None:
-            found = {**found, **links.ends}
+            found, known = {**found, **links.ends}, {**known, **links.inodes}
         waits = Waits(partial(is_cut, found))
         if links is not None:
             links.look = waits.look
-        return replace(self, sockets=found, inodes=inodes(found), waits=waits, links=links)
+        return replace(
+            self,
+            sockets=found,
+            inodes={fd: known[fd] for fd in found if fd in known},
+            waits=waits,
+            links=links,
+        )
 
     @property
     def can_abort(self) -> bool:

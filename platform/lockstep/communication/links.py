@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.communication.connections import Ends, Sockets
+from lockstep.communication.connections import Ends, Sockets, inodes
 from lockstep.communication.waits import LOOK_S
 
 DIRECT_BYTES = 1 << 19
@@ -45,19 +45,18 @@ class Links:
     """A connection to every other rank. Only the training thread passes messages; any other thread may shut the connections by their descriptors."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
-        """`sockets` by rank. A wait in which nothing moves for `timeout_s` raises RuntimeError."""
+        """`sockets` by rank. A wait in which nothing moves for `timeout_s` raises RuntimeError. OSError where one is no longer connected."""
+        self.ends: Sockets = {
+            one.fileno(): Ends(one.getsockname()[:2], one.getpeername()[:2]) for one in sockets.values()
+        }
+        """Their addresses, by their descriptors."""
+        self.inodes = inodes(self.ends)
         self._links = {rank: _Link(rank, opened) for rank, opened in sockets.items()}
         self._timeout_s = timeout_s
         self.look: Callable[[], None] = _nothing
         """Called now and then while waiting; raises where the group is broken off."""
         self.close = weakref.finalize(self, _close, list(sockets.values()), os.getpid())
         """Close the connections, in the process that has opened them."""
-
-    @property
-    def ends(self) -> Sockets:
-        """Their addresses, by their descriptors."""
-        sockets = [link.socket for link in self._links.values()]
-        return {one.fileno(): Ends(one.getsockname()[:2], one.getpeername()[:2]) for one in sockets}
 
     def pass_on(self, outgoing: Messages, incoming: Messages) -> Callable[[], None]:
         """Send messages to single ranks and receive theirs into the tensors given. Returns at once, with a function that waits for all of it.
@@ -193,19 +192,21 @@ def linked(
     if size > MOST_RANKS:
         return None
     sockets: dict[int, socket.socket] = {}
+    links = None
     with _server(host, size) or nullcontext() as server:
         key = secrets.token_bytes(_KEY)
         addresses: list[_Address | None] = gather(server and (host, server.getsockname()[1], key))
         if server is not None and None not in addresses:
             with suppress(OSError):
                 _connect(rank, [one for one in addresses if one is not None], server, key, sockets)
-    if not all(gather(len(sockets) == size - 1)):
-        _close([*sockets.values()], os.getpid())
-        return None
-    for opened in sockets.values():
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        opened.setblocking(False)
-    return Links(sockets, timeout_s)
+                for opened in sockets.values():
+                    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    opened.setblocking(False)
+                links = Links(sockets, timeout_s)
+    if all(gather(links is not None)):  # who hears it may go on, and leave, while others still read it
+        return links
+    _close([*sockets.values()], os.getpid())
+    return None
 
 
 SAID_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from lockstep.communication.connections import Ends, close, connected, opened_since, shared, shut
+from lockstep.communication.connections import Ends, close, connected, inodes, opened_since, shared, shut
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -54,6 +54,21 @@ def test_a_look_does_not_change_how_a_socket_waits() -> None:
         finally:
             socket.setdefaulttimeout(None)
         assert os.get_blocking(there.fileno())
+
+
+def test_a_connection_that_its_owner_has_closed_has_no_inode() -> None:
+    """Nor that of another file which has the descriptor by now."""
+    before = connected()
+    here, there = pair()
+    with there:
+        found = {here.fileno(): opened_since(before)[here.fileno()]}
+        assert inodes(found) == {here.fileno(): os.fstat(here.fileno()).st_ino}
+        here.close()
+        assert inodes(found) == {}
+        new, peer = pair()
+        with new, peer:
+            assert new.fileno() in found
+            assert inodes(found) == {}
 
 
 def test_a_process_that_lets_go_leaves_the_connection_to_others() -> None:
