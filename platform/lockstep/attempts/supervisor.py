@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.blame import Blame
@@ -48,6 +48,7 @@ from lockstep.errors import (
     RecordError,
     SilentError,
     SpecError,
+    StorageError,
     first_line,
 )
 from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver, Warned
@@ -162,19 +163,24 @@ class Supervisor:
                 )
                 if not decision.again or self.stop.asked:
                     more = "" if len(self.summaries) == 1 else f" (attempt {current.attempt}; {decision.why})"
-                    if isinstance(error, StaleAttemptError):
-                        self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
-                    elif self._recording.run_id is not None or isinstance(error, ClusterError):
-                        self._end(Failed(f"{error}{more}", ended.details))
-                    elif (
-                        self._verbose
-                    ):  # a mistake that was found before there was a run: nothing is left of it
-                        self.progress.say(ended.details)
-                    raise error if not more else error.with_message(f"{error}{more}")
+                    self._give_up(error.with_message(f"{error}{more}") if more else error, ended.details)
                 self.progress.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
             place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
-            self.origin = self._next()
+            try:
+                self.origin = self._next()
+            except StorageError as refused:
+                self._give_up(refused, ended.details)
+
+    def _give_up(self, error: LockstepError, details: str) -> NoReturn:
+        """End the run with an error, and have the record say so."""
+        if isinstance(error, StaleAttemptError):
+            self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
+        elif self._recording.run_id is not None or isinstance(error, ClusterError):
+            self._end(Failed(str(error), details))
+        elif self._verbose:  # a mistake that was found before there was a run: nothing is left of it
+            self.progress.say(details)
+        raise error
 
     def _contradicts(self, error: LockstepError) -> bool:
         """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""
@@ -463,8 +469,9 @@ class Supervisor:
                 None, self.origin.attempt + 1, replay=self.origin.replay, doubts=self._blame.doubts
             )
         storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
+        begun = any(one.last_step for one in self.summaries)
         claimed = patiently(
-            lambda: claim(storage, run_id, None, at_least=least), self.stop.wait, self.progress.say
+            lambda: claim(storage, run_id, None, least, begun=begun), self.stop.wait, self.progress.say
         )
         return replace(claimed, replay=self.origin.replay, doubts=self._blame.doubts)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.checkpoint.runs import on_disk, steps_of
+from lockstep.checkpoint.storages import open_storage
 from lockstep.errors import SpecError
 from lockstep.record.journal import newest_checkpoint, newest_step
 from lockstep.record.stores import find_copies, reader
@@ -35,7 +36,7 @@ def refuse_lost(spec: Spec, run_id: str, *, copies: bool = True) -> None:
     ):
         return
     raise SpecError(
-        f"resume: the record of run {run_id} names a checkpoint of step {known.step}, {known.place}, and {storage!r} has none of the run's; "
+        f"resume: the record of run {run_id} names a checkpoint of step {known.step}, {known.place}, and {open_storage(storage).shown!r} has none of the run's; "
         "mount the storage, or say where the checkpoints are with checkpoint.storage=…; if they are lost, start a new run with its spec"
     )
 

@@ -15,6 +15,7 @@ from lockstep.calls.held import held_run, leads, lies_where, refuse_held_run
 from lockstep.calls.lost_storage import refuse_lost
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import check_step, steps_of
+from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.notebook import default_progress
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
@@ -89,7 +90,7 @@ def resume_with(
             check_step(run_id, step, there)
         elif not there:
             raise SpecError(
-                f"resume: run {run_id} has no checkpoint in {recorded_spec.checkpoint.storage!r} to fork from; start a new run"
+                f"resume: run {run_id} has no checkpoint in {open_storage(recorded_spec.checkpoint.storage).shown!r} to fork from; start a new run"
             )
         options.progress.say(f"a new run starts from step {step or there[0]} of run {run_id}")
         parent = Fork(run=run_id, step=step, storage=recorded_spec.checkpoint.storage)

@@ -16,16 +16,19 @@ from lockstep.checkpoint.pins import ALIAS, pin_exactly
 from lockstep.checkpoint.reader import Checkpoint, checkpoints_of, listed, verify
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
-from lockstep.errors import SpecError
+from lockstep.errors import SpecError, StorageError
 from lockstep.files import flush, make_folder
 
 
-def claim(storage: str, run_id: str, step: int | None, at_least: int = 1) -> AttemptOrigin:
+def claim(
+    storage: str, run_id: str, step: int | None, at_least: int = 1, *, begun: bool = False
+) -> AttemptOrigin:
     """Begin the next attempt of a run, with a number of at least `at_least`. Earlier attempts that still run can publish nothing from here on.
 
-    StaleAttemptError where another command has taken the run over from this process.
+    StaleAttemptError where another command has taken the run over from this process. With `begun`, a StorageError where nothing is left of
+    the run: it has trained, and would begin anew in a place that may not be its own.
     """
-    folder = opened(storage, run_id)
+    folder = _begun(storage, run_id) if begun else opened(storage, run_id)
     ensure_held(folder.storage, run_id)
     if step is not None:
         check_step(run_id, step, saved_steps(folder))
@@ -89,6 +92,18 @@ def opened(storage: str, run_id: str) -> RunFolder:
         return RunFolder.open(place, run_id)
     except LostFileError:
         return RunFolder.create(place, run_id)
+
+
+def _begun(storage: str, run_id: str) -> RunFolder:
+    """The folder of a run that has trained."""
+    place = open_storage(storage)
+    try:
+        return RunFolder.open(place, run_id)
+    except LostFileError as error:
+        raise StorageError(
+            f"checkpoint.storage: nothing is left of run {run_id} in {place.shown!r}, though it has trained; mount the storage, or put its folder "
+            "back, and resume the run; if its checkpoints are lost, start a new run with its spec"
+        ) from error
 
 
 def pin_aliased(storage: str, run_id: str, steps: frozenset[int]) -> None:

@@ -102,6 +102,11 @@ class MicroBatches(Dataset[Any]):
         try:
             if self.fetch_many is not None:
                 samples = self.fetch_many(batch.ids)
+                if isinstance(samples, list | tuple) and len(samples) != len(batch.ids):
+                    raise JobError(
+                        f"data: {type(self.samples).__name__}.__getitems__ returned {len(samples)} samples for {_named(batch.ids)} ({_where(batch)}), "
+                        f"wanted {len(batch.ids)}, one for each id and in their order; leave a sample out with data.without"
+                    )
                 if batch.due and reads_ahead(self.samples):
                     self.samples.read_ahead(batch.due)
                 return samples

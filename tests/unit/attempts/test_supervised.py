@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lockstep.attempts import supervisor
+from lockstep.attempts import patience, supervisor
+from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.supervisor import Supervisor
-from lockstep.errors import SpecError
+from lockstep.checkpoint.run_folder import AttemptOrigin
+from lockstep.checkpoint.runs import claim
+from lockstep.driver.run_view import RunView
+from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.record.events import Event, Failed
 from lockstep.spec.loading import load_spec
 
@@ -93,3 +99,51 @@ def test_a_fault_of_the_drivers_own_costs_no_step_and_is_recorded(monkeypatch: p
     assert isinstance(failed, Failed)
     assert failed.message == "the driver failed: ZeroDivisionError: division by zero"
     assert "_watch_until_over" in failed.details
+
+
+class GoesOn(Exception):
+    """A run has come to its second attempt."""
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "there"])
+def test_a_storage_that_is_lost_while_a_run_trains_is_not_begun_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, lost: bool
+) -> None:
+    """An unmounted disk leaves an empty folder: the next attempt would train from step 1 into what the mount hides. The control goes on."""
+    recording = Recording()
+    run = supervised(recording)
+    run.spec = load_spec({"job": {"use": "a:B"}, "checkpoint": {"storage": str(tmp_path / "runs")}})
+    run.stop = SimpleNamespace(wait=lambda _: None, asked=False)
+    run.progress = SimpleNamespace(say=lambda _: None)
+    run.origin, run._verbose = (
+        AttemptOrigin(attempt=claim(run.spec.checkpoint.storage, recording.run_id, None).attempt),
+        False,
+    )
+    run.summaries = []
+    run._blame = SimpleNamespace(left_out=frozenset(), doubts=())
+    run._tell_summaries = lambda: None
+    monkeypatch.setattr(supervisor, "next_place", lambda *_: None)
+    monkeypatch.setattr(patience, "PAUSES_S", ())
+
+    def attempt(_: Any) -> RunView:
+        if run.summaries:
+            raise GoesOn
+        if lost:
+            shutil.rmtree(run.spec.checkpoint.storage)
+            Path(run.spec.checkpoint.storage).mkdir()
+        run.summaries.append(AttemptSummary(run.origin.attempt, 1, 0.0, last_step=7))
+        return RunView(run.origin.attempt, error=ClusterError("a worker was lost"), details="its traceback")
+
+    run._attempt = attempt
+    if not lost:
+        with pytest.raises(GoesOn):
+            run._attempts(None)
+        assert run.origin.attempt == 2
+        assert recording.told == []
+        return
+    with pytest.raises(StorageError, match=r"nothing is left of run a{32} in .*, though it has trained"):
+        run._attempts(None)
+    (failed,) = recording.told
+    assert isinstance(failed, Failed)
+    assert "though it has trained" in failed.message
+    assert list(Path(run.spec.checkpoint.storage).iterdir()) == []

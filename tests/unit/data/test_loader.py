@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +63,13 @@ class Whole(Samples):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self.sample(index) for index in indices]
+
+
+class Short(Whole):
+    """One that passes over samples that cannot be read."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return super().__getitems__([index for index in indices if index != 5])
 
 
 class Ahead(Samples):
@@ -907,6 +914,21 @@ class InThreads(Dataset[Any]):
     def __getitems__(self, ids: Sequence[int]) -> list[Tensor]:
         self.pool = self.pool or ThreadPoolExecutor(3)
         return list(self.pool.map(torch.tensor, map(float, ids)))
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_samples_that_a_fetch_of_many_leaves_out_are_missed(processes: int) -> None:
+    """They would not be trained on, and the record would name their ids. The control has them all."""
+    for samples, words in (
+        (Whole(float), None),
+        (Short(float), "returned 1 samples for samples 4, 5 .*wanted 2"),
+    ):
+        loader = Loader(MicroBatches(samples, default_collate, seed=0, purpose="train"), KEYS, CPU, processes)
+        try:
+            with pytest.raises(JobError, match=words) if words else nullcontext():
+                assert [batch.tolist() for batch in loader] == [key.ids for key in KEYS]
+        finally:
+            loader.close()
 
 
 @pytest.mark.parametrize("eager", [False, True])
