@@ -68,6 +68,8 @@ def _doubt(found: StoredRun, here: Path, steps: int | None) -> str:
     if steps is not None and last != steps:
         return f"it ended after step {last} of {steps}"
     fields = json.loads((here / "fields.json").read_text(encoding="utf-8"))
+    if not isinstance(fields, dict):
+        return "its fields.json has no fields"
     wrong = _doubt_of_end(found, history, fields, here) or _doubt_of_identity(summary, fields)
     return "" if wrong is None else f"{wrong.what} is {wrong.stated} and was found as {wrong.found}"
 
