@@ -83,6 +83,8 @@ class Supervisor:
         self.summaries: list[AttemptSummary] = []
         self._recording = recording
         self._warned = 0
+        self._end_told = False
+        """Whether the recorder was told that the run ended early."""
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
         self._last_step_at = self._looked_at = 0.0
@@ -114,6 +116,8 @@ class Supervisor:
                 self._end(Failed("ended at once by a second signal", "", "KILLED"))
             elif not isinstance(error, LockstepError):
                 self._end(Failed(f"the driver failed: {first_line(error)}", traceback.format_exc()))
+            elif not self._end_told and self._recording.run_id is not None:  # what failed was no attempt
+                self._tell_failed(error, traceback.format_exc())
             with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
                 self._recording.close()
             if isinstance(error, LockstepError):
@@ -166,21 +170,26 @@ class Supervisor:
                     self._give_up(error.with_message(f"{error}{more}") if more else error, ended.details)
                 self.progress.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
-            place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
             try:
+                place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
                 self.origin = self._next()
-            except StorageError as refused:
+            except (ClusterError, StorageError) as refused:
                 self._give_up(refused, ended.details)
 
     def _give_up(self, error: LockstepError, details: str) -> NoReturn:
         """End the run with an error, and have the record say so."""
-        if isinstance(error, StaleAttemptError):
-            self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
-        elif self._recording.run_id is not None or isinstance(error, ClusterError):
-            self._end(Failed(str(error), details))
+        if self._recording.run_id is not None or isinstance(error, ClusterError):
+            self._tell_failed(error, details)
         elif self._verbose:  # a mistake that was found before there was a run: nothing is left of it
             self.progress.say(details)
         raise error
+
+    def _tell_failed(self, error: LockstepError, details: str) -> None:
+        """Have the record say which error ends the run."""
+        if isinstance(error, StaleAttemptError):
+            self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
+        else:
+            self._end(Failed(str(error), details))
 
     def _contradicts(self, error: LockstepError) -> bool:
         """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""
@@ -487,5 +496,6 @@ class Supervisor:
 
     def _end(self, end: Failed | TakenOver) -> None:
         """Have the recorder write that the run ended early; what could not be recorded of that comes second."""
+        self._end_told = True
         with suppress(*LOST):
             self._recording.tell(end)

@@ -57,7 +57,7 @@ def supervised(recording: Recording) -> Any:
     made: Any = object.__new__(Supervisor)
     made.spec = load_spec({"job": {"use": "a:B"}})
     made.stop = made.progress = SimpleNamespace(say=None)
-    made._recording, made._moving = recording, None
+    made._recording, made._moving, made._end_told = recording, None, False
     made._blame = SimpleNamespace(left_out=frozenset())
     made._noticeboard = SimpleNamespace(ends=lambda *_: None)
     return made
@@ -147,3 +147,33 @@ def test_a_storage_that_is_lost_while_a_run_trains_is_not_begun_anew(
     assert isinstance(failed, Failed)
     assert "though it has trained" in failed.message
     assert list(Path(run.spec.checkpoint.storage).iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["room", "storage", "workers"])
+def test_what_ends_a_run_beside_its_attempts_is_recorded(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """No room within the time for it, a storage that refuses, workers that Ray does not end: told once, in the words that a person is shown."""
+    recording = Recording()
+    run = supervised(recording)
+    run.stop = SimpleNamespace(wait=lambda _: None, asked=False)
+    run.progress = SimpleNamespace(say=lambda _: None)
+    run.summaries, run._verbose = [AttemptSummary(1, 2, 0.0, last_step=7)], False
+    run._tell_summaries = lambda: None
+    error = StorageError("no") if where == "storage" else ClusterError("no")
+
+    def refused(*_: Any) -> Any:
+        raise error
+
+    def attempt(_: Any) -> RunView:
+        if where == "workers":
+            raise error
+        return RunView(1, error=ClusterError("a worker was lost"), details="its traceback")
+
+    run._attempt, run._saved_step = attempt, refused if where == "storage" else lambda: 5
+    monkeypatch.setattr(supervisor, "first_place", lambda *_: None)
+    monkeypatch.setattr(supervisor, "next_place", refused)
+    with pytest.raises(type(error), match=r"^no; run a{32}"):
+        run.run()
+    (failed,) = recording.told
+    assert isinstance(failed, Failed)
+    assert failed.message == "no"
+    assert recording.closed
