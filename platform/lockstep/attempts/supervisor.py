@@ -83,6 +83,8 @@ class Supervisor:
         self.summaries: list[AttemptSummary] = []
         self._recording = recording
         self._warned = 0
+        self._saved = False
+        """Whether the workers have told of a checkpoint."""
         self._end_told = False
         """Whether the recorder was told that the run ended early."""
         self._moving: str | None = None
@@ -371,6 +373,7 @@ class Supervisor:
     def _look(self, status: RunStatus, attempt: WorkerGroup | None = None) -> None:
         """Take in what is new of the attempt at hand."""
         view = status.view
+        self._saved = self._saved or view.saved
         for text in view.warnings[self._warned :]:
             self._warn(text)
         self._warned = len(view.warnings)
@@ -478,7 +481,8 @@ class Supervisor:
                 None, self.origin.attempt + 1, replay=self.origin.replay, doubts=self._blame.doubts
             )
         storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
-        begun = any(one.last_step for one in self.summaries)
+        # The workers of a new run make its folder with their first checkpoint.
+        begun = self._saved or self.origin.run_id is not None
         claimed = patiently(
             lambda: claim(storage, run_id, None, least, begun=begun), self.stop.wait, self.progress.say
         )

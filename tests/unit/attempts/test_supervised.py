@@ -58,6 +58,7 @@ def supervised(recording: Recording) -> Any:
     made.spec = load_spec({"job": {"use": "a:B"}})
     made.stop = made.progress = SimpleNamespace(say=None)
     made._recording, made._moving, made._end_told = recording, None, False
+    made._saved = False
     made._blame = SimpleNamespace(left_out=frozenset())
     made._noticeboard = SimpleNamespace(ends=lambda *_: None)
     return made
@@ -105,21 +106,22 @@ class GoesOn(Exception):
     """A run has come to its second attempt."""
 
 
-@pytest.mark.parametrize("lost", [True, False], ids=["lost", "there"])
+@pytest.mark.parametrize("case", ["lost", "there", "lost at a resume", "unsaved"])
 def test_a_storage_that_is_lost_while_a_run_trains_is_not_begun_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, lost: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
 ) -> None:
-    """An unmounted disk leaves an empty folder: the next attempt would train from step 1 into what the mount hides. The control goes on."""
-    recording = Recording()
+    """An unmounted disk leaves an empty folder: the next attempt would train from step 1 into what the mount hides. The controls go on:
+    one with its folder, one whose workers make that with their first checkpoint, and have made none yet."""
+    recording, lost = Recording(), case.startswith("lost")
     run = supervised(recording)
     run.spec = load_spec({"job": {"use": "a:B"}, "checkpoint": {"storage": str(tmp_path / "runs")}})
     run.stop = SimpleNamespace(wait=lambda _: None, asked=False)
     run.progress = SimpleNamespace(say=lambda _: None)
-    run.origin, run._verbose = (
-        AttemptOrigin(attempt=claim(run.spec.checkpoint.storage, recording.run_id, None).attempt),
-        False,
-    )
-    run.summaries = []
+    run.origin, run._verbose, run.summaries = AttemptOrigin(), False, []
+    if case == "lost at a resume":
+        run.origin = claim(run.spec.checkpoint.storage, recording.run_id, None)
+    elif case != "unsaved":
+        claim(run.spec.checkpoint.storage, recording.run_id, None)
     run._blame = SimpleNamespace(left_out=frozenset(), doubts=())
     run._tell_summaries = lambda: None
     monkeypatch.setattr(supervisor, "next_place", lambda *_: None)
@@ -131,7 +133,10 @@ def test_a_storage_that_is_lost_while_a_run_trains_is_not_begun_anew(
         if lost:
             shutil.rmtree(run.spec.checkpoint.storage)
             Path(run.spec.checkpoint.storage).mkdir()
-        run.summaries.append(AttemptSummary(run.origin.attempt, 1, 0.0, last_step=7))
+        run.summaries.append(
+            AttemptSummary(run.origin.attempt, 1, 0.0, last_step=0 if run.origin.run_id else 7)
+        )
+        run._saved = case in ("lost", "there")
         return RunView(run.origin.attempt, error=ClusterError("a worker was lost"), details="its traceback")
 
     run._attempt = attempt
