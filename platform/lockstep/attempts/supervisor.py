@@ -39,7 +39,7 @@ from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
-from lockstep.driver.signals import StopSignal
+from lockstep.driver.signals import StopSignal, was_signalled
 from lockstep.errors import (
     ClusterError,
     DeterminismError,
@@ -51,7 +51,15 @@ from lockstep.errors import (
     StorageError,
     first_line,
 )
-from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver, Warned
+from lockstep.record.events import (
+    AttemptsSummarised,
+    Document,
+    EndStatus,
+    Failed,
+    Finished,
+    TakenOver,
+    Warned,
+)
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 
@@ -112,9 +120,8 @@ class Supervisor:
             summary, failure = self._attempts(place)
             self._noticeboard.ends(Finished(summary).status, summary["step"])
         except (KeyboardInterrupt, Exception) as error:
-            killed = isinstance(error, KeyboardInterrupt)
-            self._noticeboard.ends("KILLED" if killed else "FAILED", 0)
-            if killed:
+            self._noticeboard.ends(_status_of(error), 0)
+            if isinstance(error, KeyboardInterrupt):
                 self._end(Failed("ended at once by a second signal", "", "KILLED"))
             elif not isinstance(error, LockstepError):
                 self._end(Failed(f"the driver failed: {first_line(error)}", traceback.format_exc()))
@@ -167,7 +174,12 @@ class Supervisor:
                 decision = budget.decide(
                     outcome_of(error), self._saved_step(), contradicts=self._contradicts(error)
                 )
-                if not decision.again or self.stop.asked:
+                if decision.again and self.stop.asked:
+                    by_signal = error.with_message(
+                        f"{error} (attempt {current.attempt}; a signal ends the run)"
+                    )
+                    self._give_up(self.stop.ended(by_signal), ended.details)
+                if not decision.again:
                     more = "" if len(self.summaries) == 1 else f" (attempt {current.attempt}; {decision.why})"
                     self._give_up(error.with_message(f"{error}{more}") if more else error, ended.details)
                 self.progress.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
@@ -191,7 +203,7 @@ class Supervisor:
         if isinstance(error, StaleAttemptError):
             self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
         else:
-            self._end(Failed(str(error), details))
+            self._end(Failed(str(error), details, _status_of(error)))
 
     def _contradicts(self, error: LockstepError) -> bool:
         """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""
@@ -503,3 +515,8 @@ class Supervisor:
         self._end_told = True
         with suppress(*LOST):
             self._recording.tell(end)
+
+
+def _status_of(error: BaseException) -> EndStatus:
+    """The status of a run that an error ends."""
+    return "KILLED" if isinstance(error, KeyboardInterrupt) or was_signalled(error) else "FAILED"

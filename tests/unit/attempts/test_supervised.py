@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.attempts import patience, supervisor
+from lockstep.attempts import patience, supervisor, waiting
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.supervisor import Supervisor
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim
+from lockstep.clusters import keeper
 from lockstep.driver.run_view import RunView
+from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.record.events import Event, Failed
 from lockstep.spec.loading import load_spec
@@ -182,3 +184,55 @@ def test_what_ends_a_run_beside_its_attempts_is_recorded(monkeypatch: pytest.Mon
     assert isinstance(failed, Failed)
     assert failed.message == "no"
     assert recording.closed
+
+
+@pytest.mark.parametrize("where", ["after a loss", "at the wait for workers"])
+def test_a_signal_ends_a_run_that_would_go_on(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """It is KILLED with the signal's exit code, which no keeper starts again, and says neither that a worker is replaced nor how long nobody waited."""
+    recording = Recording()
+    run, stop = supervised(recording), StopSignal()
+    run.stop, run.progress = stop, SimpleNamespace(say=lambda _: None)
+    run.summaries, run._verbose = [AttemptSummary(1, 2, 0.0, last_step=7), AttemptSummary(2, 2, 0.0)], False
+    run._tell_summaries, run._saved_step = lambda: None, lambda: 5
+    ended: list[str] = []
+    run._noticeboard = SimpleNamespace(ends=lambda status, _: ended.append(status))
+
+    def attempt(_: Any) -> RunView:
+        if where == "after a loss":
+            stop.ask()
+        return RunView(2, error=ClusterError("rank 0 of 2 was lost: gone"), details="its traceback")
+
+    def no_room(*_: Any) -> Any:
+        stop.ask()
+        raise SpecError("workers.min: got 2 workers of 1 CPU each, but the cluster has 1 CPU, enough for 1")
+
+    run._attempt = attempt
+    monkeypatch.setattr(supervisor, "first_place", lambda *_: None)
+    monkeypatch.setattr(waiting, "find_place", no_room)
+    monkeypatch.setattr(waiting, "most_resources", list)
+    monkeypatch.setattr(waiting, "RoomRequest", NoRequest)
+    monkeypatch.setattr(keeper, "first_job", lambda: "first")
+    monkeypatch.setattr(
+        keeper, "_start_keeper", lambda *_: SimpleNamespace(ready=SimpleNamespace(remote=str))
+    )
+    monkeypatch.setattr(keeper, "in_background", lambda *_, **__: None)
+    with pytest.raises(ClusterError) as raised, keeper.kept(3, str):
+        run.run()
+    (failed,) = recording.told
+    assert isinstance(failed, Failed)
+    assert failed.status == "KILLED"
+    assert ended == ["KILLED"]
+    assert raised.value.exit_code == 143
+    told = {
+        "after a loss": "rank 0 of 2 was lost: gone (attempt 2; a signal ends the run)",
+        "at the wait for workers": "enough for 1; a signal ended the wait for workers after 0 s",
+    }[where]
+    assert failed.message.endswith(told)
+
+
+class NoRequest:
+    """Nothing is asked of the cluster."""
+
+    def want(self, *_: Any, **__: Any) -> None: ...
+
+    def release(self) -> None: ...
