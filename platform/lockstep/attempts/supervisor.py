@@ -238,7 +238,9 @@ class Supervisor:
         self.summaries[-1].ended = time.time()
         at_fault = self._blame.end(view, self.summaries[-1], self._recording.run_id, self._saved_step)
         view.error = at_fault or view.error
-        if view.summary is None and view.error is None:
+        # The ranks of a hung attempt that are killed last tell the loss of the others.
+        hung = isinstance(attempt.error, SilentError) and type(view.error) is ClusterError
+        if view.summary is None and (view.error is None or hung):
             view.error = view.lost(attempt.error or ClusterError("the workers ended without a result"))
         return view
 

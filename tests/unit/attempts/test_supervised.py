@@ -18,7 +18,7 @@ from lockstep.checkpoint.runs import claim
 from lockstep.clusters import keeper
 from lockstep.driver.run_view import RunView
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import ClusterError, SpecError, StorageError
+from lockstep.errors import ClusterError, DeviceError, LockstepError, SilentError, SpecError, StorageError
 from lockstep.record.events import Event, Failed
 from lockstep.spec.loading import load_spec
 
@@ -228,6 +228,41 @@ def test_a_signal_ends_a_run_that_would_go_on(monkeypatch: pytest.MonkeyPatch, w
         "at the wait for workers": "enough for 1; a signal ended the wait for workers after 0 s",
     }[where]
     assert failed.message.endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (None, "no rank made progress"),
+        (ClusterError("rank 1: the other workers cannot be reached"), "no rank made progress"),
+        (DeviceError("rank 1: a GPU is gone"), "rank 1: a GPU is gone"),
+    ],
+)
+def test_a_hung_attempt_is_told_as_one_whatever_its_end_breaks(
+    monkeypatch: pytest.MonkeyPatch, told: LockstepError | None, why: str
+) -> None:
+    """Its workers are killed node by node: those that are killed last see the others go. What broke a rank by itself is the cause."""
+    status = SimpleNamespace(view=RunView(1, error=told))
+    recording: Any = SimpleNamespace(
+        mailbox=None, run_id=None, begin=lambda *_, **__: None, status=lambda: status
+    )
+    run = supervised(recording)
+    run.origin, run.environment, run.summaries = AttemptOrigin(), {}, []
+    run._shown_as, run._source = "shown", None
+    run._standbys = SimpleNamespace(first=lambda place: place)
+    run._blame = SimpleNamespace(end=lambda *_: None)
+    run._look = lambda *_: None
+    monkeypatch.setattr(
+        supervisor,
+        "WorkerGroup",
+        lambda *_: SimpleNamespace(error=None, stage_ends=SimpleNamespace(at={})),
+    )
+
+    def ended_as_hung(group: Any, _: Any) -> None:
+        group.error = SilentError("no rank made progress for 300 s, so the attempt was ended")
+
+    run._watch = ended_as_hung
+    assert str(run._attempt(SimpleNamespace(workers=2)).error).startswith(why)
 
 
 class NoRequest:
