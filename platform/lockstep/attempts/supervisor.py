@@ -39,7 +39,7 @@ from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
-from lockstep.driver.signals import StopSignal
+from lockstep.driver.signals import StopSignal, was_signalled
 from lockstep.errors import (
     ClusterError,
     DeterminismError,
@@ -51,7 +51,15 @@ from lockstep.errors import (
     StorageError,
     first_line,
 )
-from lockstep.record.events import AttemptsSummarised, Document, Failed, Finished, TakenOver, Warned
+from lockstep.record.events import (
+    AttemptsSummarised,
+    Document,
+    EndStatus,
+    Failed,
+    Finished,
+    TakenOver,
+    Warned,
+)
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 
@@ -83,6 +91,10 @@ class Supervisor:
         self.summaries: list[AttemptSummary] = []
         self._recording = recording
         self._warned = 0
+        self._saved = False
+        """Whether the workers have told of a checkpoint."""
+        self._end_told = False
+        """Whether the recorder was told that the run ended early."""
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
         self._last_step_at = self._looked_at = 0.0
@@ -108,12 +120,13 @@ class Supervisor:
             summary, failure = self._attempts(place)
             self._noticeboard.ends(Finished(summary).status, summary["step"])
         except (KeyboardInterrupt, Exception) as error:
-            killed = isinstance(error, KeyboardInterrupt)
-            self._noticeboard.ends("KILLED" if killed else "FAILED", 0)
-            if killed:
+            self._noticeboard.ends(_status_of(error), 0)
+            if isinstance(error, KeyboardInterrupt):
                 self._end(Failed("ended at once by a second signal", "", "KILLED"))
             elif not isinstance(error, LockstepError):
                 self._end(Failed(f"the driver failed: {first_line(error)}", traceback.format_exc()))
+            elif not self._end_told and self._recording.run_id is not None:  # what failed was no attempt
+                self._tell_failed(error, traceback.format_exc())
             with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
                 self._recording.close()
             if isinstance(error, LockstepError):
@@ -161,26 +174,36 @@ class Supervisor:
                 decision = budget.decide(
                     outcome_of(error), self._saved_step(), contradicts=self._contradicts(error)
                 )
-                if not decision.again or self.stop.asked:
+                if decision.again and self.stop.asked:
+                    by_signal = error.with_message(
+                        f"{error} (attempt {current.attempt}; a signal ends the run)"
+                    )
+                    self._give_up(self.stop.ended(by_signal), ended.details)
+                if not decision.again:
                     more = "" if len(self.summaries) == 1 else f" (attempt {current.attempt}; {decision.why})"
                     self._give_up(error.with_message(f"{error}{more}") if more else error, ended.details)
                 self.progress.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
-            place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
             try:
+                place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
                 self.origin = self._next()
-            except StorageError as refused:
+            except (ClusterError, StorageError) as refused:
                 self._give_up(refused, ended.details)
 
     def _give_up(self, error: LockstepError, details: str) -> NoReturn:
         """End the run with an error, and have the record say so."""
-        if isinstance(error, StaleAttemptError):
-            self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
-        elif self._recording.run_id is not None or isinstance(error, ClusterError):
-            self._end(Failed(str(error), details))
+        if self._recording.run_id is not None or isinstance(error, ClusterError):
+            self._tell_failed(error, details)
         elif self._verbose:  # a mistake that was found before there was a run: nothing is left of it
             self.progress.say(details)
         raise error
+
+    def _tell_failed(self, error: LockstepError, details: str) -> None:
+        """Have the record say which error ends the run."""
+        if isinstance(error, StaleAttemptError):
+            self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
+        else:
+            self._end(Failed(str(error), details, _status_of(error)))
 
     def _contradicts(self, error: LockstepError) -> bool:
         """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""
@@ -215,7 +238,9 @@ class Supervisor:
         self.summaries[-1].ended = time.time()
         at_fault = self._blame.end(view, self.summaries[-1], self._recording.run_id, self._saved_step)
         view.error = at_fault or view.error
-        if view.summary is None and view.error is None:
+        # The ranks of a hung attempt that are killed last tell the loss of the others.
+        hung = isinstance(attempt.error, SilentError) and type(view.error) is ClusterError
+        if view.summary is None and (view.error is None or hung):
             view.error = view.lost(attempt.error or ClusterError("the workers ended without a result"))
         return view
 
@@ -362,6 +387,7 @@ class Supervisor:
     def _look(self, status: RunStatus, attempt: WorkerGroup | None = None) -> None:
         """Take in what is new of the attempt at hand."""
         view = status.view
+        self._saved = self._saved or view.saved
         for text in view.warnings[self._warned :]:
             self._warn(text)
         self._warned = len(view.warnings)
@@ -469,7 +495,8 @@ class Supervisor:
                 None, self.origin.attempt + 1, replay=self.origin.replay, doubts=self._blame.doubts
             )
         storage, least = self.spec.checkpoint.storage, self.origin.attempt + 1
-        begun = any(one.last_step for one in self.summaries)
+        # The workers of a new run make its folder with their first checkpoint.
+        begun = self._saved or self.origin.run_id is not None
         claimed = patiently(
             lambda: claim(storage, run_id, None, least, begun=begun), self.stop.wait, self.progress.say
         )
@@ -487,5 +514,11 @@ class Supervisor:
 
     def _end(self, end: Failed | TakenOver) -> None:
         """Have the recorder write that the run ended early; what could not be recorded of that comes second."""
+        self._end_told = True
         with suppress(*LOST):
             self._recording.tell(end)
+
+
+def _status_of(error: BaseException) -> EndStatus:
+    """The status of a run that an error ends."""
+    return "KILLED" if isinstance(error, KeyboardInterrupt) or was_signalled(error) else "FAILED"

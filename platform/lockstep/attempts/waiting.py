@@ -40,14 +40,19 @@ def next_place(spec: Spec, left_out: frozenset[str], stop: StopSignal, say: Say)
 def _when_there_is_room(
     spec: Spec, left_out: frozenset[str], request: RoomRequest, stop: StopSignal, say: Say
 ) -> WorkerPlacement:
-    until, announced = time.monotonic() + spec.faults.wait_for_workers_s, False
+    began, announced = time.monotonic(), False
+    until = began + spec.faults.wait_for_workers_s
     each = each_of(spec, total(most_resources()))
     while True:
         try:
             return find_place(spec, left_out)
         except SpecError as error:
             request.want(1, each, together=spec.workers.min)
-            if time.monotonic() >= until or stop.asked:
+            if stop.asked:
+                waited_s = time.monotonic() - began
+                ended = ClusterError(f"{error}; a signal ended the wait for workers after {waited_s:.0f} s")
+                raise stop.ended(ended) from error
+            if time.monotonic() >= until:
                 raise ClusterError(
                     f"{error}; waited {spec.faults.wait_for_workers_s:g} s (faults.wait_for_workers_s)"
                 ) from error

@@ -26,7 +26,7 @@ def claim(
     """Begin the next attempt of a run, with a number of at least `at_least`. Earlier attempts that still run can publish nothing from here on.
 
     StaleAttemptError where another command has taken the run over from this process. With `begun`, a StorageError where nothing is left of
-    the run: it has trained, and would begin anew in a place that may not be its own.
+    the run: it had a folder there, and would begin anew in a place that may not be its own.
     """
     folder = _begun(storage, run_id) if begun else opened(storage, run_id)
     ensure_held(folder.storage, run_id)

@@ -21,6 +21,7 @@ from typing import Any
 from lockstep.clusters.answers import answer_of, unanswered, within
 from lockstep.clusters.background import answered, in_background, leaving
 from lockstep.clusters.ray_internals import jobs, unavailable
+from lockstep.driver.signals import was_signalled
 from lockstep.errors import ClusterError, LockstepError, SilentError, SpecError, TransientStorageError
 
 KEPT = "LOCKSTEP_KEPT"
@@ -179,7 +180,7 @@ def _start_keeper(first: str, retries: int) -> Any:
 def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
     """With `retries`, let a keeper watch the run while the block trains it on a connected cluster.
 
-    An error that ends the block for a reason that may pass gets the exit code EX_TEMPFAIL.
+    An error that ends the block for a reason that may pass gets the exit code EX_TEMPFAIL, unless a signal ended the run.
     """
     if not retries:
         yield
@@ -189,7 +190,7 @@ def kept(retries: int, say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except LockstepError as error:
-        if isinstance(error, ClusterError | TransientStorageError):
+        if isinstance(error, ClusterError | TransientStorageError) and not was_signalled(error):
             error.exit_code = EX_TEMPFAIL
         raise
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from lockstep.checkpoint.errors import StaleAttemptError
+from lockstep.driver.signals import was_signalled
 from lockstep.errors import SpecError
 from lockstep.record.redaction import redacted
 
@@ -83,7 +84,7 @@ class Notifications:
         Not told is that another command has taken the run over, for its end is that one's to tell, and a mistake that was found
         before there was a run.
         """
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) or was_signalled(error):
             self.ended("KILLED", step)
             return
         self._wait()

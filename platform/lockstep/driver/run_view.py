@@ -13,6 +13,7 @@ from lockstep.record import events
 from lockstep.record.events import (
     Alive,
     Broke,
+    CheckpointRow,
     Corrupted,
     EvaluationRow,
     Event,
@@ -45,6 +46,8 @@ class RunView:
     """The workers by rank."""
     stage_ends: dict[str, float] = field(default_factory=dict)
     """When the attempt came to the end of each stage, in Unix seconds; the first time counts."""
+    saved: bool = False
+    """Whether the run has told of a checkpoint, in this attempt or an earlier one."""
     summary: Mapping[str, Any] | None = None
     files: Sequence[Path] = ()
     error: LockstepError | None = None
@@ -62,7 +65,7 @@ class RunView:
 
     def next(self, attempt: int) -> RunView:
         """The view of another attempt of the same run: what ended this one is no longer the run's end."""
-        return RunView(attempt, self.step, self.evaluation, self.total_steps, self.warnings)
+        return RunView(attempt, self.step, self.evaluation, self.total_steps, self.warnings, saved=self.saved)
 
     def gone_on(self, attempt: int, workers: Sequence[int]) -> RunView:
         """The view of an attempt that goes on in memory: its members are those that these ranks were."""
@@ -103,7 +106,9 @@ class RunView:
                 self.corrupted = event
             case Broke():
                 self._take_error(event)
-            case events.Observation() | events.CheckpointRow() | events.Sampled():
+            case CheckpointRow():
+                self.saved = self.saved or event.uri is not None
+            case events.Observation() | events.Sampled():
                 pass  # of interest to the record alone, as are those below
             case events.PeakMemory() | events.Document():
                 pass

@@ -11,7 +11,11 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+from lockstep.errors import LockstepError
+
+ErrorT = TypeVar("ErrorT", bound=LockstepError)
 
 GRACE_S = 8.0
 """How long a command may take to end by itself after a second signal."""
@@ -36,6 +40,11 @@ def _end_after_two(read: int) -> None:
     os._exit(128 + number)
 
 
+def was_signalled(error: BaseException) -> bool:
+    """Whether a signal ended a run that would have gone on after this error (`StopSignal.ended`)."""
+    return isinstance(error, LockstepError) and error.exit_code > 128
+
+
 class StopSignal:
     """A context in which the two signals are noted. `number` is the signal that came, or None."""
 
@@ -52,6 +61,12 @@ class StopSignal:
         """Stop as a first SIGTERM would have it."""
         if self.number is None:
             self.number = signal.SIGTERM
+
+    def ended(self, error: ErrorT) -> ErrorT:
+        """The error of a run that would go on but for the signal that came: it gets the signal's exit code."""
+        assert self.number is not None
+        error.exit_code = 128 + self.number
+        return error
 
     def wait(self, seconds: float) -> None:
         """Sleep, but no longer than until a signal comes."""

@@ -16,7 +16,8 @@ from lockstep import resume, train
 from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.driver import notification
 from lockstep.driver.notification import Notifications
-from lockstep.errors import ClusterError, JobError, SpecError
+from lockstep.driver.signals import StopSignal
+from lockstep.errors import ClusterError, JobError, LockstepError, SpecError
 
 RUN = "f" * 32
 
@@ -72,6 +73,12 @@ def told_at_once(path: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text())]
 
 
+def signalled(error: LockstepError) -> LockstepError:
+    stop = StopSignal()
+    stop.ask()
+    return stop.ended(error)
+
+
 @pytest.mark.parametrize(
     ("error", "run_id", "expected"),
     [
@@ -80,6 +87,7 @@ def told_at_once(path: Path) -> list[dict[str, Any]]:
         (SpecError("the workers cannot be placed"), RUN, [("failure", "FAILED")]),
         (ClusterError("no room"), None, [("failure", "FAILED")]),
         (KeyboardInterrupt(), RUN, [("end", "KILLED")]),
+        (signalled(ClusterError("a worker was lost")), RUN, [("end", "KILLED")]),
     ],
 )
 def test_an_error_is_told_unless_the_run_goes_on_elsewhere_or_never_was(

@@ -9,6 +9,7 @@ from lockstep.errors import ClusterError, JobError
 from lockstep.record.events import (
     Alive,
     Broke,
+    CheckpointRow,
     Event,
     Finished,
     Joined,
@@ -75,6 +76,16 @@ def test_another_attempt_begins_without_what_ended_the_one_before() -> None:
     fresh = ended.next(2)
     assert (fresh.attempt, fresh.step, fresh.warnings) == (2, step_row(4), ["once"])
     assert (fresh.error, fresh.signs_of_life, fresh.stragglers) == (None, 0, [])
+
+
+def test_a_run_has_saved_from_its_first_whole_checkpoint_on() -> None:
+    """Until then its workers have made no folder, and another attempt may find none."""
+    failed = CheckpointRow(4, None, "a disk is full", 0, 0.0, 0.0, 0.0, 0.0)
+    assert not view_of(step_row(4), failed).saved
+    saved = view_of(step_row(8), CheckpointRow(8, "runs/1/step-8", None, 9, 0.0, 0.0, 0.0, 0.0), failed)
+    assert saved.saved
+    assert saved.next(2).saved
+    assert saved.gone_on(2, ()).saved
 
 
 TIMED_OUT = (
