@@ -47,7 +47,9 @@ def begin(words: Sequence[str], folder: Path, gate: int, delay_s: float) -> int:
         os.setsid()
         own = os.getpid()
         for number, ending in ((1, "out"), (2, "err")):
-            os.dup2(os.open(folder / f"{own}.{ending}", os.O_WRONLY | os.O_CREAT), number)
+            # Truncated, for a process before it may have had its number.
+            os.dup2(os.open(folder / f"{own}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        (folder / f"{own}.seconds").unlink(missing_ok=True)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.argv = ["lockstep", *words]
         os.read(gate, 1)  # ends for all at once
