@@ -466,6 +466,18 @@ class ExpiresCodes(Kind):
         return super().loss(model, (x + model.shift, y))
 
 
+class TableWhenAskedFor(Kind):
+    """A table for large numbers, kept as a buffer once a sample asks for it, which those of the rehearsal do not."""
+
+    more: ClassVar[dict[str, Any]] = {"data": {"drop_last": False, "shuffle": "none"}}
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        if x[0, 0] > 1.2 and not hasattr(model, "table"):
+            model.register_buffer("table", torch.full((), 0.5), persistent=False)
+        return super().loss(model, (x * model.table if x[0, 0] > 1.2 else x, y))
+
+
 # --- what the data read ---------------------------------------------------------------------------------------
 
 
@@ -655,6 +667,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     SeparatesItsWindow: ("job.load_state_dict: job/history and job/newest share memory", "copy_"),
     MovesBesideItsModel: ("job.load_state_dict: job/heat and model/heat share memory", "copy_"),
     ExpiresCodes: ("buffer 'shift' was written to past torch's count of writes (step 3, rank 0)", "copy_(…)"),
+    TableWhenAskedFor: ("buffer 'table' was made after training had begun", "make it in job.model"),
     Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
     NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
     StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),

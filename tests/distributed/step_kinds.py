@@ -281,6 +281,18 @@ class FailsAfterStep(Kind):
         raise ValueError("no such layer")
 
 
+class RateFallsAfterStep(Kind):
+    """It sets the rate of its optimizer by itself, and the schedule would set it back."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.own = torch.optim.SGD(model.parameters(), lr=0.1)
+        return self.own
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for group in self.own.param_groups if step == 2 else ():
+            group["lr"] = 0.01
+
+
 class CountingSchedule(Kind):
     """Its function counts its calls."""
 
@@ -347,6 +359,10 @@ class MetricByTheNameOfTheLoss(WholeSet):
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ReplacesAParameter: ("parameter '0.weight' was replaced after the first update", "copy_(…)"),
     UnfreezesAfterStep: ("parameter '0.weight' now asks for a gradient", "requires_grad"),
+    RateFallsAfterStep: (
+        "job.optimizer: the learning rate of group 0 was changed from 0.1 to 0.01",
+        "job.schedule",
+    ),
     CountingSchedule: ("job.schedule: returned [1.0, 0.5]", "called again", "LRScheduler"),
     RateBelowZero: ("job.schedule: gave -1.5 for update 2", "at least 0"),
     SchedulerNotReturned: ("job.schedule: made a scheduler and did not return it",),

@@ -516,6 +516,26 @@ def test_a_longer_fork_extends_a_finished_run(saved: SavedRuns, tmp_path: Path) 
     assert [row.step for row in extended.steps] == [9, 10, 11, 12]
 
 
+def test_a_fork_that_goes_by_another_metric_begins_to_judge_anew(saved: SavedRuns, tmp_path: Path) -> None:
+    """The parent's loss is no accuracy: no accuracy would be better, and the patience for it is not used up. By the same metric it is."""
+    storage = saved.storage("stopped early")
+    given = document("stopped early")
+    fork = {"run": RUN, "storage": storage}
+    runs = {}
+    for metric, mode in (("eval/loss", "min"), ("eval/accuracy", "max")):
+        spec = {
+            **given,
+            "checkpoint": {"storage": str(tmp_path / mode), "every": None},
+            "fork": fork,
+            "early_stop": {**given["early_stop"], "metric": metric, "mode": mode},
+        }
+        runs[mode] = train_attempt(spec, "fork", AttemptOrigin())
+    assert runs["min"].steps == ()
+    assert len(runs["max"].steps) > 0
+    first = int(runs["max"].evaluations[0][0])
+    assert int(runs["max"].best[0]) >= first > runs["min"].best[0]
+
+
 def test_a_fork_of_another_batch_is_refused(saved: SavedRuns, tmp_path: Path) -> None:
     fork = {"run": RUN, "step": 3, "storage": saved.storage("digits")}
     spec = document(

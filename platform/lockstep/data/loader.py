@@ -474,6 +474,12 @@ def map_tensors(
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(inner, change, other) for inner in value))
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
+        row = copy.copy(
+            value
+        )  # a class of the job's own may be made from more than its elements, and hold more
+        row[:] = [map_tensors(inner, change, other) for inner in value]
+        return row
+    if isinstance(value, tuple):
         return type(value)(map_tensors(inner, change, other) for inner in value)
     return value if other is None else other(value)

@@ -32,6 +32,27 @@ class StepBuffers:
         self._before = [buffer.detach().clone() for buffer in self.buffers]
         self._versions = [buffer._version for buffer in self.buffers]
         self._kept: dict[int, Tensor] = {}
+        modules = list(model.named_modules())
+        self._places = [(f"{prefix}." if prefix else "", module._buffers) for prefix, module in modules]
+        self._held = [held for _, held in self._places]
+        self._count = sum(map(len, self._held))
+        self._there = self._names()
+        self._empty = [(held, name) for held in self._held for name, value in held.items() if value is None]
+
+    def _come_since(self) -> list[str]:
+        """The buffers that were not there at the start. It counts: this runs for each micro-batch."""
+        as_many = sum(map(len, self._held)) == self._count
+        if as_many and all(held.get(name) is None for held, name in self._empty):
+            return []
+        return sorted(self._names() - self._there)
+
+    def _names(self) -> set[str]:
+        return {
+            f"{place}{name}"
+            for place, held in self._places
+            for name, value in held.items()
+            if value is not None
+        }
 
     def keep(self) -> list[int]:
         """Set aside what micro-batch 0's forward wrote. Returns which buffers those are."""
@@ -54,7 +75,15 @@ class StepBuffers:
         return value.detach()
 
     def restore(self) -> None:
-        """Put the step's buffers back. Called after backward, which may still read what forward wrote."""
+        """Put the step's buffers back. Called after backward, which may still read what forward wrote.
+
+        JobError for a buffer that has come since the start: only the workers whose samples asked for it would have it.
+        """
+        if new := self._come_since():
+            raise JobError(
+                f"buffer {new[0]!r} was made after training had begun, and not in the rehearsal: other workers have none, and no checkpoint "
+                "could be loaded into a new model; make it in job.model, or hold what is computed anew in a plain attribute"
+            )
         changed = self._changed()
         if not changed:
             return

@@ -301,6 +301,7 @@ class Rates:
 
     A hook of the job's optimizer may change them before an update; the changed rate is the one recorded. A hook
     that changes them after it is refused: the next update would overwrite the change, so the job needs a schedule.
+    So is an `after_step` that does, unless a torch scheduler goes on from the rates that it finds.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: RateSchedule) -> None:
@@ -308,6 +309,8 @@ class Rates:
         self.schedule = schedule
         self._set: list[float] = []
         self._used: list[float] = []
+        self._left: list[float] = []
+        """The rates as the newest update left them."""
         # Registered after the job's own hooks, so it sees what they change.
         optimizer.register_step_pre_hook(self._note)
 
@@ -315,7 +318,14 @@ class Rates:
         self._used = rates_of(self.optimizer)
 
     def set(self, update: int) -> None:
-        """Set every group's rate for update number `update`."""
+        """Set every group's rate for update number `update`. JobError where that overwrites a change of the job's."""
+        if self._left and isinstance(self.schedule, FunctionOfUpdates):
+            for i, (now, left) in enumerate(zip(rates_of(self.optimizer), self._left, strict=True)):
+                if now != left:
+                    raise JobError(
+                        f"job.optimizer: the learning rate of group {i} was changed from {left:g} to {now:g} after an update, as by "
+                        "job.after_step, and the schedule would overwrite it: use the spec's schedule or job.schedule(optimizer, updates)"
+                    )
         self.schedule.set(update)
         self._set = self._used = rates_of(self.optimizer)
 
@@ -330,6 +340,7 @@ class Rates:
                     "would overwrite: use the spec's schedule or job.schedule(optimizer, updates), or set the rate in a hook before the "
                     "update (register_step_pre_hook)"
                 )
+        self._left = rates_of(self.optimizer)
         return self._used[0]
 
 

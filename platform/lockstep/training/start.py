@@ -25,7 +25,7 @@ from lockstep.spec.fields import Spec
 from lockstep.training.digest import tree_digest
 from lockstep.training.digests import Digester, state_digests
 from lockstep.training.relay import read_once
-from lockstep.training.state import TrainState
+from lockstep.training.state import Best, TrainState
 
 
 class Start(NamedTuple):
@@ -105,6 +105,17 @@ def check_identity(start: Start, fields: dict[str, Any], formerly: Callable[[], 
         )
 
 
+def judges_anew(start: Start, fields: Mapping[str, Any]) -> bool:
+    """Whether a fork compares other evaluations than its parent did: by another metric, or on other data. The parent's best is none of its own then."""
+    if not start.fork or start.exact:
+        return False
+    differing = differing_fields(start.facts.identity_fields, fields)
+    return any(name in _JUDGED or name.startswith("data.eval") for name in differing)
+
+
+_JUDGED = ("early_stop.metric", "early_stop.mode")
+
+
 def check_facts(spec: Spec, plan: Plan, state: TrainState) -> dict[str, Any]:
     """What follows from the counters, saved beside them as a check: where the data, the schedule and the generators stand."""
     counters = state.counters
@@ -171,6 +182,8 @@ def restore_on_every_rank(
     if fields is not None:
         check_identity(start, fields, formerly)
     history = restore(start, spec, plan, state, warn if group.rank == 0 else None)
+    if fields is not None and judges_anew(start, fields):
+        state.best = Best()
     check_same_state(group, state)
     return history
 

@@ -485,6 +485,21 @@ def test_map_tensors_keeps_every_container() -> None:
     assert lists == {"a": one}, "what is given is left as it is"
 
 
+class Rows(list[Tensor]):
+    """A batch that is a list, and knows more than its elements."""
+
+    def __init__(self, rows: Sequence[Tensor], *, size: int) -> None:
+        super().__init__(rows)
+        self.size = size
+
+
+def test_a_list_of_the_jobs_own_class_is_handed_over_whole() -> None:
+    batch = next(iter(fetched(Samples(int), collate=lambda samples: Rows([at(4), at(0)], size=len(samples)))))
+    assert type(batch) is Rows
+    assert batch.size > 0
+    assert [tensor.data_ptr() % ALIGNMENT for tensor in batch] == [0, 0]
+
+
 class Itself:
     """A batch that moves itself, as those of graph libraries do."""
 
