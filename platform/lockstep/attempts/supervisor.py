@@ -521,4 +521,4 @@ class Supervisor:
 
 def _status_of(error: BaseException) -> EndStatus:
     """The status of a run that an error ends."""
-    return "KILLED" if isinstance(error, KeyboardInterrupt) or was_signalled(error) else "FAILED"
+    return "KILLED" if was_signalled(error) else "FAILED"

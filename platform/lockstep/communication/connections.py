@@ -102,9 +102,7 @@ def inodes(sockets: Sockets) -> Inodes:
     for fd, ends in sockets.items():
         with suppress(OSError):
             inode = os.fstat(fd).st_ino
-            if (
-                _ends(fd) == ends
-            ):  # asked last: had the descriptor become another file before, it would have other ends
+            if _ends(fd) == ends:  # asked last: another file that had the descriptor before has other ends
                 found[fd] = inode
     return found
 

@@ -475,9 +475,8 @@ def map_tensors(
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(inner, change, other) for inner in value))
     if isinstance(value, list):
-        row = copy.copy(
-            value
-        )  # a class of the job's own may be made from more than its elements, and hold more
+        # A class of the job's own may be made from more than its elements, and hold more.
+        row = copy.copy(value)
         row[:] = [map_tensors(inner, change, other) for inner in value]
         return row
     if isinstance(value, tuple):

@@ -84,7 +84,7 @@ class Notifications:
         Not told is that another command has taken the run over, for its end is that one's to tell, and a mistake that was found
         before there was a run.
         """
-        if isinstance(error, KeyboardInterrupt) or was_signalled(error):
+        if was_signalled(error):
             self.ended("KILLED", step)
             return
         self._wait()

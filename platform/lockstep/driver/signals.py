@@ -41,8 +41,10 @@ def _end_after_two(read: int) -> None:
 
 
 def was_signalled(error: BaseException) -> bool:
-    """Whether a signal ended a run that would have gone on after this error (`StopSignal.ended`)."""
-    return isinstance(error, LockstepError) and error.exit_code > 128
+    """Whether a signal ended the run: at once, or where it would have gone on after this error (`StopSignal.ended`)."""
+    return isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, LockstepError) and error.exit_code > 128
+    )
 
 
 class StopSignal:

@@ -34,17 +34,17 @@ class StepBuffers:
         self._kept: dict[int, Tensor] = {}
         modules = list(model.named_modules())
         self._places = [(f"{prefix}." if prefix else "", module._buffers) for prefix, module in modules]
-        self._held = [held for _, held in self._places]
-        self._count = sum(map(len, self._held))
-        self._there = self._names()
-        self._empty = [(held, name) for held in self._held for name, value in held.items() if value is None]
+        self._count, self._there = self._number(), self._names()
+        self._empty = [(held, name) for _, held in self._places for name in held if held[name] is None]
 
     def _come_since(self) -> list[str]:
         """The buffers that were not there at the start. It counts: this runs for each micro-batch."""
-        as_many = sum(map(len, self._held)) == self._count
-        if as_many and all(held.get(name) is None for held, name in self._empty):
+        if self._number() == self._count and all(held.get(name) is None for held, name in self._empty):
             return []
         return sorted(self._names() - self._there)
+
+    def _number(self) -> int:
+        return sum(len(held) for _, held in self._places)
 
     def _names(self) -> set[str]:
         return {
