@@ -14,8 +14,11 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 20)
 T = TypeVar("T")
 
 
-def patiently(call: Callable[[], T], wait: Callable[[float], None], say: Callable[[str], None]) -> T:
-    """The result of `call`. A storage failure that may pass is reported to `say`, and the call repeated after each of PAUSES_S; then it is raised."""
+def patiently(call: Callable[[], T], wait: Callable[[float], object], say: Callable[[str], None]) -> T:
+    """The result of `call`. A storage failure that may pass is reported to `say`, and the call repeated after each of PAUSES_S; then it is raised.
+
+    It is raised too when `wait` returns True: a signal cut the wait short.
+    """
     for pause_s in PAUSES_S:
         try:
             return call()
@@ -23,5 +26,6 @@ def patiently(call: Callable[[], T], wait: Callable[[float], None], say: Callabl
             if kind_of(error).kind != "storage":
                 raise
             say(f"{first_line(error)}; tried again in {pause_s:.0f} s")
-            wait(pause_s)
+            if wait(pause_s):
+                raise
     return call()

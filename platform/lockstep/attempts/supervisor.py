@@ -188,7 +188,7 @@ class Supervisor:
                 place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
                 self.origin = self._next()
             except (ClusterError, StorageError) as refused:
-                self._give_up(refused, ended.details)
+                self._give_up(self.stop.ended(refused) if self.stop.asked else refused, ended.details)
 
     def _give_up(self, error: LockstepError, details: str) -> NoReturn:
         """End the run with an error, and have the record say so."""

@@ -70,11 +70,12 @@ class StopSignal:
         error.exit_code = 128 + self.number
         return error
 
-    def wait(self, seconds: float) -> None:
-        """Sleep, but no longer than until a signal comes."""
+    def wait(self, seconds: float) -> bool:
+        """Sleep, but no longer than until a signal comes. Returns whether one has come."""
         until = time.monotonic() + seconds
         while not self.asked and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
+        return self.asked
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # python allows handlers nowhere else

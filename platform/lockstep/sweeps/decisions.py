@@ -28,7 +28,7 @@ class Decisions:
     def __init__(
         self,
         folder: Path,
-        wait: Callable[[float], None] = time.sleep,
+        wait: Callable[[float], object] = time.sleep,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._path, self._wait, self._say = folder / NAME, wait, say

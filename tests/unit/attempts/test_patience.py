@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.attempts.patience import PAUSES_S, patiently
+from lockstep.driver.signals import StopSignal
 from lockstep.errors import StorageError
 
 
@@ -48,6 +49,14 @@ def test_what_goes_on_for_too_long_is_raised() -> None:
     with pytest.raises(StorageError, match="No space left"):
         patiently(storage, waited.append, str)
     assert tuple(waited) == PAUSES_S
+
+
+def test_a_signal_ends_the_wait_and_what_failed_is_raised() -> None:
+    storage, told, stop = Storage(errno.ENOSPC, 100), list[str](), StopSignal()
+    stop.ask()
+    with pytest.raises(StorageError, match="No space left"):
+        patiently(storage, stop.wait, told.append)
+    assert storage.calls == len(told) == 1
 
 
 def test_a_full_disk_that_is_emptied(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_what_ends_a_run_beside_its_attempts_is_recorded(monkeypatch: pytest.Mon
     assert recording.closed
 
 
-@pytest.mark.parametrize("where", ["after a loss", "at the wait for workers"])
+@pytest.mark.parametrize("where", ["after a loss", "at the wait for workers", "at the wait for storage"])
 def test_a_signal_ends_a_run_that_would_go_on(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """It is KILLED with the signal's exit code, which no keeper starts again, and says neither that a worker is replaced nor how long nobody waited."""
     recording = Recording()
@@ -206,8 +207,16 @@ def test_a_signal_ends_a_run_that_would_go_on(monkeypatch: pytest.MonkeyPatch, w
         stop.ask()
         raise SpecError("workers.min: got 2 workers of 1 CPU each, but the cluster has 1 CPU, enough for 1")
 
+    def no_answer(*_: Any, **__: Any) -> Any:
+        stop.ask()
+        raise StorageError("checkpoint: Stale file handle") from OSError(errno.ESTALE, "Stale file handle")
+
     run._attempt = attempt
     monkeypatch.setattr(supervisor, "first_place", lambda *_: None)
+    if where == "at the wait for storage":
+        run.origin = AttemptOrigin()
+        monkeypatch.setattr(supervisor, "next_place", lambda *_: None)
+        monkeypatch.setattr(supervisor, "claim", no_answer)
     monkeypatch.setattr(waiting, "find_place", no_room)
     monkeypatch.setattr(waiting, "most_resources", list)
     monkeypatch.setattr(waiting, "RoomRequest", NoRequest)
@@ -216,7 +225,7 @@ def test_a_signal_ends_a_run_that_would_go_on(monkeypatch: pytest.MonkeyPatch, w
         keeper, "_start_keeper", lambda *_: SimpleNamespace(ready=SimpleNamespace(remote=str))
     )
     monkeypatch.setattr(keeper, "in_background", lambda *_, **__: None)
-    with pytest.raises(ClusterError) as raised, keeper.kept(3, str):
+    with pytest.raises(LockstepError) as raised, keeper.kept(3, str):
         run.run()
     (failed,) = recording.told
     assert isinstance(failed, Failed)
@@ -226,6 +235,7 @@ def test_a_signal_ends_a_run_that_would_go_on(monkeypatch: pytest.MonkeyPatch, w
     told = {
         "after a loss": "rank 0 of 2 was lost: gone (attempt 2; a signal ends the run)",
         "at the wait for workers": "enough for 1; a signal ended the wait for workers after 0 s",
+        "at the wait for storage": "checkpoint: Stale file handle",
     }[where]
     assert failed.message.endswith(told)
 
