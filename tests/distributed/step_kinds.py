@@ -293,6 +293,18 @@ class RateFallsAfterStep(Kind):
             group["lr"] = 0.01
 
 
+class GroupsAreAddedAfterStep(Kind):
+    """It hands its optimizer further parameters while it trains, as code that finetunes layer by layer does."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.own = torch.optim.SGD(model.parameters(), lr=0.1)
+        return self.own
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 2:
+            self.own.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.01})
+
+
 class CountingSchedule(Kind):
     """Its function counts its calls."""
 
@@ -362,6 +374,10 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     RateFallsAfterStep: (
         "job.optimizer: the learning rate of group 0 was changed from 0.1 to 0.01",
         "job.schedule",
+    ),
+    GroupsAreAddedAfterStep: (
+        "job.optimizer: got 2 parameter groups after an update, wanted the 1",
+        "job.frozen_parameters",
     ),
     CountingSchedule: ("job.schedule: returned [1.0, 0.5]", "called again", "LRScheduler"),
     RateBelowZero: ("job.schedule: gave -1.5 for update 2", "at least 0"),

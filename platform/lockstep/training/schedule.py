@@ -311,6 +311,7 @@ class Rates:
         self._used: list[float] = []
         self._left: list[float] = []
         """The rates as the newest update left them."""
+        self._groups = len(optimizer.param_groups)
         # Registered after the job's own hooks, so it sees what they change.
         optimizer.register_step_pre_hook(self._note)
 
@@ -319,6 +320,7 @@ class Rates:
 
     def set(self, update: int) -> None:
         """Set every group's rate for update number `update`. JobError where that overwrites a change of the job's."""
+        self._check_groups()
         if self._left and isinstance(self.schedule, FunctionOfUpdates):
             for i, (now, left) in enumerate(zip(rates_of(self.optimizer), self._left, strict=True)):
                 if now != left:
@@ -331,6 +333,7 @@ class Rates:
 
     def used(self) -> float:
         """The first group's rate in the update since `set`, or the one that was set where it was skipped."""
+        self._check_groups()
         for i, (left, was_set, used) in enumerate(
             zip(rates_of(self.optimizer), self._set, self._used, strict=True)
         ):
@@ -342,6 +345,14 @@ class Rates:
                 )
         self._left = rates_of(self.optimizer)
         return self._used[0]
+
+    def _check_groups(self) -> None:
+        if len(self.optimizer.param_groups) != self._groups:
+            raise JobError(
+                f"job.optimizer: got {len(self.optimizer.param_groups)} parameter groups after an update, wanted the {self._groups} that it was made with; the schedule "
+                "and every checkpoint go by its groups: give it all of them in job.optimizer(model), and leave those that are to rest "
+                "to job.frozen_parameters(model, step)"
+            )
 
 
 def set_rates(optimizer: torch.optim.Optimizer, base: list[float], factor: float) -> float:
