@@ -121,14 +121,17 @@ def test_a_server_that_accepts_and_never_answers_is_told_in_seconds(tmp_path: Pa
 
 
 @pytest.mark.scenario
-def test_a_signal_is_heard_while_the_command_waits_for_an_answer(tmp_path: Path, silent: Listener) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_heard_while_the_command_waits_for_an_answer(
+    tmp_path: Path, silent: Listener, sent: signal.Signals, code: int
+) -> None:
     process = command(tmp_path, "--address", silent.address)
     assert silent.asked.wait(60)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     asked = time.monotonic()
     process.communicate(timeout=30)
     assert time.monotonic() - asked < 3.0
-    assert process.returncode == 130
+    assert process.returncode == code
 
 
 @pytest.mark.usefixtures("cluster")

@@ -19,6 +19,7 @@ import pytest
 from lockstep.calls.apart import apart
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
+from lockstep.driver.signals import Interrupted
 from lockstep.record.events import EvaluationRow
 from tests.unit import called_apart
 from tests.unit.record.rows import step_row
@@ -94,15 +95,17 @@ def test_an_interrupt_asks_the_run_to_stop(tmp_path: Path) -> None:
     assert left.read_text() == "stopped by 2"
 
 
-def test_a_second_interrupt_ends_it_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_it_at_once(tmp_path: Path, second: signal.Signals) -> None:
     def twice(text: str) -> None:
         interrupt(text)
-        threading.Timer(0.5, interrupt, [text]).start()
+        threading.Timer(0.5, os.kill, [os.getpid(), second]).start()
 
     said = Said(twice)
     call = partial(called_apart.until_stopped, left=tmp_path / "left", patient=False)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted) as raised:
         apart(call, RunOptions(progress=said))
+    assert raised.value.number == second
     assert not (tmp_path / "left").exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int(said.lines[0].split()[1]), 0)

@@ -25,7 +25,7 @@ from lockstep.driver.notebook import in_notebook
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Silent
 from lockstep.driver.result import Result
-from lockstep.driver.signals import GRACE_S, StopSignal, end_on_second_signal
+from lockstep.driver.signals import GRACE_S, Interrupted, StopSignal, end_on_second_signal
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.process import under_torchrun
 from lockstep.record.events import EvaluationRow, StepRow
@@ -156,8 +156,9 @@ def _outcome(
 
 
 def _lost(code: int) -> LockstepError:
-    if code == 128 + signal.SIGINT or code == -signal.SIGINT:
-        raise KeyboardInterrupt
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if code in (128 + number, -number):
+            raise Interrupted(number)
     by = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return ClusterError(
         f"the process of the run ended without a result ({by}); was it short of memory? lockstep resume goes on with the run"
@@ -235,8 +236,8 @@ def main() -> None:
         progress.send(Over(result))
     except LockstepError as error:
         progress.send(Over(error))
-    except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # whatever still runs here is not waited for
+    except KeyboardInterrupt as error:  # whatever still runs here is not waited for
+        os._exit(128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT))
     except Exception as error:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
         progress.send(Over(LockstepError(f"the run broke: {first_line(error)}")))

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from lockstep.cli.interruption import Interrupted, answering, end
+from lockstep.cli.interruption import answering, end
+from lockstep.driver.signals import Interrupted
 from lockstep.errors import LockstepError
 
 if TYPE_CHECKING:

@@ -14,15 +14,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+from lockstep.driver.signals import Interrupted
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal, for the command that `answers` surrounds."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class _Reader:

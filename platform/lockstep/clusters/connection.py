@@ -27,7 +27,7 @@ from lockstep.clusters.ray_internals.fork_server import preloading, py_executabl
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
 from lockstep.clusters.server_ahead import server_ahead
-from lockstep.driver.signals import StopSignal
+from lockstep.driver.signals import Interrupted, StopSignal
 from lockstep.errors import ClusterError, LockstepError, first_line
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
@@ -73,7 +73,7 @@ def connected(
 
     `for_workers`: every process that it starts there trains. A cluster whose nodes are all on this machine has its workers
     forked from a process that has imported the modules in `preload`. With `stop` a signal ends the wait for the cluster:
-    KeyboardInterrupt. ClusterError within seconds where the cluster does not answer.
+    Interrupted. ClusterError within seconds where the cluster does not answer.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
@@ -86,7 +86,7 @@ def connected(
         os.environ.update(LOOPBACK_ONLY)
         guard_rays_token()
     else:
-        check_answers(address, lambda: stop is not None and stop.asked)
+        check_answers(address, (stop or StopSignal()).check)
     show_token(address)  # before Ray is imported: it reads the environment once
     if not verbose:  # in a notebook, that a package is missing for widgets that nobody sees
         logging.getLogger("ray.widgets").setLevel(logging.WARNING)
@@ -149,23 +149,23 @@ class _Joining:
         self._lock = threading.Lock()
 
     def wait(self, stop: StopSignal | None, say: Callable[[str], None]) -> None:
-        """Until the cluster is joined. ClusterError where it refuses or falls silent; KeyboardInterrupt on a signal."""
+        """Until the cluster is joined. ClusterError where it refuses or falls silent; Interrupted on a signal."""
+        stop = stop or StopSignal()
         threading.Thread(target=self._join, name="lockstep-connect", daemon=True).start()
         began = heard = time.monotonic()
         told = False
         while not self._over.wait(0.2):
             now = time.monotonic()
-            if now - heard > ASK_S:
-                try:
-                    check_answers(self._address, lambda: stop is not None and stop.asked)
+            try:
+                stop.check()
+                if now - heard > ASK_S:
+                    check_answers(self._address, stop.check)
                     heard = time.monotonic()
-                except KeyboardInterrupt as error:
+            except Interrupted as error:
+                self._give_up(error)
+            except ClusterError as error:
+                if time.monotonic() - heard > SILENT_S:
                     self._give_up(error)
-                except ClusterError as error:
-                    if time.monotonic() - heard > SILENT_S:
-                        self._give_up(error)
-            elif stop is not None and stop.asked:
-                self._give_up(KeyboardInterrupt())
             if now - began > TOLD_S and not told:
                 told = True
                 say(f"the cluster at {self._address} answers, but has not yet let this driver in; waiting")
@@ -192,7 +192,7 @@ class _Joining:
         if late:
             disconnect()  # nobody waits for it any more
 
-    def _give_up(self, error: LockstepError | KeyboardInterrupt) -> None:
+    def _give_up(self, error: LockstepError | Interrupted) -> None:
         """Raise `error`, unless the cluster has just been joined."""
         with self._lock:
             if self._over.is_set():

@@ -72,12 +72,11 @@ def host_and_port(address: str) -> tuple[str, int]:
     )
 
 
-def _never() -> bool:
-    return False
+def _nothing() -> None: ...
 
 
-def check_answers(address: str, interrupted: Callable[[], bool] = _never) -> None:
-    """ClusterError, within TCP_S + HEALTH_S, where no live Ray cluster answers at `address`; KeyboardInterrupt once `interrupted`."""
+def check_answers(address: str, look: Callable[[], None] = _nothing) -> None:
+    """ClusterError, within TCP_S + HEALTH_S, where no live Ray cluster answers at `address`. `look` is called meanwhile, and may raise."""
     host, port = host_and_port(address)
     try:
         socket.create_connection((host, port), TCP_S).close()
@@ -88,7 +87,7 @@ def check_answers(address: str, interrupted: Callable[[], bool] = _never) -> Non
         ) from error
     if address.startswith("ray://") or os.environ.get("RAY_USE_TLS") == "1":
         return  # Ray itself checks its client server and a GCS behind TLS
-    problem = _unhealthy(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", interrupted)
+    problem = _unhealthy(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", look)
     if problem is not None:
         raise ClusterError(
             f"address: {address} accepts connections but {problem}; give the address of a running cluster, or leave out "
@@ -96,7 +95,7 @@ def check_answers(address: str, interrupted: Callable[[], bool] = _never) -> Non
         )
 
 
-def _unhealthy(target: str, interrupted: Callable[[], bool]) -> str | None:
+def _unhealthy(target: str, look: Callable[[], None]) -> str | None:
     """What is wrong with the GCS at `target`, by gRPC's own health check, which every GCS serves. None where it answers."""
     import grpc  # type: ignore[import-untyped]  # comes with ray[default]
 
@@ -106,11 +105,13 @@ def _unhealthy(target: str, interrupted: Callable[[], bool]) -> str | None:
         )
         # An empty HealthCheckRequest, without the name of a service, asks for the whole server.
         answer = check.future(b"", timeout=HEALTH_S)
-        while not answer.done():
-            if interrupted():
-                answer.cancel()
-                raise KeyboardInterrupt
-            time.sleep(0.02)
+        try:
+            while not answer.done():
+                look()
+                time.sleep(0.02)
+        except KeyboardInterrupt:
+            answer.cancel()
+            raise
         try:
             answer.result()
         except grpc.RpcError as error:

@@ -47,6 +47,14 @@ def was_signalled(error: BaseException) -> bool:
     )
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ends the command at once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 class StopSignal:
     """A context in which the two signals are noted. `number` is the signal that came, or None."""
 
@@ -69,6 +77,11 @@ class StopSignal:
         assert self.number is not None
         error.exit_code = 128 + self.number
         return error
+
+    def check(self) -> None:
+        """Raise Interrupted where a signal came: for a wait before which there is nothing to save."""
+        if self.number is not None:
+            raise Interrupted(self.number)
 
     def wait(self, seconds: float) -> bool:
         """Sleep, but no longer than until a signal comes. Returns whether one has come."""
@@ -94,5 +107,5 @@ class StopSignal:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.number is not None:
-            raise KeyboardInterrupt
+            raise Interrupted(number)
         self.number = number

@@ -45,7 +45,7 @@ def first_trial(
     """Prepare it, as often as `faults` of the spec allows: its number of steps, and the first that ends with an evaluation.
 
     `source` are the files of a job of `__main__`, which this process imports already. With `gpu` a worker does it. `then` says
-    what to do where a fault stays. SpecError where the job never gives the metric of the sweep; KeyboardInterrupt where a signal
+    what to do where a fault stays. SpecError where the job never gives the metric of the sweep; Interrupted where a signal
     comes while a worker is waited for.
     """
     faults = spec.base.faults
@@ -87,8 +87,7 @@ def _on_gpu(
     try:
         while not ray.wait([asked], timeout=LOOK_S)[0]:
             waited_s = time.monotonic() - began
-            if stop.asked:
-                raise KeyboardInterrupt  # there is nothing to save yet
+            stop.check()  # there is nothing to save yet
             if waited_s > limit_s:
                 raise unanswered(whose, limit_s)
             if waited_s > TELL_S and not told:
