@@ -82,4 +82,4 @@ class PlannedChange:
 
     def give_up(self, status: RunStatus) -> None:
         """End the newcomers that were not let in."""
-        self._attempt.newcomers.end([n for n in self.members.joining if n not in status.numbers])
+        self._attempt.dismiss([n for n in self.members.joining if n not in status.numbers])

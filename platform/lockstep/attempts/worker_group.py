@@ -124,8 +124,14 @@ class WorkerGroup:
     def _bundles(self) -> tuple[Any, dict[int, int]]:
         return self._trainer.bundles() if self._trainer is not None else (None, {})
 
+    def dismiss(self, numbers: Sequence[int]) -> None:
+        """Kill these newcomers. The mailbox hears of it: one that had come to a roll call is not to be waited for."""
+        self.newcomers.end(numbers)
+        for number in numbers:
+            self._newcomer_lost(number, "it was no longer needed")
+
     def _newcomer_lost(self, number: int, text: str) -> None:
-        """Called in a thread of its own."""
+        """Called in a thread of its own, or in the driver's."""
         inside = number in self._inside
         if inside:
             self.lost[number] = f"worker {number}, which had joined, was lost: {why_lost(text)}"

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.attempts import planned_change
+from lockstep.attempts import planned_change, worker_group
 from lockstep.attempts.mailbox import RunStatus
+from lockstep.attempts.newcomers import Newcomers
 from lockstep.attempts.planned_change import Members, PlannedChange
+from lockstep.attempts.worker_group import WorkerGroup
 from lockstep.driver.run_view import RunView
 from lockstep.record.recorder_state import RecorderState
+from lockstep.training.roll_call import Arrival, Formation, Progress, RollCalls
 
 
 def status(attempt: int, numbers: tuple[int, ...], waiting: tuple[int, ...] = ()) -> RunStatus:
@@ -75,3 +78,22 @@ def test_a_newcomer_that_is_not_ready_in_time_ends_the_change(monkeypatch: pytes
 def test_workers_that_cannot_regroup_end_the_change() -> None:
     change = Around(able=False).change((), leaving=(0,))
     assert change.look(status(1, (0, 1))) == "the workers cannot form another group"
+
+
+def test_a_newcomer_that_is_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had come to a roll call; a loss just then would have it in the group of those that go on."""
+    calls = RollCalls(1, 2)
+    for worker in (0, 1):
+        calls.ready(worker)
+    calls.enter(2, Arrival(Progress(0, 0), "host", 1))
+    attempt: Any = object.__new__(WorkerGroup)
+    attempt.newcomers, attempt._inside = Newcomers({}, lambda *_: None), frozenset({0, 1})
+    attempt._mailbox = SimpleNamespace(lose=SimpleNamespace(remote=calls.lose))
+    monkeypatch.setattr(worker_group, "answer_of", lambda answer, *_: answer)
+    recording: Any = None
+    PlannedChange("why", Members((2,), ()), attempt, recording).give_up(status(1, (0, 1), waiting=(2,)))
+    calls.lose(1)
+    calls.arrive(1, 0, Arrival(Progress(4, 0), "host", 1))
+    formation = calls.ask(1, 0)
+    assert isinstance(formation, Formation)
+    assert formation.workers == (0,)
