@@ -6,6 +6,7 @@ calls the functions and gives all ranks what they return.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.contents import leaves
+from lockstep.data.loader import map_tensors
 from lockstep.errors import JobError
 from lockstep.job.interface import Job, overrides
 from lockstep.randomness import seed_all
@@ -52,16 +54,18 @@ def taken(given: object) -> Outputs:
         )
     outputs: dict[str, Tensor | list[Any]] = {}
     for name, value in given.items():
-        if isinstance(value, Tensor) and value.dim():
-            outputs[name] = value.detach().to("cpu", copy=True)
-        elif isinstance(value, list):
-            outputs[name] = value
+        if isinstance(value, list) or (isinstance(value, Tensor) and value.dim()):
+            outputs[name] = map_tensors(value, _own, copy.deepcopy)
         else:
             got = "a tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
             raise JobError(
                 f"job.outputs: {name!r} is {got}, wanted a tensor or a list with a row for each sample"
             )
     return outputs
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def texts(outputs: Outputs) -> dict[str, str]:

@@ -150,6 +150,19 @@ def test_outputs_hold_no_more_memory_than_their_own() -> None:
     assert value.untyped_storage().nbytes() == 8  # type: ignore[union-attr]
 
 
+def test_outputs_in_a_list_are_the_micro_batchs_own() -> None:
+    """As boxes of each image are: the model writes its next ones to the same memory, and they need no gradient on rank 0."""
+    boxes, scores = torch.zeros(2, 4, requires_grad=True), np.zeros(2)
+    rows = [{"boxes": boxes, "scores": scores}]
+    (value,) = taken({"x": rows}).values()
+    boxes.data.fill_(1.0)
+    scores[:] = 1.0
+    rows.clear()
+    assert [row["boxes"].tolist() for row in value] == [[[0.0] * 4] * 2]
+    assert not value[0]["boxes"].requires_grad
+    assert value[0]["scores"].tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
