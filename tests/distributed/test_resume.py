@@ -516,24 +516,27 @@ def test_a_longer_fork_extends_a_finished_run(saved: SavedRuns, tmp_path: Path) 
     assert [row.step for row in extended.steps] == [9, 10, 11, 12]
 
 
-def test_a_fork_that_goes_by_another_metric_begins_to_judge_anew(saved: SavedRuns, tmp_path: Path) -> None:
-    """The parent's loss is no accuracy: no accuracy would be better, and the patience for it is not used up. By the same metric it is."""
-    storage = saved.storage("stopped early")
+@pytest.mark.parametrize("changed", ["nothing", "metric", "data"])
+def test_a_fork_that_compares_other_evaluations_begins_to_judge_anew(
+    saved: SavedRuns, tmp_path: Path, changed: str
+) -> None:
+    """The parent's loss is no accuracy, and none of other data: its patience is not used up. Where nothing changed, it is."""
     given = document("stopped early")
-    fork = {"run": RUN, "storage": storage}
-    runs = {}
-    for metric, mode in (("eval/loss", "min"), ("eval/accuracy", "max")):
-        spec = {
-            **given,
-            "checkpoint": {"storage": str(tmp_path / mode), "every": None},
-            "fork": fork,
-            "early_stop": {**given["early_stop"], "metric": metric, "mode": mode},
-        }
-        runs[mode] = train_attempt(spec, "fork", AttemptOrigin())
-    assert runs["min"].steps == ()
-    assert len(runs["max"].steps) > 0
-    first = int(runs["max"].evaluations[0][0])
-    assert int(runs["max"].best[0]) >= first > runs["min"].best[0]
+    spec: Document = {
+        **given,
+        "checkpoint": {"storage": str(tmp_path), "every": None},
+        "fork": {"run": RUN, "storage": saved.storage("stopped early")},
+    }
+    if changed == "metric":
+        spec["early_stop"] = {**given["early_stop"], "metric": "eval/accuracy", "mode": "max"}
+    if changed == "data":
+        spec["job"]["params"]["eval_samples"] -= 1
+    trained = train_attempt(spec, "fork", AttemptOrigin())
+    if changed == "nothing":
+        assert trained.steps == ()
+        return
+    first, parents_best = int(trained.evaluations[0][0]), 8
+    assert int(trained.best[0]) >= first > parents_best
 
 
 def test_a_fork_of_another_batch_is_refused(saved: SavedRuns, tmp_path: Path) -> None:
