@@ -8,12 +8,11 @@ checkpoint are taken again, with the same values, so the record stays as it is.
 from __future__ import annotations
 
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep.attempts.attempt_summary import AttemptSummary
 from lockstep.attempts.blame import Blame
@@ -26,12 +25,12 @@ from lockstep.attempts.placement import WorkerPlacement
 from lockstep.attempts.planned_change import PlannedChange, newcomers_for
 from lockstep.attempts.policy import RetryBudget, outcome_of
 from lockstep.attempts.recording import Recording
+from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.stages import underway
 from lockstep.attempts.standby import Standbys
 from lockstep.attempts.waiting import first_place, next_place
 from lockstep.attempts.watchdog import Patience, end
 from lockstep.attempts.worker_group import WorkerGroup
-from lockstep.checkpoint.errors import StaleAttemptError
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim, steps_of
 from lockstep.clusters.noticeboard import Noticeboard
@@ -39,7 +38,7 @@ from lockstep.driver.failed import with_run
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result, check_saved, result_of
 from lockstep.driver.run_view import RunView
-from lockstep.driver.signals import StopSignal, was_signalled
+from lockstep.driver.signals import StopSignal
 from lockstep.errors import (
     ClusterError,
     DeterminismError,
@@ -49,17 +48,8 @@ from lockstep.errors import (
     SilentError,
     SpecError,
     StorageError,
-    first_line,
 )
-from lockstep.record.events import (
-    AttemptsSummarised,
-    Document,
-    EndStatus,
-    Failed,
-    Finished,
-    TakenOver,
-    Warned,
-)
+from lockstep.record.events import AttemptsSummarised, Document, Warned
 from lockstep.record.recorder_state import RecorderState
 from lockstep.spec.fields import Spec
 
@@ -83,7 +73,7 @@ class Supervisor:
     ) -> None:
         self.spec = spec
         self.progress, self.began_at = options.progress, options.began_at
-        self._verbose, self._source = options.verbose, options.source
+        self._source = options.source
         self.stop = stop
         self.origin = origin
         self.environment = dict(environment)
@@ -93,8 +83,6 @@ class Supervisor:
         self._warned = 0
         self._saved = False
         """Whether the workers have told of a checkpoint."""
-        self._end_told = False
-        """Whether the recorder was told that the run ended early."""
         self._moving: str | None = None
         """Why the attempt at hand is asked to end, so that the next one runs elsewhere or on more workers."""
         self._last_step_at = self._looked_at = 0.0
@@ -112,23 +100,16 @@ class Supervisor:
         self._named = False
         self._shown_as, self._gauges = uuid.uuid4().hex, Gauges(spec.name)
         self._noticeboard = Noticeboard(spec.name, spec.record.uri or "", options.began_at)
+        self._end = RunEnd(recording, self._noticeboard, self.progress.say, verbose=options.verbose)
 
     def run(self) -> Result:
         """Train until the run ends, however it does."""
         place = first_place(self.spec, self.stop, self.progress.say)
         try:
             summary, failure = self._attempts(place)
-            self._noticeboard.ends(Finished(summary).status, summary["step"])
+            self._end.show(summary)
         except (KeyboardInterrupt, Exception) as error:
-            self._noticeboard.ends(_status_of(error), 0)
-            if isinstance(error, KeyboardInterrupt):
-                self._end(Failed("ended at once by a second signal", "", "KILLED"))
-            elif not isinstance(error, LockstepError):
-                self._end(Failed(f"the driver failed: {first_line(error)}", traceback.format_exc()))
-            elif not self._end_told and self._recording.run_id is not None:  # what failed was no attempt
-                self._tell_failed(error, traceback.format_exc())
-            with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
-                self._recording.close()
+            self._end.early(error)
             if isinstance(error, LockstepError):
                 raise with_run(error, self._recording.run_id, self.spec.folder) from error
             raise
@@ -178,32 +159,17 @@ class Supervisor:
                     by_signal = error.with_message(
                         f"{error} (attempt {current.attempt}; a signal ends the run)"
                     )
-                    self._give_up(self.stop.ended(by_signal), ended.details)
+                    self._end.give_up(self.stop.ended(by_signal), ended.details)
                 if not decision.again:
                     more = "" if len(self.summaries) == 1 else f" (attempt {current.attempt}; {decision.why})"
-                    self._give_up(error.with_message(f"{error}{more}") if more else error, ended.details)
+                    self._end.give_up(error.with_message(f"{error}{more}") if more else error, ended.details)
                 self.progress.say(f"attempt {current.attempt} ended: {error}; {decision.why}")
                 self.stop.wait(decision.pause_s)
             try:
                 place = next_place(self.spec, self._blame.left_out, self.stop, self.progress.say)
                 self.origin = self._next()
             except (ClusterError, StorageError) as refused:
-                self._give_up(self.stop.ended(refused) if self.stop.asked else refused, ended.details)
-
-    def _give_up(self, error: LockstepError, details: str) -> NoReturn:
-        """End the run with an error, and have the record say so."""
-        if self._recording.run_id is not None or isinstance(error, ClusterError):
-            self._tell_failed(error, details)
-        elif self._verbose:  # a mistake that was found before there was a run: nothing is left of it
-            self.progress.say(details)
-        raise error
-
-    def _tell_failed(self, error: LockstepError, details: str) -> None:
-        """Have the record say which error ends the run."""
-        if isinstance(error, StaleAttemptError):
-            self._end(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
-        else:
-            self._end(Failed(str(error), details, _status_of(error)))
+                self._end.give_up(self.stop.ended(refused) if self.stop.asked else refused, ended.details)
 
     def _contradicts(self, error: LockstepError) -> bool:
         """Whether the newest attempt refused the job before its first step, though an earlier one had trained it."""
@@ -503,22 +469,10 @@ class Supervisor:
         return replace(claimed, replay=self.origin.replay, doubts=self._blame.doubts)
 
     def _close(self, ended: RunView) -> RecordError | None:
-        """The run has ended by itself or by a signal: have that recorded, and let the recorder write what is left."""
+        """Have it recorded that the run has ended by itself or by a signal. Returns what could not be."""
         assert ended.summary is not None
-        self._recording.tell(Finished({**ended.summary, "signal": self.stop.number}, ended.files))
-        failure = self._recording.close()
+        failure = self._end.finished(ended.summary, ended.files, self.stop.number)
         self._hear(self._recording.state)
         if self._recording.state.violation:
             self._warn(self._recording.state.violation)
         return failure
-
-    def _end(self, end: Failed | TakenOver) -> None:
-        """Have the recorder write that the run ended early; what could not be recorded of that comes second."""
-        self._end_told = True
-        with suppress(*LOST):
-            self._recording.tell(end)
-
-
-def _status_of(error: BaseException) -> EndStatus:
-    """The status of a run that an error ends."""
-    return "KILLED" if was_signalled(error) else "FAILED"

@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.attempts import patience, supervisor, waiting
 from lockstep.attempts.attempt_summary import AttemptSummary
+from lockstep.attempts.run_end import RunEnd
 from lockstep.attempts.supervisor import Supervisor
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.checkpoint.runs import claim
@@ -25,7 +26,7 @@ from lockstep.spec.loading import load_spec
 
 
 class Recording:
-    """What is asked of a run, and what is told of it."""
+    """What is asked of a run, and what is told of it: in its record, and on the noticeboard."""
 
     run_id = "a" * 32
 
@@ -33,6 +34,7 @@ class Recording:
         self.asked = threading.Event()
         self.told: list[Event] = []
         self.closed = False
+        self.shown: list[str] = []
 
     def ask_stop(self) -> None:
         self.asked.set()
@@ -43,6 +45,9 @@ class Recording:
 
     def close(self) -> None:
         self.closed = True
+
+    def ends(self, status: str, _step: int) -> None:
+        self.shown.append(status)
 
 
 class Attempt:
@@ -60,10 +65,10 @@ def supervised(recording: Recording) -> Any:
     made: Any = object.__new__(Supervisor)
     made.spec = load_spec({"job": {"use": "a:B"}})
     made.stop = made.progress = SimpleNamespace(say=None)
-    made._recording, made._moving, made._end_told = recording, None, False
-    made._saved = False
+    made._recording, made._moving, made._saved = recording, None, False
     made._blame = SimpleNamespace(left_out=frozenset())
-    made._noticeboard = SimpleNamespace(ends=lambda *_: None)
+    asked: Any = recording
+    made._end = RunEnd(asked, asked, pytest.fail, verbose=False)
     return made
 
 
@@ -120,7 +125,7 @@ def test_a_storage_that_is_lost_while_a_run_trains_is_not_begun_anew(
     run.spec = load_spec({"job": {"use": "a:B"}, "checkpoint": {"storage": str(tmp_path / "runs")}})
     run.stop = SimpleNamespace(wait=lambda _: None, asked=False)
     run.progress = SimpleNamespace(say=lambda _: None)
-    run.origin, run._verbose, run.summaries = AttemptOrigin(), False, []
+    run.origin, run.summaries = AttemptOrigin(), []
     if case == "lost at a resume":
         run.origin = claim(run.spec.checkpoint.storage, recording.run_id, None)
     elif case != "unsaved":
@@ -164,7 +169,7 @@ def test_what_ends_a_run_beside_its_attempts_is_recorded(monkeypatch: pytest.Mon
     run = supervised(recording)
     run.stop = SimpleNamespace(wait=lambda _: None, asked=False)
     run.progress = SimpleNamespace(say=lambda _: None)
-    run.summaries, run._verbose = [AttemptSummary(1, 2, 0.0, last_step=7)], False
+    run.summaries = [AttemptSummary(1, 2, 0.0, last_step=7)]
     run._tell_summaries = lambda: None
     error = StorageError("no") if where == "storage" else ClusterError("no")
 
@@ -193,10 +198,8 @@ def test_a_signal_ends_a_run_that_would_go_on(monkeypatch: pytest.MonkeyPatch, w
     recording = Recording()
     run, stop = supervised(recording), StopSignal()
     run.stop, run.progress = stop, SimpleNamespace(say=lambda _: None)
-    run.summaries, run._verbose = [AttemptSummary(1, 2, 0.0, last_step=7), AttemptSummary(2, 2, 0.0)], False
+    run.summaries = [AttemptSummary(1, 2, 0.0, last_step=7), AttemptSummary(2, 2, 0.0)]
     run._tell_summaries, run._saved_step = lambda: None, lambda: 5
-    ended: list[str] = []
-    run._noticeboard = SimpleNamespace(ends=lambda status, _: ended.append(status))
 
     def attempt(_: Any) -> RunView:
         if where == "after a loss":
@@ -230,7 +233,7 @@ def test_a_signal_ends_a_run_that_would_go_on(monkeypatch: pytest.MonkeyPatch, w
     (failed,) = recording.told
     assert isinstance(failed, Failed)
     assert failed.status == "KILLED"
-    assert ended == ["KILLED"]
+    assert recording.shown == ["KILLED"]
     assert raised.value.exit_code == 143
     told = {
         "after a loss": "rank 0 of 2 was lost: gone (attempt 2; a signal ends the run)",

@@ -1,0 +1,80 @@
+"""How a run on Ray ends: the record and the cluster's noticeboard are told so, once."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.attempts.mailbox import LOST
+from lockstep.attempts.recording import Recording
+from lockstep.checkpoint.errors import StaleAttemptError
+from lockstep.clusters.noticeboard import Noticeboard
+from lockstep.driver.signals import was_signalled
+from lockstep.errors import ClusterError, LockstepError, RecordError, first_line
+from lockstep.record.events import EndStatus, Failed, Finished, TakenOver
+
+
+class RunEnd:
+    """The end of one run. `verbose` has `say` show the details of an error that no record keeps."""
+
+    def __init__(
+        self, recording: Recording, noticeboard: Noticeboard, say: Callable[[str], None], *, verbose: bool
+    ) -> None:
+        self._recording, self._noticeboard = recording, noticeboard
+        self._say, self._verbose = say, verbose
+        self._told = False
+        """Whether the recorder was told that the run ended early."""
+
+    def finished(
+        self, summary: Mapping[str, Any], files: Sequence[Path], signal_number: int | None
+    ) -> RecordError | None:
+        """The run has ended by itself or by a signal: have that recorded, and let the recorder write what is left.
+
+        Returns what could not be recorded. Raises one of LOST where the recorder or the mailbox is gone.
+        """
+        self._recording.tell(Finished({**summary, "signal": signal_number}, files))
+        return self._recording.close()
+
+    def show(self, summary: Mapping[str, Any]) -> None:
+        """Have the noticeboard show such an end, once it is recorded."""
+        self._noticeboard.ends(Finished(summary).status, summary["step"])
+
+    def give_up(self, error: LockstepError, details: str) -> NoReturn:
+        """End the run with an error, and have the record say so."""
+        if self._recording.run_id is not None or isinstance(error, ClusterError):
+            self._tell_failed(error, details)
+        elif self._verbose:  # a mistake that was found before there was a run: nothing is left of it
+            self._say(details)
+        raise error
+
+    def early(self, error: BaseException) -> None:
+        """The run ends with this error, which the record says too where `give_up` has not had it do so."""
+        self._noticeboard.ends(_status_of(error), 0)
+        if isinstance(error, KeyboardInterrupt):
+            self._tell(Failed("ended at once by a second signal", "", "KILLED"))
+        elif not isinstance(error, LockstepError):
+            self._tell(Failed(f"the driver failed: {first_line(error)}", traceback.format_exc()))
+        elif not self._told and self._recording.run_id is not None:  # what failed was no attempt
+            self._tell_failed(error, traceback.format_exc())
+        with suppress(*LOST, ClusterError):  # what ended the run is told; its record comes second
+            self._recording.close()
+
+    def _tell_failed(self, error: LockstepError, details: str) -> None:
+        if isinstance(error, StaleAttemptError):
+            self._tell(TakenOver(str(error)))  # how the run ends is for the newer attempt to say
+        else:
+            self._tell(Failed(str(error), details, _status_of(error)))
+
+    def _tell(self, end: Failed | TakenOver) -> None:
+        """What could not be recorded of the end comes second."""
+        self._told = True
+        with suppress(*LOST):
+            self._recording.tell(end)
+
+
+def _status_of(error: BaseException) -> EndStatus:
+    """The status of a run that an error ends."""
+    return "KILLED" if was_signalled(error) else "FAILED"
