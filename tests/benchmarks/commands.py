@@ -6,8 +6,8 @@ Cases: `tiny`, a small MLP; `gpt`, a language model of 0.9 M parameters on ragge
 Peers: hand-written DDP under torchrun, Accelerate, Lightning and a bare Ray Train script, which
 train the same model on batches of the same size: `programs.py`. They save, evaluate and record nothing; Lockstep does all that it does by default,
 into SQLite. Of `rows` there is one more, a DDP loop that gathers rows from tensors in memory, without a loader. The first peer runs twice: how far the
-second time is from the first is the noise. A step is the mean time from the end of one to the end of the next, without the first tenth of them. Peers that are not
-installed (`pip install lockstep-train[peers]`) are named and left out.
+second time is from the first is the noise. A step is the mean time from the end of one to the end of the next, without the first tenth of them; evaluations, which no
+peer has, are left out of it, and counted in the next column. Peers that are not installed (`pip install lockstep-train[peers]`) are named and left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -40,6 +40,8 @@ class Run(NamedTuple):
     """What one command took."""
 
     step_ms: float
+    evaluated_ms: float
+    """A step with its share of the evaluations between steps."""
     first_step_s: float
     """From the command to the end of the first step."""
     whole_s: float
@@ -63,7 +65,9 @@ def lockstep(folder: Path, case: str, steps: int, workers: int) -> Run:
     began, ended = run([sys.executable, *words], folder)
     (run_folder,) = {path.parent for path in folder.glob("runs/*/spec.yaml")}
     peaks = json.loads((run_folder / "memory.json").read_text())["peak_bytes_by_rank"]
-    return told([row.wall_clock for row in RowsSoFar(run_folder).steps()], peaks[0], began, ended)
+    rows = RowsSoFar(run_folder)
+    evaluated = [(row.wall_clock, row.seconds) for row in rows.evaluations]
+    return told([row.wall_clock for row in rows.steps()], peaks[0], began, ended, evaluated)
 
 
 def peer(name: str) -> Callable[[Path, str, int, int], Run]:
@@ -86,10 +90,19 @@ def peer(name: str) -> Callable[[Path, str, int, int], Run]:
     return call
 
 
-def told(ends: list[float], peak_bytes: int, began: float, ended: float) -> Run:
+def told(
+    ends: list[float],
+    peak_bytes: int,
+    began: float,
+    ended: float,
+    evaluated: Sequence[tuple[float, float]] = (),
+) -> Run:
+    """`evaluated`: when each evaluation ended, and how many seconds it took."""
     warm = len(ends) // 10
-    step_s = (ends[-1] - ends[warm]) / (len(ends) - 1 - warm)
-    return Run(1e3 * step_s, ends[0] - began, ended - began, peak_bytes / 1e6)
+    steps, all_s = len(ends) - 1 - warm, ends[-1] - ends[warm]
+    evaluations_s = sum(seconds for end, seconds in evaluated if ends[warm] < end < ends[-1])
+    step_ms, evaluated_ms = 1e3 * (all_s - evaluations_s) / steps, 1e3 * all_s / steps
+    return Run(step_ms, evaluated_ms, ends[0] - began, ended - began, peak_bytes / 1e6)
 
 
 def run(command: list[str], folder: Path) -> tuple[float, float]:
@@ -141,10 +154,13 @@ def lines(found: dict[str, list[Run]]) -> list[str]:
     """A line each, as the median over the rounds; a ratio is to the first peer of the same round, with its least and its greatest."""
     first = next(iter(found))
     told = [
-        f"  {'':12}  ms a step   of {first:6}              first step s   of ray   whole s   of ray   peak MB"
+        f"  {'':12}  ms a step   of {first:6}              evaluated   first step s   of ray   whole s   of ray   peak MB"
     ]
     for name, runs in found.items():
         ratios = sorted(one.step_ms / other.step_ms for one, other in zip(runs, found[first], strict=True))
+        evaluated = median(
+            one.evaluated_ms / other.step_ms for one, other in zip(runs, found[first], strict=True)
+        )
         begun_of_ray, whole_of_ray = (
             median(
                 getattr(one, field) / getattr(bare, field)
@@ -152,10 +168,10 @@ def lines(found: dict[str, list[Run]]) -> list[str]:
             )
             for field in ("first_step_s", "whole_s")
         )
-        step, begun, over, peak = (median(one[i] for one in runs) for i in range(4))
+        step, _, begun, over, peak = (median(one[i] for one in runs) for i in range(5))
         told.append(
-            f"  {name:12}  {step:9.2f}   {median(ratios):5.2f} ({ratios[0]:.2f} … {ratios[-1]:.2f})   "
-            f"{begun:14.1f}   {begun_of_ray:6.2f}   {over:7.1f}   {whole_of_ray:6.2f}   {peak:7.0f}"
+            f"  {name:12}  {step:9.2f}   {median(ratios):5.2f} ({ratios[0]:.2f} … {ratios[-1]:.2f})   {evaluated:9.2f}   "
+            f"{begun:12.1f}   {begun_of_ray:6.2f}   {over:7.1f}   {whole_of_ray:6.2f}   {peak:7.0f}"
         )
     return told
 
