@@ -516,6 +516,21 @@ def test_epochs_and_steps_of_a_job_are_its_own_affair() -> None:
     assert spec.job.params == {"epochs": 1, "steps": 2}
 
 
+def test_an_override_reaches_one_of_the_places_that_share_an_anchor() -> None:
+    """The identity of the run follows from the other one."""
+    spec = with_job(
+        "evaluate: {every: &often {steps: 100}}\ncheckpoint: {every: *often}", "checkpoint.every.steps=10"
+    )
+    assert (spec.checkpoint.every.steps, spec.evaluate.every.steps) == (10, 100)  # type: ignore[union-attr]
+
+
+def test_an_override_reaches_one_of_the_places_of_a_mapping_in_python() -> None:
+    often = {"steps": 100}
+    given = {"job": {"use": "a:B"}, "evaluate": {"every": often}, "checkpoint": {"every": often}}
+    spec = load_spec(given, ["checkpoint.every.epochs=2"])
+    assert (spec.evaluate.every.steps, often) == (100, {"steps": 100})
+
+
 def test_a_larger_global_batch_keeps_the_micro_batch_of_the_file() -> None:
     batch = with_job("batch: {global: 64, micro: 16}", "batch.global=256").batch
     assert (batch.global_, batch.micro, batch.micro_batches) == (256, 16, 16)

@@ -112,16 +112,19 @@ def _pair(override: str) -> tuple[str, Any]:
 
 
 def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
-    """The mapping that holds the dotted `key`; what is missing on the way is created."""
+    """The mapping that holds the dotted `key`; what is missing on the way is created.
+
+    Each one on the way is made the document's own at this place: an anchor of YAML gives one mapping to several places.
+    """
     *above, _ = key.split(".")
     section = document
     for depth, part in enumerate(above, start=1):
-        if section.get(part) is None:
-            section[part] = {}
-        if depth == 1 and part in ONE_VALUE and isinstance(section[part], str):
-            section[part] = {ONE_VALUE[part]: section[part]}
-        if not isinstance(section[part], dict):
+        held = section.get(part)
+        if depth == 1 and part in ONE_VALUE and isinstance(held, str):
+            held = {ONE_VALUE[part]: held}
+        if held is not None and not isinstance(held, dict):
             name = ".".join(above[:depth])
-            raise SpecError(f"{key}: {name} is {shown(section[part])} and has no fields; set {name} itself")
+            raise SpecError(f"{key}: {name} is {shown(held)} and has no fields; set {name} itself")
+        section[part] = dict(held or {})
         section = section[part]
     return section
