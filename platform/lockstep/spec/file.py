@@ -18,6 +18,9 @@ from lockstep.spec.messages import shown
 ONE_VALUE = {"determinism": "mode"}
 """Sections that may be written as the value of one of their fields."""
 
+COUNTS = ("length", "evaluate.every", "checkpoint.every")
+"""Sections that have one of epochs, steps and seconds, also below the `spec` of a sweep."""
+
 
 class _Loader(yaml.SafeLoader):
     """Reads plain words as YAML 1.2 does, and refuses a key that is given twice and a text with a null character."""
@@ -97,7 +100,7 @@ def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
         above, _, leaf = key.rpartition(".")
         section = _section(document, key)
         section[leaf] = value
-        if value is None or leaf not in rivals or above.startswith("job."):
+        if value is None or leaf not in rivals or above.removeprefix("spec.") not in COUNTS:
             continue
         for rival in rivals - {leaf}:
             if f"{above}.{rival}" not in given:
