@@ -238,6 +238,9 @@ def test_merge_keys_still_work() -> None:
             "spec: 'train.yaml' is not YAML: line 2, expected a single document in the stream, but found another document",
         ),
         ("seed: !!int x", "spec: 'train.yaml' is not YAML: invalid literal for int() with base 10: 'x'"),
+        ("compile: !!bool ja", "spec: 'train.yaml' is not YAML: line 1, 'ja' is no bool"),
+        ("seed: !!int ''", "spec: 'train.yaml' is not YAML: line 1, '' is no int"),
+        ("name: !!timestamp soon", "spec: 'train.yaml' is not YAML: line 1, 'soon' is no timestamp"),
         (
             "\x01",
             "spec: 'train.yaml' is not YAML: unacceptable character #x0001: special characters are not allowed",

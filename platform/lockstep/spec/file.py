@@ -34,6 +34,15 @@ class _Loader(yaml.SafeLoader):
                 )
         return super().construct_mapping(node, deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (LookupError, AttributeError) as error:  # what the constructor of a tag stumbles over
+            kind = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r} is no {kind}", node.start_mark
+            ) from error
+
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
         if "\0" in value:  # no path and no name may have one
