@@ -75,6 +75,28 @@ def test_an_installed_job_is_its_own_package_and_not_all_that_lies_beside_it(
     assert former[0] == former[1]
 
 
+def test_a_package_in_several_folders_is_read_where_the_job_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the `jobs/` of a project beside those of another one; without its source a change of the job would go unseen."""
+    for folder, name, text in (
+        ("theirs", "other", ""),
+        ("ours", "mine", "from parts_of_source import helper\nclass Mine: ...\n"),
+        ("ours", "helper", "WIDTH = 3\n"),
+    ):
+        part = tmp_path / folder / "parts_of_source"
+        part.mkdir(parents=True, exist_ok=True)
+        (part / f"{name}.py").write_text(text)
+    for folder in ("ours", "theirs"):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert job_sources("parts_of_source.mine:Mine").keys() == {
+        "parts_of_source.mine",
+        "parts_of_source.helper",
+    }
+    with pytest.raises(JobImportError, match="has no 'Mina'"):
+        check_job_source("parts_of_source.mine:Mina")
+
+
 def test_a_change_anywhere_in_the_source_changes_the_digest(project: Path) -> None:
     before = job_source_digest("shapes_of_source.job:Mine")
     (project / "unused.py").write_text("")

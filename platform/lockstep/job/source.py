@@ -26,7 +26,7 @@ def job_source_digest(use: str) -> str:
 def former_source_digest(use: str) -> str:
     """The same as older versions had it: of an installed job with every package that it imports, all the way down. Takes minutes for one that imports torch."""
     module = use.partition(":")[0]
-    root = root_of(module.partition(".")[0])
+    root = root_of(module)
     return _digest(_followed([module], root, module, within="") if _is_installed(root) else job_sources(use))
 
 
@@ -45,9 +45,8 @@ def job_sources(use: str) -> dict[str, Path]:
     whatever else is installed: it has the files of its own package.
     """
     module = use.partition(":")[0]
-    top = module.partition(".")[0]
-    root = root_of(top)
-    return _followed([module], root, module, within=top if _is_installed(root) else "")
+    root = root_of(module)
+    return _followed([module], root, module, within=module.partition(".")[0] if _is_installed(root) else "")
 
 
 def imported_sources(text: str, root: Path) -> dict[str, Path]:
@@ -114,7 +113,7 @@ def check_job_source(use: str) -> None:
     A name that is not plainly in the file is left to the import itself. Raises JobImportError.
     """
     module, class_name = class_of(use)
-    path = file_of(module, root_of(module.partition(".")[0]))
+    path = file_of(module, root_of(module))
     if path is None:
         if _importable(module):
             return
@@ -152,14 +151,19 @@ def _importable(module: str) -> bool:
         return False
 
 
-def root_of(top: str) -> Path | None:
-    """The folder that holds a top-level module."""
+def root_of(module: str) -> Path | None:
+    """The folder that holds the top-level module or package of a module.
+
+    A package without an `__init__.py` may have parts in several folders: that one which has the module.
+    """
+    top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = getattr(loaded, "__spec__", None) or importlib.util.find_spec(top)
     if spec is None:
         return None
     if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations))).parent
+        roots = [Path(part).parent for part in spec.submodule_search_locations]
+        return next((root for root in roots if file_of(module, root) is not None), roots[0])
     return Path(spec.origin).parent if spec.origin else None
 
 
