@@ -128,6 +128,16 @@ def test_a_syntax_error_is_told_with_its_line(project: Path) -> None:
         check_job_source("shapes_of_source.job:Mine")
 
 
+def test_a_module_that_python_cannot_read_is_source_as_long_as_nobody_imports_it(project: Path) -> None:
+    """Such as one for another version of Python; a change of it is a change of the source."""
+    (project / "job.py").write_text("class Mine:\n    def old(self):\n        from . import legacy\n")
+    (project / "legacy.py").write_text("print 'x'\n")
+    assert "shapes_of_source.legacy" in job_sources("shapes_of_source.job:Mine")
+    before = job_source_digest("shapes_of_source.job:Mine")
+    (project / "legacy.py").write_text("print 'y'\n")
+    assert job_source_digest("shapes_of_source.job:Mine") != before
+
+
 def test_a_name_that_is_imported_or_assigned_is_left_to_the_import(project: Path) -> None:
     (project / "job.py").write_text("from torch import nn as Mine\nclass Other: ...\n")
     check_job_source("shapes_of_source.job:Mine")

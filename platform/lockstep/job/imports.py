@@ -175,7 +175,10 @@ def _fills_itself(source: bytes) -> bool:
 
     Which ones is not known, so that all of them count.
     """
-    body = ast.parse(source).body
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):  # it is named, and cannot be imported
+        return False
     functions = {
         node.name for node in body if isinstance(node, ast.FunctionDef) and _calls_one(node, _BY_NAME)
     }

@@ -183,8 +183,14 @@ def imports_of(path: Path, name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _imports_in(source: bytes, package: str) -> tuple[str, ...]:
-    """The modules that a module of `package` may import; a trial of a sweep asks for the same ones as the trial before."""
-    return tuple(_imported(ast.parse(source), package))
+    """The modules that a module of `package` may import; a trial of a sweep asks for the same ones as the trial before.
+
+    One that Python cannot read imports nothing: it is only named, as in a branch for another version of Python, and told if it is imported.
+    """
+    try:
+        return tuple(_imported(ast.parse(source), package))
+    except (SyntaxError, ValueError):  # a null byte was a ValueError once
+        return ()
 
 
 def _imported(tree: ast.Module, package: str) -> Iterator[str]:
