@@ -138,6 +138,12 @@ def test_a_module_that_python_cannot_read_is_source_as_long_as_nobody_imports_it
     assert job_source_digest("shapes_of_source.job:Mine") != before
 
 
+def test_of_a_package_and_a_module_of_one_name_the_package_is_the_source(project: Path) -> None:
+    (project / "nets.py").write_text("left over\n")
+    found = job_sources("shapes_of_source.job:Mine")["shapes_of_source.nets"]
+    assert str(found) == importlib.import_module("shapes_of_source.nets").__file__
+
+
 def test_a_name_that_is_imported_or_assigned_is_left_to_the_import(project: Path) -> None:
     (project / "job.py").write_text("from torch import nn as Mine\nclass Other: ...\n")
     check_job_source("shapes_of_source.job:Mine")

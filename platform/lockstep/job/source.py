@@ -168,11 +168,11 @@ def root_of(module: str) -> Path | None:
 
 
 def file_of(name: str, root: Path | None) -> Path | None:
-    """The file of a module below a folder, if it is there."""
+    """The file of a module below a folder, if it is there; of a package and a module of one name the package, as Python imports them."""
     if root is None:
         return None
     base = root.joinpath(*name.split("."))
-    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+    return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
 
 
 def imports_of(path: Path, name: str) -> tuple[str, ...]:
