@@ -19,7 +19,7 @@ from lockstep.job.frames import place_in_job
 from lockstep.job.imports import imports_noted, note_imports
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
-from lockstep.job.source import class_of, forget_stale_bytecode
+from lockstep.job.source import class_of, forget_stale_bytecode, note_files
 from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
 from lockstep.threads import one_library_thread, one_thread
@@ -157,6 +157,7 @@ def import_job(name: str) -> ModuleType:
         if name in sys.modules:
             return importlib.import_module(name)
         forget_stale_bytecode(name)
+        note_files(name)
         with one_library_thread(), one_thread():
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits

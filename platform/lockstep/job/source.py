@@ -94,6 +94,35 @@ def forget_stale_bytecode(module: str) -> None:
                 bytecode.unlink()
 
 
+_AT_IMPORT = dict[Path, dict[Path, str]]()
+"""By the file of a job's module, the sha256 of the job's files as they were when this process imported it."""
+
+
+def note_files(module: str) -> None:
+    """Before a job's module is imported: note what its files hold. Of those that are imported already what was noted then counts."""
+    noted = {path: found for files in _AT_IMPORT.values() for path, found in files.items()}
+    found = dict[Path, str]()
+    try:
+        sources = job_sources(f"{module}:")
+        for name, path in sources.items():
+            kept = noted.get(path.resolve()) if name in sys.modules else None
+            found[path.resolve()] = kept or hashlib.sha256(path.read_bytes()).hexdigest()
+    except (ValueError, OSError):  # told by the import
+        return
+    if module in sources:
+        _AT_IMPORT[sources[module].resolve()] = found
+
+
+def changed_file(use: str) -> Path | None:
+    """A file of a job that is no longer what it was when this process imported the job."""
+    own = getattr(sys.modules.get(use.partition(":")[0]), "__file__", None)
+    noted = {} if own is None else _AT_IMPORT.get(Path(own).resolve(), {})
+    for path, found in noted.items():
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != found:
+            return path
+    return None
+
+
 def class_of(use: str) -> tuple[str, str]:
     """The module and the name of the class of a `job.use`. Raises JobImportError where it has not this form."""
     module, colon, class_name = use.partition(":")
