@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lockstep.data.fingerprint import FILES, file_digest
+from lockstep.data.fingerprint import FILES, file_digest, names_in_order
 from lockstep.data.node_folder import NodeFolder, map_file
 from lockstep.data.table_columns import Array, Column, Decoder, Parts, Piece, declared_columns, parts_bytes
 from lockstep.data.table_files import TableFiles
@@ -128,12 +128,9 @@ class Table(Dataset[dict[str, Any]]):
     def fingerprint(self) -> dict[str, str]:
         """The columns, and for each file its rows and the hash of its content; see `lockstep.data.fingerprint`."""
         files = self.files.files
-        named = len({file.name for file in files}) == len(files)
         fields = {
-            f"file.{file.name if named else f'{i}.{file.name}'}": (
-                f"{sum(file.rows)} rows in {len(file.rows)} blocks, {file_digest(self.files, i, self.content)[:32]}"
-            )
-            for i, file in enumerate(files)
+            f"file.{name}": f"{sum(file.rows)} rows in {len(file.rows)} blocks, {file_digest(self.files, i, self.content)[:32]}"
+            for i, (name, file) in enumerate(zip(names_in_order([f.name for f in files]), files, strict=True))
         }
         if len(fields) > FILES:
             fields = {"files": f"{len(fields)}, {hashlib.sha256(repr(fields).encode()).hexdigest()[:32]}"}

@@ -66,6 +66,26 @@ def test_what_changed_is_told_by_file(tmp_path: Path) -> None:
     assert changed(before, of(tmp_path / "t", {"a": "a", "b": Column("b", dtype="float32")})) == ["columns"]
 
 
+def test_files_of_several_folders_have_their_order_in_the_fingerprint(tmp_path: Path) -> None:
+    """Where the folders move, others may come first: each id would be another row, and a resume would train on other samples."""
+
+    def moved(*folders: str) -> dict[str, Any]:
+        parts = [write(tmp_path / one, range(i, 100), f"{'xy'[i]}.parquet") for i, one in enumerate(folders)]
+        table = Table(parts)
+        return {"first": int(table[0]["a"]), **fingerprint(table, len(table), seed=1)}
+
+    before, alike, other = moved("a", "b"), moved("c", "d"), moved("f", "e")
+    assert "file.x.parquet" in before
+    assert (alike, other["first"]) == (before, 1)
+    assert changed(before, other) == [
+        "file.0.y.parquet",
+        "file.1.x.parquet",
+        "file.x.parquet",
+        "file.y.parquet",
+        "first",
+    ]
+
+
 def test_row_groups_count_since_an_order_depends_on_them(tmp_path: Path) -> None:
     assert changed(of(write(tmp_path / "one")), of(write(tmp_path / "two", row_group_size=10))) == [
         "file.a.parquet"
