@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from jobs.tabular.sample import write_sample
@@ -323,6 +323,40 @@ def test_rows_in_both_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_rows_that_differ_in_one_bit_are_no_duplicates(tmp_path: Path) -> None:
     train, other = rows(tmp_path / "train", range(500)), rows(tmp_path / "other", range(500), shift=1e-3)
     assert leaked_rows(train, other).rows == 0
+
+
+class Labelled(Table):
+    """Gives its rows in a form of its own."""
+
+    def __getitems__(self, ids: Any) -> Any:
+        found = super().__getitems__(ids)
+        return {"inputs": found["x"], "labels": found["label"]}
+
+
+def test_rows_of_a_table_that_makes_something_else_of_them_are_compared(tmp_path: Path) -> None:
+    for name, of in (("train", range(500)), ("eval", [*range(700, 710), 3])):
+        rows(tmp_path / name, of)
+    found = find_leakage(Labelled(tmp_path / "train"), Labelled(tmp_path / "eval"), 1)
+    assert found is not None
+    assert found[:3] == (1, 10, 3)
+
+
+class Decoded(Dataset[Any]):
+    """Like a table by its attributes, and none."""
+
+    decoders = ("wav", "flac")
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitems__(self, ids: Any) -> Any:
+        return [torch.full((3,), float(i)) for i in ids]
+
+
+def test_a_dataset_with_decoders_of_its_own_is_no_table() -> None:
+    found = find_leakage(Decoded(), Decoded(), 1)
+    assert found is not None
+    assert found.rows == 20
 
 
 def test_a_dry_run_tells_of_rows_in_both(tmp_path: Path) -> None:
