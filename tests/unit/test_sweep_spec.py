@@ -203,6 +203,13 @@ def test_an_override_of_steps_leaves_the_epochs_of_a_job_and_the_seconds_of_a_bu
     assert (loaded.budget.seconds, loaded.budget.steps) == (3600, 500)
 
 
+def test_a_value_reaches_its_trial_as_it_is() -> None:
+    """Whatever characters it has: a trial is not made of text."""
+    values = ["🦊", "\u2028", "1e3", None, {"a": ["é", 1e-7, True]}]
+    every = load_sweep({"spec": BASE, "space": {"job.params.kind": {"grid": values}}})
+    assert [every.trial(every.sample(i)).job.params["kind"] for i in range(5)] == values
+
+
 def test_a_population_evaluates_and_saves_where_it_meets() -> None:
     space = {"optimizer.lr": {"loguniform": [1e-4, 1e-1]}}
     found = sweep(space, scheduler={"name": "pbt", "every_steps": 7})

@@ -6,7 +6,7 @@ Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,12 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Apply `key=value` pairs. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
-    pairs = [_pair(one) for one in overrides]
+    """Apply `key=value` texts, as `put` does."""
+    put(document, [_pair(one) for one in overrides])
+
+
+def put(document: dict[str, Any], pairs: Collection[tuple[str, Any]]) -> None:
+    """Set values by their dotted keys. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
     given = {key for key, _ in pairs}
     rivals = {"epochs", "steps", "seconds"}
     for key, value in pairs:
