@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import pickle
@@ -314,6 +315,7 @@ def test_a_job_that_was_changed_after_its_import_has_no_identity(
     path.write_text(f"from beside_edited import WIDTH\n{SOURCE}class Edited(Whole): ...\n")
     beside.write_text("WIDTH = 3\n")
     spec = load_spec({"job": {"use": "edited_later:Edited"}})
+    importlib.import_module(path.stem)  # as a script does that trains its class
     load_job(spec.job.use, {})
     before, content = identity_fields(spec, {}), (tmp_path / edited).read_text()
     (tmp_path / edited).write_text(f"{content}MORE = 1\n")

@@ -154,10 +154,10 @@ def import_job(name: str) -> ModuleType:
     """The job's module, imported with the generators seeded and with one thread, for it may draw and compute. Raises JobImportError."""
     seed_all("import", name)
     try:
+        note_files(name)
         if name in sys.modules:
             return importlib.import_module(name)
         forget_stale_bytecode(name)
-        note_files(name)
         with one_library_thread(), one_thread():
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # an import may raise anything, and a script exits

@@ -99,7 +99,7 @@ _AT_IMPORT = dict[Path, dict[Path, str]]()
 
 
 def note_files(module: str) -> None:
-    """Before a job's module is imported: note what its files hold. Of those that are imported already what was noted then counts."""
+    """Before a job's module is imported: note what its files hold. Of those that are imported already what was noted first counts."""
     noted = {path: found for files in _AT_IMPORT.values() for path, found in files.items()}
     found = dict[Path, str]()
     try:
