@@ -83,12 +83,10 @@ def check_rules(spec: Spec, eval_data: object) -> None:
 
 def _check_evaluated(data: Any) -> None:
     """JobError where an evaluation, which takes the ids from 0 to the data's length, would not take each sample once."""
-    if not orders_itself(data):
-        return
-    kind, size = type(data).__name__, dataset_size(data, "eval_data")
+    kind = type(data).__name__
     with job_at(f"in id_count of {kind}, eval_data"):
-        ids = number_of_ids(data)
-    if ids != size:
+        ids = number_of_ids(data) if orders_itself(data) else None
+    if ids is not None and ids != (size := dataset_size(data, "eval_data")):
         raise JobError(
             f"eval_data: {kind} draws epochs of {size} from {ids} samples, and an evaluation takes each sample once, in the data's own "
             "order: give it a dataset of the samples that are to be evaluated, such as a Mixture without `samples`"
