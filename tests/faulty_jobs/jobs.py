@@ -87,6 +87,18 @@ class OfSparse(nn.Linear):
         return torch.sparse.mm(x, self.weight.t()) + self.bias
 
 
+class SoundNested(Sound):
+    """Its inputs are rows of several lengths in a nested tensor."""
+
+    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        x, y = default_collate(samples)
+        return torch.nested.nested_tensor([row[: FEATURES - i % 2] for i, row in enumerate(x)]), y
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        x, y = batch
+        return super().loss(model, (x.to_padded_tensor(0.0, (len(y), FEATURES)), y))
+
+
 class SoundNll(Sound):
     """Log-probabilities of the model's own, each label weighted by itself."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import pickle
@@ -14,8 +15,10 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 from lockstep.errors import JobImportError, SpecError
+from lockstep.job.identity import identity_fields
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
+from lockstep.spec.loading import load_spec
 
 SOURCE = """
 from enum import Enum
@@ -298,3 +301,43 @@ def test_a_job_that_was_changed_within_a_second_is_imported_as_it_is_now(
         assert load_job(f"{path.stem}:Edited", {}).edited == width  # type: ignore[attr-defined]
         bytecode = Path(importlib.util.cache_from_source(str(path)))
         os.utime(bytecode, ns=(second, second + width * 10**8 + 1))
+
+
+@pytest.mark.parametrize("edited", ["edited_later.py", "beside_edited.py"])
+def test_a_job_that_was_changed_after_its_import_has_no_identity(
+    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be that of the new source, and a resume, which trains that, would go on with other bits and be none the wiser."""
+    monkeypatch.syspath_prepend(tmp_path)
+    path, beside = tmp_path / "edited_later.py", tmp_path / "beside_edited.py"
+    for module in (path.stem, beside.stem):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    path.write_text(f"from beside_edited import WIDTH\n{SOURCE}class Edited(Whole): ...\n")
+    beside.write_text("WIDTH = 3\n")
+    spec = load_spec({"job": {"use": "edited_later:Edited"}})
+    importlib.import_module(path.stem)  # as a script does that trains its class
+    load_job(spec.job.use, {})
+    before, content = identity_fields(spec, {}), (tmp_path / edited).read_text()
+    (tmp_path / edited).write_text(f"{content}MORE = 1\n")
+    load_job(spec.job.use, {})  # what was imported first is there still
+    with pytest.raises(SpecError, match=rf"^job\.source: '.*{edited}' was changed after it was imported"):
+        identity_fields(spec, {})
+    (tmp_path / edited).write_text(content)
+    assert identity_fields(spec, {}) == before
+    path.unlink()
+    with pytest.raises(SpecError, match="was changed after it was imported"):
+        identity_fields(spec, {})
+
+
+def test_a_job_that_was_imported_anew_after_a_change_is_what_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = load_spec({"job": {"use": "imported_anew:Edited"}})
+    digests = set[str]()
+    for width in (3, 4):
+        (tmp_path / "imported_anew.py").write_text(f"{SOURCE}class Edited(Whole):\n    width = {width}\n")
+        monkeypatch.delitem(sys.modules, "imported_anew", raising=False)
+        load_job(spec.job.use, {})
+        digests.add(identity_fields(spec, {})["job.source"])
+    assert len(digests) == 2

@@ -75,6 +75,28 @@ def test_an_installed_job_is_its_own_package_and_not_all_that_lies_beside_it(
     assert former[0] == former[1]
 
 
+def test_a_package_in_several_folders_is_read_where_the_job_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the `jobs/` of a project beside those of another one; without its source a change of the job would go unseen."""
+    for folder, name, text in (
+        ("theirs", "other", ""),
+        ("ours", "mine", "from parts_of_source import helper\nclass Mine: ...\n"),
+        ("ours", "helper", "WIDTH = 3\n"),
+    ):
+        part = tmp_path / folder / "parts_of_source"
+        part.mkdir(parents=True, exist_ok=True)
+        (part / f"{name}.py").write_text(text)
+    for folder in ("ours", "theirs"):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert job_sources("parts_of_source.mine:Mine").keys() == {
+        "parts_of_source.mine",
+        "parts_of_source.helper",
+    }
+    with pytest.raises(JobImportError, match="has no 'Mina'"):
+        check_job_source("parts_of_source.mine:Mina")
+
+
 def test_a_change_anywhere_in_the_source_changes_the_digest(project: Path) -> None:
     before = job_source_digest("shapes_of_source.job:Mine")
     (project / "unused.py").write_text("")
@@ -104,6 +126,22 @@ def test_a_syntax_error_is_told_with_its_line(project: Path) -> None:
     (project / "job.py").write_text("x = 1\nclass Mine(:\n")
     with pytest.raises(JobImportError, match=r"job\.py, line 2: SyntaxError"):
         check_job_source("shapes_of_source.job:Mine")
+
+
+def test_a_module_that_python_cannot_read_is_source_as_long_as_nobody_imports_it(project: Path) -> None:
+    """Such as one for another version of Python; a change of it is a change of the source."""
+    (project / "job.py").write_text("class Mine:\n    def old(self):\n        from . import legacy\n")
+    (project / "legacy.py").write_text("print 'x'\n")
+    assert "shapes_of_source.legacy" in job_sources("shapes_of_source.job:Mine")
+    before = job_source_digest("shapes_of_source.job:Mine")
+    (project / "legacy.py").write_text("print 'y'\n")
+    assert job_source_digest("shapes_of_source.job:Mine") != before
+
+
+def test_of_a_package_and_a_module_of_one_name_the_package_is_the_source(project: Path) -> None:
+    (project / "nets.py").write_text("left over\n")
+    found = job_sources("shapes_of_source.job:Mine")["shapes_of_source.nets"]
+    assert str(found) == importlib.import_module("shapes_of_source.nets").__file__
 
 
 def test_a_name_that_is_imported_or_assigned_is_left_to_the_import(project: Path) -> None:

@@ -238,6 +238,9 @@ def test_merge_keys_still_work() -> None:
             "spec: 'train.yaml' is not YAML: line 2, expected a single document in the stream, but found another document",
         ),
         ("seed: !!int x", "spec: 'train.yaml' is not YAML: invalid literal for int() with base 10: 'x'"),
+        ("compile: !!bool ja", "spec: 'train.yaml' is not YAML: line 1, 'ja' is no bool"),
+        ("seed: !!int ''", "spec: 'train.yaml' is not YAML: line 1, '' is no int"),
+        ("name: !!timestamp soon", "spec: 'train.yaml' is not YAML: line 1, 'soon' is no timestamp"),
         (
             "\x01",
             "spec: 'train.yaml' is not YAML: unacceptable character #x0001: special characters are not allowed",
@@ -514,6 +517,21 @@ def test_overrides_of_both_epochs_and_steps_contradict_each_other() -> None:
 def test_epochs_and_steps_of_a_job_are_its_own_affair() -> None:
     spec = read("job: {use: a:B, params: {epochs: 1}}", "job.params.steps=2")
     assert spec.job.params == {"epochs": 1, "steps": 2}
+
+
+def test_an_override_reaches_one_of_the_places_that_share_an_anchor() -> None:
+    """The identity of the run follows from the other one."""
+    spec = with_job(
+        "evaluate: {every: &often {steps: 100}}\ncheckpoint: {every: *often}", "checkpoint.every.steps=10"
+    )
+    assert (spec.checkpoint.every.steps, spec.evaluate.every.steps) == (10, 100)  # type: ignore[union-attr]
+
+
+def test_an_override_reaches_one_of_the_places_of_a_mapping_in_python() -> None:
+    often = {"steps": 100}
+    given = {"job": {"use": "a:B"}, "evaluate": {"every": often}, "checkpoint": {"every": often}}
+    spec = load_spec(given, ["checkpoint.every.epochs=2"])
+    assert (spec.evaluate.every.steps, often) == (100, {"steps": 100})
 
 
 def test_a_larger_global_batch_keeps_the_micro_batch_of_the_file() -> None:

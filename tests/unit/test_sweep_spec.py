@@ -192,6 +192,24 @@ def test_a_file_names_its_spec_and_overrides_reach_both(tmp_path: Path) -> None:
     assert load_sweep(loaded.document()) == loaded, "what the record keeps is the sweep"
 
 
+def test_an_override_of_steps_leaves_the_epochs_of_a_job_and_the_seconds_of_a_budget() -> None:
+    given = {
+        "spec": {**BASE, "job": {**BASE["job"], "params": {"epochs": 3}}},
+        "space": {"precision": {"grid": ["fp32", "bf16"]}},
+        "budget": {"seconds": 3600},
+    }
+    loaded = load_sweep(given, ["spec.job.params.steps=10", "budget.steps=500"])
+    assert loaded.spec["job"]["params"] == {"epochs": 3, "steps": 10}
+    assert (loaded.budget.seconds, loaded.budget.steps) == (3600, 500)
+
+
+def test_a_value_reaches_its_trial_as_it_is() -> None:
+    """Whatever characters it has: a trial is not made of text."""
+    values = ["🦊", "\u2028", "1e3", None, {"a": ["é", 1e-7, True]}]
+    every = load_sweep({"spec": BASE, "space": {"job.params.kind": {"grid": values}}})
+    assert [every.trial(every.sample(i)).job.params["kind"] for i in range(5)] == values
+
+
 def test_a_population_evaluates_and_saves_where_it_meets() -> None:
     space = {"optimizer.lr": {"loguniform": [1e-4, 1e-1]}}
     found = sweep(space, scheduler={"name": "pbt", "every_steps": 7})

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lockstep.communication.group import Group, local_device
 from lockstep.errors import NumericsError, SpecError
@@ -122,7 +125,7 @@ def lr_find(
     try:
         job = load_job(spec.job.use, spec.job.params)
         refuse_phases(job, "lockstep lr-find")
-        vars(job)["schedule"] = lambda *_: None  # the rising one is the spec's
+        vars(job)["schedule"] = partial(_rising, lowest, (highest / lowest) ** (1 / (steps - 1)))
         fit(rising, job, group, curve.tell, curve)
     except NumericsError:
         not_finite = True
@@ -133,6 +136,20 @@ def lr_find(
     end = curve.rates[-1] if curve.diverged or not_finite else None
     found = RateRange(curve.rates, curve.losses, curve.smoothed, end, 0.0)
     return replace(found, suggestion=float(f"{found.rises_from / 10:.2g}"))
+
+
+def _rising(
+    lowest: float, factor: float, optimizer: torch.optim.Optimizer, updates: int
+) -> Callable[[int], float] | None:
+    """What has the rate of an optimizer of the job's own begin at `lowest`; None for the spec's, which has that rate and the rising schedule."""
+    first = float(optimizer.param_groups[0]["lr"])
+    if first == lowest:
+        return None
+    if not first > 0:
+        raise SpecError(
+            f"lr-find: the first group of the job's optimizer has a rate of {first:g}, wanted one above 0: the range is a multiple of it"
+        )
+    return lambda update: lowest / first * factor**update
 
 
 def as_text(found: RateRange, *, width: int = 60) -> str:

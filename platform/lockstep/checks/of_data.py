@@ -17,6 +17,7 @@ from lockstep.checks.dry_run import leakage_of
 from lockstep.checks.findings import Finding, failed, passed, warned
 from lockstep.checks.specimen import Specimen, Timed
 from lockstep.data.dataset import orders_itself
+from lockstep.data.loader import is_dense
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatch
 from lockstep.plan import evaluation_ranges
@@ -171,4 +172,4 @@ def same_everywhere(batch: Any) -> bool:
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.dim() > 0 and len(tensor) > 1
+    return is_dense(tensor) and tensor.dim() > 0 and len(tensor) > 1

@@ -6,6 +6,7 @@ Any map-style dataset will do: `__len__` and `__getitem__`. Each protocol here i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
@@ -141,8 +142,9 @@ def in_memory(dataset: Any) -> TypeGuard[Resident]:
 
 
 def is_table(dataset: Any) -> TypeGuard[Table]:
-    """Whether this is a `lockstep.data.Table`, found without importing pyarrow: only a table has `decoders`."""
-    return hasattr(dataset, "decoders") and is_batched(dataset)
+    """Whether this is a `lockstep.data.Table`, found without importing pyarrow: where there is one, its module is imported."""
+    kind = getattr(sys.modules.get("lockstep.data.tables"), "Table", None)
+    return kind is not None and isinstance(dataset, kind)
 
 
 def fetch_one(dataset: Any, index: int) -> Any:

@@ -161,6 +161,16 @@ def _first_difference(pairs: Iterable[tuple[tuple[str, str], tuple[str, str]]]) 
 # --- files ------------------------------------------------------------------------------------------------
 
 
+def names_in_order(names: Sequence[str], order: Callable[[str], Any] = str) -> list[str]:
+    """Names by which files are told in a fingerprint: with their numbers where the names alone do not say which is which, or which is first.
+
+    `order` is the order in which the files of one folder are taken. Files of several places are taken by where these are, which may change.
+    """
+    if list(names) == sorted(set(names), key=order):
+        return list(names)
+    return [f"{i}.{name}" for i, name in enumerate(names)]
+
+
 def file_digest(table_files: Any, number: int, content: str) -> str:
     """sha256 of a file of a table, whole or in samples; remembered by the file's identity, so that it is read once."""
     size = table_files.files[number].size

@@ -150,10 +150,12 @@ def leaked_rows(train: Table, evaluation: Table) -> Leakage:
 
 
 def _hashes(table: Table, names: list[str]) -> Iterator[NDArray[np.uint64]]:
-    """A hash of every row, ROWS at a time."""
+    """A hash of every row, ROWS at a time: of what the table holds, also where a class of the job's own makes something else of it."""
+    from lockstep.data.tables import Table
+
     for start in range(0, len(table), ROWS):
         ids = np.arange(start, min(start + ROWS, len(table)))
-        batch = table.__getitems__(ids)
+        batch = Table.__getitems__(table, ids)
         total = np.zeros(len(ids), np.uint64)
         for i, name in enumerate(names):
             decoder = next(d for d in table.decoders if d.name == name)

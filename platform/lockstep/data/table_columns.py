@@ -71,6 +71,11 @@ class Decoder:
             numbers = [self._number(kind) for kind in found]
         elif pa.types.is_fixed_size_list(found[0]):
             self.shape = (found[0].list_size,)
+            if declared.length not in (None, found[0].list_size):
+                raise DataError(
+                    f"data: column {name!r}: length is {declared.length}, and each list of {declared.sources[0]!r} has {found[0].list_size}; leave "
+                    "length out"
+                )
             numbers = [self._number(found[0].value_type)]
         elif pa.types.is_list(found[0]) or pa.types.is_large_list(found[0]):
             numbers = [self._number(found[0].value_type)]

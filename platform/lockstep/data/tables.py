@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lockstep.data.fingerprint import FILES, file_digest
+from lockstep.data.fingerprint import FILES, file_digest, names_in_order
 from lockstep.data.node_folder import NodeFolder, map_file
 from lockstep.data.table_columns import Array, Column, Decoder, Parts, Piece, declared_columns, parts_bytes
 from lockstep.data.table_files import TableFiles
@@ -70,12 +70,23 @@ class Table(Dataset[dict[str, Any]]):
         self._sources = list(dict.fromkeys(s for column in declared.values() for s in column.sources))
         types = self.files.columns(self._sources)
         self.decoders = [Decoder(name, column, types) for name, column in declared.items()]
+        self._check_names()
         for name in self._sources:
             self.files.known_nulls(name)
         self._first = np.cumsum([0, *self.block_sizes])
         self._rows = int(self._first[-1])
         self.bound = round(memory_mb * MIB) if memory_mb is not None else _share_of_memory()
         self._keeper = self._kept()
+
+    def _check_names(self) -> None:
+        """DataError where an entry of the batch has the name of a ragged one's lengths, of which one would take the other's place."""
+        names = {decoder.name for decoder in self.decoders}
+        for decoder in self.decoders:
+            if decoder.kind == "ragged" and (taken := f"{decoder.name}_lengths") in names:
+                raise DataError(
+                    f"data: {taken!r} is a column, and the lengths of the lists in {decoder.name!r} have this name in a batch; give one of the "
+                    "two another name in the table's columns"
+                )
 
     def __len__(self) -> int:
         return self._rows
@@ -128,12 +139,9 @@ class Table(Dataset[dict[str, Any]]):
     def fingerprint(self) -> dict[str, str]:
         """The columns, and for each file its rows and the hash of its content; see `lockstep.data.fingerprint`."""
         files = self.files.files
-        named = len({file.name for file in files}) == len(files)
         fields = {
-            f"file.{file.name if named else f'{i}.{file.name}'}": (
-                f"{sum(file.rows)} rows in {len(file.rows)} blocks, {file_digest(self.files, i, self.content)[:32]}"
-            )
-            for i, file in enumerate(files)
+            f"file.{name}": f"{sum(file.rows)} rows in {len(file.rows)} blocks, {file_digest(self.files, i, self.content)[:32]}"
+            for i, (name, file) in enumerate(zip(names_in_order([f.name for f in files]), files, strict=True))
         }
         if len(fields) > FILES:
             fields = {"files": f"{len(fields)}, {hashlib.sha256(repr(fields).encode()).hexdigest()[:32]}"}

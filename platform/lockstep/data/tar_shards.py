@@ -25,7 +25,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.data.cache import cached
-from lockstep.data.fingerprint import FILES, content_digest
+from lockstep.data.fingerprint import FILES, content_digest, names_in_order
 from lockstep.data.places import StoredFile, find, one_line, retried
 from lockstep.errors import DataError
 
@@ -128,13 +128,10 @@ class TarShards(Dataset[dict[str, Any]]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Of each shard its samples, its size and the hash of its content; see `lockstep.data.fingerprint`."""
-        files = [shard.file for shard in self.shards]
-        named = len({file.name for file in files}) == len(files)
+        names = names_in_order([shard.file.name for shard in self.shards])
         fields = {
-            f"shard.{file.name if named else f'{i}.{file.name}'}": (
-                f"{len(shard)} samples, {file.size} bytes, {self._digest(file)[:32]}"
-            )
-            for i, (shard, file) in enumerate(zip(self.shards, files, strict=True))
+            f"shard.{name}": f"{len(shard)} samples, {shard.file.size} bytes, {self._digest(shard.file)[:32]}"
+            for name, shard in zip(names, self.shards, strict=True)
         }
         if len(fields) > FILES:
             return {"shards": f"{len(fields)}, {hashlib.sha256(repr(fields).encode()).hexdigest()[:32]}"}

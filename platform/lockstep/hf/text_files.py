@@ -9,10 +9,10 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from lockstep.data.fingerprint import FILES, local_digest
+from lockstep.data.fingerprint import FILES, local_digest, names_in_order
 from lockstep.errors import DataError, nearest
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -61,7 +61,8 @@ def find(source: str) -> list[TextFile]:
 
 def digests(files: Sequence[TextFile]) -> dict[str, str]:
     """The sha256 of each file by `file.<name>`; of many, one over all."""
-    found = {f"file.{file.name}": local_digest(file.path) for file in files}
+    names = names_in_order([file.name for file in files], PurePosixPath)
+    found = {f"file.{name}": local_digest(file.path) for name, file in zip(names, files, strict=True)}
     if len(found) <= FILES:
         return found
     together = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

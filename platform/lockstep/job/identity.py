@@ -15,8 +15,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from lockstep.errors import SpecError
 from lockstep.job.imports import FIELD
-from lockstep.job.source import job_source_digest
+from lockstep.job.source import changed_file, job_source_digest
 from lockstep.spec.fields import PLACEMENT, PLACEMENT_FIELDS, Spec
 from lockstep.spec.sample_ids import described
 
@@ -28,7 +29,8 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of the identity by its dotted name, in plain data.
 
     `facts` are what only a worker can know: data sizes, device kind, numerics probe, initial weights' digest, what a fork starts from.
-    With `reduction: native` the sum depends on the workers and on the buckets, so these enter as well.
+    With `reduction: native` the sum depends on the workers and on the buckets, so these enter as well. SpecError where a file of the
+    job was changed after it was imported.
     """
     document = _deciding(spec)
     document["job"] = {**document["job"], "params": _params(spec)}
@@ -38,12 +40,22 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     if (without := fields.pop("data.without")) is not None:
         fields["data.without"] = described(without)
     fields |= {f"version.{name}": found for name, found in _versions().items()}
-    fields["job.source"] = job_source_digest(spec.job.use)
+    fields["job.source"] = _source_digest(spec.job.use)
     if spec.reduction == "exact":
         facts = {key: value for key, value in facts.items() if key != "workers"}
     else:
         fields["workers.bucket_mb"] = spec.workers.bucket_mb
     return {**fields, **facts}
+
+
+def _source_digest(use: str) -> str:
+    """The digest of the job's source. SpecError where this process has imported another one than lies there now."""
+    if (changed := changed_file(use)) is not None:
+        raise SpecError(
+            f"job.source: {str(changed)!r} was changed after it was imported, so the run would train other code than its identity and its "
+            "record have; put it back, or start again"
+        )
+    return job_source_digest(use)
 
 
 def forked_step(fields: Mapping[str, Any]) -> int:

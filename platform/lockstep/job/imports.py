@@ -110,7 +110,7 @@ def imported_by(use: str, job: object) -> dict[str, bytes]:
 def imported_files(use: str, noted: Iterable[str]) -> dict[str, bytes]:
     """The files that a job is made of beside `job_sources`, by their paths below its root. The job and its model were made, and asked for `noted`."""
     module = use.partition(":")[0]
-    root = root_of(module.partition(".")[0])
+    root = root_of(module)
     if root is None:
         return {}
     roots = [root, *([Path.cwd()] if module == MAIN_MODULE else [])]  # a notebook's modules lie beside it
@@ -144,7 +144,7 @@ def recorded_beside(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def files_here(use: str, paths: Iterable[str]) -> dict[str, bytes]:
     """What lies at these paths below the job's root."""
-    root = root_of(use.partition(".")[0].partition(":")[0])
+    root = root_of(use.partition(":")[0])
     found = [(path, root / path) for path in paths] if root is not None else []
     return {path: file.read_bytes() for path, file in found if file.is_file()}
 
@@ -175,7 +175,10 @@ def _fills_itself(source: bytes) -> bool:
 
     Which ones is not known, so that all of them count.
     """
-    body = ast.parse(source).body
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):  # it is named, and cannot be imported
+        return False
     functions = {
         node.name for node in body if isinstance(node, ast.FunctionDef) and _calls_one(node, _BY_NAME)
     }
@@ -205,15 +208,14 @@ def _path(name: str, root: Path) -> Path | None:
     if isinstance(module, ModuleType):
         file = vars(module).get("__file__")
         return Path(file) if isinstance(file, str) and file.endswith(".py") else None
-    top = name.partition(".")[0]
-    if top in sys.stdlib_module_names:
+    if name.partition(".")[0] in sys.stdlib_module_names:
         return None
-    return file_of(name, root) or file_of(name, _root_or_none(top))
+    return file_of(name, root) or file_of(name, _root_or_none(name))
 
 
-def _root_or_none(top: str) -> Path | None:
+def _root_or_none(name: str) -> Path | None:
     try:
-        return root_of(top)
+        return root_of(name)
     except (ImportError, ValueError):  # `__main__`, and what has no name
         return None
 

@@ -19,7 +19,7 @@ from lockstep.job.frames import place_in_job
 from lockstep.job.imports import imports_noted, note_imports
 from lockstep.job.interface import IS_PLACEMENT, Job, Params
 from lockstep.job.methods import check_methods
-from lockstep.job.source import class_of, forget_stale_bytecode
+from lockstep.job.source import class_of, forget_stale_bytecode, note_files
 from lockstep.randomness import seed_all
 from lockstep.spec.messages import one_line
 from lockstep.threads import one_library_thread, one_thread
@@ -154,6 +154,7 @@ def import_job(name: str) -> ModuleType:
     """The job's module, imported with the generators seeded and with one thread, for it may draw and compute. Raises JobImportError."""
     seed_all("import", name)
     try:
+        note_files(name)
         if name in sys.modules:
             return importlib.import_module(name)
         forget_stale_bytecode(name)

@@ -26,7 +26,7 @@ def job_source_digest(use: str) -> str:
 def former_source_digest(use: str) -> str:
     """The same as older versions had it: of an installed job with every package that it imports, all the way down. Takes minutes for one that imports torch."""
     module = use.partition(":")[0]
-    root = root_of(module.partition(".")[0])
+    root = root_of(module)
     return _digest(_followed([module], root, module, within="") if _is_installed(root) else job_sources(use))
 
 
@@ -45,9 +45,8 @@ def job_sources(use: str) -> dict[str, Path]:
     whatever else is installed: it has the files of its own package.
     """
     module = use.partition(":")[0]
-    top = module.partition(".")[0]
-    root = root_of(top)
-    return _followed([module], root, module, within=top if _is_installed(root) else "")
+    root = root_of(module)
+    return _followed([module], root, module, within=module.partition(".")[0] if _is_installed(root) else "")
 
 
 def imported_sources(text: str, root: Path) -> dict[str, Path]:
@@ -95,6 +94,35 @@ def forget_stale_bytecode(module: str) -> None:
                 bytecode.unlink()
 
 
+_AT_IMPORT = dict[Path, dict[Path, str]]()
+"""By the file of a job's module, the sha256 of the job's files as they were when this process imported it."""
+
+
+def note_files(module: str) -> None:
+    """Before a job's module is imported: note what its files hold. Of those that are imported already what was noted first counts."""
+    noted = {path: found for files in _AT_IMPORT.values() for path, found in files.items()}
+    found = dict[Path, str]()
+    try:
+        sources = job_sources(f"{module}:")
+        for name, path in sources.items():
+            kept = noted.get(path.resolve()) if name in sys.modules else None
+            found[path.resolve()] = kept or hashlib.sha256(path.read_bytes()).hexdigest()
+    except (ValueError, OSError):  # told by the import
+        return
+    if module in sources:
+        _AT_IMPORT[sources[module].resolve()] = found
+
+
+def changed_file(use: str) -> Path | None:
+    """A file of a job that is no longer what it was when this process imported the job."""
+    own = getattr(sys.modules.get(use.partition(":")[0]), "__file__", None)
+    noted = {} if own is None else _AT_IMPORT.get(Path(own).resolve(), {})
+    for path, found in noted.items():
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != found:
+            return path
+    return None
+
+
 def class_of(use: str) -> tuple[str, str]:
     """The module and the name of the class of a `job.use`. Raises JobImportError where it has not this form."""
     module, colon, class_name = use.partition(":")
@@ -114,7 +142,7 @@ def check_job_source(use: str) -> None:
     A name that is not plainly in the file is left to the import itself. Raises JobImportError.
     """
     module, class_name = class_of(use)
-    path = file_of(module, root_of(module.partition(".")[0]))
+    path = file_of(module, root_of(module))
     if path is None:
         if _importable(module):
             return
@@ -152,23 +180,28 @@ def _importable(module: str) -> bool:
         return False
 
 
-def root_of(top: str) -> Path | None:
-    """The folder that holds a top-level module."""
+def root_of(module: str) -> Path | None:
+    """The folder that holds the top-level module or package of a module.
+
+    A package without an `__init__.py` may have parts in several folders: that one which has the module.
+    """
+    top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = getattr(loaded, "__spec__", None) or importlib.util.find_spec(top)
     if spec is None:
         return None
     if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations))).parent
+        roots = [Path(part).parent for part in spec.submodule_search_locations]
+        return next((root for root in roots if file_of(module, root) is not None), roots[0])
     return Path(spec.origin).parent if spec.origin else None
 
 
 def file_of(name: str, root: Path | None) -> Path | None:
-    """The file of a module below a folder, if it is there."""
+    """The file of a module below a folder, if it is there; of a package and a module of one name the package, as Python imports them."""
     if root is None:
         return None
     base = root.joinpath(*name.split("."))
-    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+    return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
 
 
 def imports_of(path: Path, name: str) -> tuple[str, ...]:
@@ -179,8 +212,14 @@ def imports_of(path: Path, name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _imports_in(source: bytes, package: str) -> tuple[str, ...]:
-    """The modules that a module of `package` may import; a trial of a sweep asks for the same ones as the trial before."""
-    return tuple(_imported(ast.parse(source), package))
+    """The modules that a module of `package` may import; a trial of a sweep asks for the same ones as the trial before.
+
+    One that Python cannot read imports nothing: it is only named, as in a branch for another version of Python, and told if it is imported.
+    """
+    try:
+        return tuple(_imported(ast.parse(source), package))
+    except (SyntaxError, ValueError):  # a null byte was a ValueError once
+        return ()
 
 
 def _imported(tree: ast.Module, package: str) -> Iterator[str]:

@@ -82,7 +82,9 @@ class Inspection:
         if self._microscope is not None:
             self._microscope.batch(position, m, batch)
         if self.wanted.micro_batch is not None:
-            tensors = {f"batch[{i}]": leaf.cpu().clone() for i, leaf in enumerate(tensors_in(batch))}
+            tensors = {
+                f"batch[{i}]": leaf.cpu().contiguous().clone() for i, leaf in enumerate(tensors_in(batch))
+            }
             save_file(tensors, self._file("batch.safetensors"))
         if self.wanted.debug:
             debugger = pdb.Pdb(nosigint=True)

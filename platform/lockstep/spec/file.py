@@ -6,7 +6,7 @@ Plain words are read as YAML 1.2 reads them: `off` and `1:30` are text and `1e-3
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from lockstep.spec.messages import shown
 
 ONE_VALUE = {"determinism": "mode"}
 """Sections that may be written as the value of one of their fields."""
+
+COUNTS = ("length", "evaluate.every", "checkpoint.every")
+"""Sections that have one of epochs, steps and seconds, also below the `spec` of a sweep."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -30,6 +33,15 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"{key.value!r} is given twice", key.start_mark
                 )
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (LookupError, AttributeError) as error:  # what the constructor of a tag stumbles over
+            kind = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r} is no {kind}", node.start_mark
+            ) from error
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
@@ -89,15 +101,19 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Apply `key=value` pairs. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
-    pairs = [_pair(one) for one in overrides]
+    """Apply `key=value` texts, as `put` does."""
+    put(document, [_pair(one) for one in overrides])
+
+
+def put(document: dict[str, Any], pairs: Collection[tuple[str, Any]]) -> None:
+    """Set values by their dotted keys. Epochs, steps and seconds exclude each other, so the one that is given replaces the other."""
     given = {key for key, _ in pairs}
     rivals = {"epochs", "steps", "seconds"}
     for key, value in pairs:
         above, _, leaf = key.rpartition(".")
         section = _section(document, key)
         section[leaf] = value
-        if value is None or leaf not in rivals or above.startswith("job."):
+        if value is None or leaf not in rivals or above.removeprefix("spec.") not in COUNTS:
             continue
         for rival in rivals - {leaf}:
             if f"{above}.{rival}" not in given:
@@ -112,16 +128,19 @@ def _pair(override: str) -> tuple[str, Any]:
 
 
 def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
-    """The mapping that holds the dotted `key`; what is missing on the way is created."""
+    """The mapping that holds the dotted `key`; what is missing on the way is created.
+
+    Each one on the way is made the document's own at this place: an anchor of YAML gives one mapping to several places.
+    """
     *above, _ = key.split(".")
     section = document
     for depth, part in enumerate(above, start=1):
-        if section.get(part) is None:
-            section[part] = {}
-        if depth == 1 and part in ONE_VALUE and isinstance(section[part], str):
-            section[part] = {ONE_VALUE[part]: section[part]}
-        if not isinstance(section[part], dict):
+        held = section.get(part)
+        if depth == 1 and part in ONE_VALUE and isinstance(held, str):
+            held = {ONE_VALUE[part]: held}
+        if held is not None and not isinstance(held, dict):
             name = ".".join(above[:depth])
-            raise SpecError(f"{key}: {name} is {shown(section[part])} and has no fields; set {name} itself")
+            raise SpecError(f"{key}: {name} is {shown(held)} and has no fields; set {name} itself")
+        section[part] = dict(held or {})
         section = section[part]
     return section

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterable, Mapping
@@ -29,7 +28,7 @@ from pydantic import (
 
 from lockstep.errors import SpecError, nearest
 from lockstep.spec.fields import PLACEMENT, Section, Spec
-from lockstep.spec.file import override, read_document
+from lockstep.spec.file import override, put, read_document
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.messages import one_line, shown
 
@@ -245,7 +244,7 @@ class SweepSpec(Section):
         given = (section, {leaf: value}) if section and leaf == "name" else (other, value)
         document = copy.deepcopy(self.spec)
         try:
-            override(document, [f"{given[0]}={json.dumps(given[1])}"])
+            put(document, [given])
             validate(document)
         except SpecError as error:
             told = str(error).partition(":")[0]
@@ -297,7 +296,7 @@ class SweepSpec(Section):
         """The spec of a trial that sets `chosen`, and sections `more`. SpecError where it is none."""
         document = copy.deepcopy(self.spec) | more
         try:
-            override(document, [f"{field}={json.dumps(value)}" for field, value in chosen.items()])
+            put(document, chosen.items())
             return load_spec(document)
         except SpecError as error:
             raise SpecError(

@@ -8,7 +8,8 @@ import numpy as np
 import torch.utils.data
 from torch.utils.data import Dataset
 
-from lockstep.data.dataset import expects_epochs, is_map_style
+from lockstep.data.dataset import expects_epochs, is_map_style, orders_itself
+from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import JobError, SpecError
 from lockstep.job.imports import imports_of_job
@@ -32,6 +33,7 @@ def open_data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
     _check(train_data, "train_data")
     if eval_data is not None:
         _check(eval_data, "eval_data")
+        _check_evaluated(eval_data)
     return train_data, eval_data
 
 
@@ -77,6 +79,18 @@ def check_rules(spec: Spec, eval_data: object) -> None:
     if eval_data is None and (spec.early_stop is not None or spec.checkpoint.keep_best is not None):
         name = "early_stop" if spec.early_stop is not None else "checkpoint.keep_best"
         raise SpecError(f"{name}: the job has no eval_data; give it some, or leave {name} out")
+
+
+def _check_evaluated(data: Any) -> None:
+    """JobError where an evaluation, which takes the ids from 0 to the data's length, would not take each sample once."""
+    kind = type(data).__name__
+    with job_at(f"in id_count of {kind}, eval_data"):
+        ids = number_of_ids(data) if orders_itself(data) else None
+    if ids is not None and ids != (size := dataset_size(data, "eval_data")):
+        raise JobError(
+            f"eval_data: {kind} draws epochs of {size} from {ids} samples, and an evaluation takes each sample once, in the data's own "
+            "order: give it a dataset of the samples that are to be evaluated, such as a Mixture without `samples`"
+        )
 
 
 def _check(data: object, name: str) -> None:

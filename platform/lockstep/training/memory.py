@@ -106,8 +106,10 @@ def communication_bytes(spec: Spec, gradients: int, micro_batches: int, workers:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a value: in its lists, tuples and mappings. Of a sparse one, those that it is made of."""
+    """The tensors of a value: in its lists, tuples and mappings. Of a sparse or a nested one, those that it is made of."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            return list(value.unbind())
         return [getattr(value, part)() for part in PARTS.get(value.layout, ())] or [value]
     if isinstance(value, Mapping):
         return [tensor for inner in value.values() for tensor in tensors_in(inner)]

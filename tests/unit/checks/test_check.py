@@ -107,6 +107,7 @@ SOUND = [
     "SoundZeroStart",
     "SoundTied",
     "SoundSparse",
+    "SoundNested",
     *(
         pytest.param(name, marks=pytest.mark.exact)
         for name in ("SoundNll", "SoundBinary", "SoundMeanOfSequence", "SoundOwnStep")

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from lockstep.calls.checking import find_rate
 from lockstep.checks.figures import draw_range
@@ -16,6 +18,7 @@ from lockstep.errors import RecordError, SpecError
 from lockstep.record.measurement import keep_measurement
 from lockstep.record.stores import reader
 from lockstep.spec.loading import load_spec, named_store
+from tests.distributed.small_jobs import Plain
 from tests.empty_store import put_empty_store
 
 PLAIN = {
@@ -45,6 +48,28 @@ def test_a_range_without_divergence_is_told() -> None:
     found = lr_find(PLAIN, lowest=1e-6, highest=1e-4, steps=20)
     assert found.diverged is None
     assert len(found.rates) == 20
+
+
+class OwnOptimizer(Plain):
+    rate = 1e-2
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        biases = [p for p in model.parameters() if p.dim() < 2]
+        rest = [p for p in model.parameters() if p.dim() > 1]
+        return torch.optim.SGD([{"params": rest}, {"params": biases, "lr": 2 * self.rate}], lr=self.rate)
+
+
+class AtRest(OwnOptimizer):
+    rate = 0.0
+
+
+def test_the_range_is_that_of_an_optimizer_of_the_jobs_own_too() -> None:
+    own = {**PLAIN, "job": {"use": f"{__name__}:OwnOptimizer"}}
+    found = lr_find(own, lowest=1e-6, highest=1e-4, steps=20)
+    assert found.rates[0] == pytest.approx(1e-6)
+    assert found.rates[-1] == pytest.approx(1e-4)
+    with pytest.raises(SpecError, match=r"^lr-find: the first group of the job's optimizer has a rate of 0"):
+        lr_find({**PLAIN, "job": {"use": f"{__name__}:AtRest"}}, steps=20)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from jobs.tabular.sample import write_sample
@@ -64,6 +64,26 @@ def test_what_changed_is_told_by_file(tmp_path: Path) -> None:
     (tmp_path / "t" / "c.parquet").unlink()
     assert changed(before, of(tmp_path / "t", {"a": "a"})) == ["columns"]
     assert changed(before, of(tmp_path / "t", {"a": "a", "b": Column("b", dtype="float32")})) == ["columns"]
+
+
+def test_files_of_several_folders_have_their_order_in_the_fingerprint(tmp_path: Path) -> None:
+    """Where the folders move, others may come first: each id would be another row, and a resume would train on other samples."""
+
+    def moved(*folders: str) -> dict[str, Any]:
+        parts = [write(tmp_path / one, range(i, 100), f"{'xy'[i]}.parquet") for i, one in enumerate(folders)]
+        table = Table(parts)
+        return {"first": int(table[0]["a"]), **fingerprint(table, len(table), seed=1)}
+
+    before, alike, other = moved("a", "b"), moved("c", "d"), moved("f", "e")
+    assert "file.x.parquet" in before
+    assert (alike, other["first"]) == (before, 1)
+    assert changed(before, other) == [
+        "file.0.y.parquet",
+        "file.1.x.parquet",
+        "file.x.parquet",
+        "file.y.parquet",
+        "first",
+    ]
 
 
 def test_row_groups_count_since_an_order_depends_on_them(tmp_path: Path) -> None:
@@ -303,6 +323,40 @@ def test_rows_in_both_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_rows_that_differ_in_one_bit_are_no_duplicates(tmp_path: Path) -> None:
     train, other = rows(tmp_path / "train", range(500)), rows(tmp_path / "other", range(500), shift=1e-3)
     assert leaked_rows(train, other).rows == 0
+
+
+class Labelled(Table):
+    """Gives its rows in a form of its own."""
+
+    def __getitems__(self, ids: Any) -> Any:
+        found = super().__getitems__(ids)
+        return {"inputs": found["x"], "labels": found["label"]}
+
+
+def test_rows_of_a_table_that_makes_something_else_of_them_are_compared(tmp_path: Path) -> None:
+    for name, of in (("train", range(500)), ("eval", [*range(700, 710), 3])):
+        rows(tmp_path / name, of)
+    found = find_leakage(Labelled(tmp_path / "train"), Labelled(tmp_path / "eval"), 1)
+    assert found is not None
+    assert found[:3] == (1, 10, 3)
+
+
+class Decoded(Dataset[Any]):
+    """Like a table by its attributes, and none."""
+
+    decoders = ("wav", "flac")
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitems__(self, ids: Any) -> Any:
+        return [torch.full((3,), float(i)) for i in ids]
+
+
+def test_a_dataset_with_decoders_of_its_own_is_no_table() -> None:
+    found = find_leakage(Decoded(), Decoded(), 1)
+    assert found is not None
+    assert found.rows == 20
 
 
 def test_a_dry_run_tells_of_rows_in_both(tmp_path: Path) -> None:

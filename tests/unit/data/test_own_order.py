@@ -15,10 +15,11 @@ from lockstep.data.mixture import Mixture
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import JobError, SpecError
+from lockstep.job.interface import Job
 from lockstep.plan import Plan
 from lockstep.spec.loading import load_spec
 from lockstep.training.failure import job_at
-from lockstep.training.job_data import dataset_size
+from lockstep.training.job_data import dataset_size, open_data
 from lockstep.training.setup import make_plan
 
 SIZE = 64
@@ -238,6 +239,27 @@ def test_the_ids_of_a_mixture_are_the_samples_of_its_sources() -> None:
         order = mixture.epoch_order(0, 0, "full")
         assert order[slice(0, samples, 1)].max() < 200
     sampler(Mixture(sources, {"a": 1, "b": 1}, samples=SIZE)).check_order()
+
+
+@pytest.mark.parametrize("samples", [50, 300, None])
+def test_a_mixture_that_an_evaluation_would_take_a_part_of_is_refused(samples: int | None) -> None:
+    """An evaluation goes by the ids, so of 50 it would take the first source's samples alone, and of 300 some of them twice (G2)."""
+    sources: Any = {"a": list(range(100)), "b": list(range(100))}
+
+    class Mixed(Job):
+        def train_data(self) -> Any:
+            return list(range(100))
+
+        def eval_data(self) -> Any:
+            return Mixture(sources, {"a": 1, "b": 3}, samples=samples)
+
+    if samples is None:
+        assert len(open_data(Mixed(None), 1)[1]) == 200  # type: ignore[arg-type]
+        return
+    with pytest.raises(
+        JobError, match=rf"^eval_data: Mixture draws epochs of {samples} from 200 samples, and an evaluation"
+    ):
+        open_data(Mixed(None), 1)
 
 
 def test_the_size_of_a_map_style_dataset_is_its_length() -> None:

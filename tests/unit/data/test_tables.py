@@ -465,6 +465,14 @@ def test_an_empty_prefix_of_an_object_store_is_told(s3_query: str) -> None:
             "column 'p': data type 'floaty' not understood; wanted one such as",
         ),
         ({"t": Column("tokens", length=3)}, "column 'tokens' has a list of "),
+        (
+            {"x": Column("x", length=5)},
+            "column 'x': length is 5, and each list of 'x' has 8; leave length out",
+        ),
+        (
+            {"t": "tokens", "t_lengths": "y"},
+            "'t_lengths' is a column, and the lengths of the lists in 't' have this name in a batch",
+        ),
     ],
 )
 def test_a_declaration_that_does_not_fit_is_told(tmp_path: Path, columns: Any, message: str) -> None:

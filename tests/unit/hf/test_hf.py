@@ -17,9 +17,10 @@ from lockstep.calls.exporting import export
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.data.order import epoch_order
 from lockstep.errors import DataError, LockstepError, SpecError
-from lockstep.hf import causal_lm
+from lockstep.hf import causal_lm, text_files
 from lockstep.hf.causal_lm import CausalLM
 from lockstep.hf.libraries import transformers
+from lockstep.hf.tokens import Documents, Tokenizer
 from lockstep.job.loading import load_job
 from lockstep.randomness import seed_all
 from lockstep.training.determinism import determinism
@@ -274,6 +275,37 @@ def test_texts_and_libraries_are_in_the_identity(folder: Path) -> None:
     assert {"transformers", "tokenizers", "peft", "config", "tokenizer"} == job.identity().keys()
     fields = job.train_data().fingerprint()
     assert len([name for name in fields if name.startswith("documents.file.")]) == 16
+
+
+def test_files_of_one_name_in_several_folders_count_each(folder: Path, tmp_path: Path) -> None:
+    """A glob names files without their folders. A change of one that does not count would also leave its old tokens in use."""
+    for name, text in (("a", "one two three"), ("b", "four five six")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.txt").write_text(text)
+    tokenizer = Tokenizer(str(folder / "tokenizer"))
+
+    def read() -> Documents:
+        return Documents(str(tmp_path / "*" / "part.txt"), tokenizer, text="text")
+
+    before = read()
+    (tmp_path / "a" / "part.txt").write_text("seven eight nine")
+    after = read()
+    assert after[0].tolist() != before[0].tolist()
+    assert after.fingerprint() != before.fingerprint()
+
+
+def test_the_order_of_files_counts_where_their_names_do_not_tell_it(tmp_path: Path) -> None:
+    """A glob takes them by their folders: where these move, each id would be another text."""
+    found = []
+    for folders in ("ab", "cd", "fe"):
+        for folder, name in zip(folders, "xy", strict=True):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / f"{name}.txt").write_text(name)
+        files = text_files.find(str(tmp_path / f"[{folders}]" / "*.txt"))
+        found.append(([row.text for row in text_files.read(files, "text")], text_files.digests(files)))
+    (first, of_first), (alike, of_alike), (other, of_other) = found
+    assert (first, first, of_first.keys()) == (alike, other[::-1], {"file.x.txt", "file.y.txt"})
+    assert of_first == of_alike != of_other
 
 
 # --- what is saved ---------------------------------------------------------------------------------------------

@@ -56,6 +56,19 @@ def test_a_micro_batch_is_written_out_with_its_samples(recorded: Path, tmp_path:
     assert found.difference == ""
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("job", ["Nested", "Transposed"])
+def test_a_micro_batch_is_written_out_however_its_tensors_lie_in_memory(tmp_path: Path, job: str) -> None:
+    use = {"use": f"tests.unit.proof.verified_jobs:{job}"}
+    run = Path(train(document(tmp_path / "runs", job=use, rehearsal="off"), local=True).folder)
+    found = replayed(run, 2, micro_batch=1, inspect=True, folder=tmp_path / "out")
+    assert found.difference == ""
+    batch = load_file(tmp_path / "out" / "batch.safetensors")
+    samples = found.micro_batches[0]["samples"]
+    rows = [batch[f"batch[{i}]"] for i in range(len(samples))] if job == "Nested" else batch["batch[0]"]
+    assert all(torch.equal(row, Points(56)[i][0]) for row, i in zip(rows, samples, strict=True))
+
+
 def test_a_profile_is_a_trace_of_that_step_alone(recorded: Path, tmp_path: Path) -> None:
     found = replayed(recorded, 8, profile=True, folder=tmp_path)
     assert found.files == [str(tmp_path / "trace.json")]

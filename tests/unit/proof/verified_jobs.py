@@ -94,3 +94,22 @@ class Small(lockstep.Job):
 class Reordered(Small):
     def model(self) -> nn.Module:
         return Model(flipped=True)
+
+
+class Nested(Small):
+    """Its inputs are a nested tensor."""
+
+    def collate(self, samples: Any) -> Any:
+        x, y, numbers = zip(*samples, strict=True)
+        return torch.nested.nested_tensor(list(x)), torch.stack(y), torch.tensor(numbers)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        return super().loss(model, (batch[0].to_padded_tensor(0.0), *batch[1:]))
+
+
+class Transposed(Small):
+    """Its inputs lie in memory column by column."""
+
+    def collate(self, samples: Any) -> Any:
+        x, y, numbers = zip(*samples, strict=True)
+        return torch.stack(x, 1).t(), torch.stack(y), torch.tensor(numbers)
