@@ -126,7 +126,14 @@ class SweepRecord:
             say()
         except RecordError as error:
             return error
+        except OSError as error:  # of a figure
+            return self._unwritten(error)
         return None
+
+    def _unwritten(self, error: OSError) -> UnavailableError:
+        return UnavailableError(
+            f"record.folder: cannot write {str(self.folder)!r}: {error.strerror or error}; name a folder that can be written"
+        )
 
     def _say(self) -> None:
         self._store.set_tags(process_tags(time.time()))
@@ -168,7 +175,10 @@ class SweepRecord:
             self._best = run_id
 
     def _document(self, name: str, text: str) -> None:
-        write_text(self.folder / name, text)
+        try:
+            write_text(self.folder / name, text)
+        except OSError as error:
+            raise self._unwritten(error) from error
         below = str(PurePosixPath(name).parent)
         self._store.log_file(self.folder / name, "" if below == "." else below)
 
