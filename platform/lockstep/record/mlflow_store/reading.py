@@ -125,7 +125,7 @@ def _download(uri: str, models: Models, model: Any, folder: Path) -> None:
         if not missing:
             return
         shared = models.shared_files()
-        with tempfile.TemporaryDirectory(dir=folder.parent) as there:
+        with tempfile.TemporaryDirectory(dir=folder) as there:  # on its disk, and left with it
             for name in missing:
                 Path(shared.download_artifacts(f"{SHARED}/{name}", there)).replace(folder / name)
 
