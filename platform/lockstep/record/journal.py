@@ -184,14 +184,18 @@ class Journal:
         return range(0)
 
     @property
-    def _first_step(self) -> int:
-        """The run's first step. A fork's is known from the facts of its attempts; without any it is the first one that is there."""
+    def begins(self) -> int | None:
+        """The run's first step, a fork's after that of its parent, as the facts of its attempts tell; None if nothing tells."""
         for event in self.events:
             if isinstance(event, Started) and event.facts.get("fields"):
                 return forked_step(event.facts["fields"]) + 1
-        return min(
-            (first for first in (self._open.first, self._sealed.first) if first is not None), default=0
-        )
+        return None
+
+    @property
+    def _first_step(self) -> int:
+        """The run's first step; the first one that is there if nothing tells."""
+        there = [first for first in (self._open.first, self._sealed.first) if first is not None]
+        return self.begins or min(there, default=0)
 
     @property
     def lost(self) -> list[Segment]:
