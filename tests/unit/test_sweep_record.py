@@ -31,8 +31,11 @@ from lockstep.sweeps.driver import SweepResult
 from lockstep.sweeps.standing import Standing, best_of, tally
 from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.table import SweepTable
+from tests.empty_store import put_empty_store
+from tests.unit.record.conftest import THIRD_PARTY
 
 TRIALS = 1000
+pytestmark = [pytest.mark.filterwarnings(text) for text in THIRD_PARTY]
 
 
 @pytest.fixture
@@ -257,3 +260,28 @@ def test_a_full_disk_is_waited_for_at_the_end_of_a_sweep(
     assert refusals == [0, 0]
     assert json.loads((record.folder / "run.json").read_text())["status"] == "FINISHED"
     assert json.loads((record.folder / "trials.json").read_text())["data"][0][0] == 0
+
+
+def test_a_sweep_that_was_cut_off_takes_back_what_a_reader_has_marked(
+    sweep: SweepSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run does: a reader elsewhere has heard nothing of it for minutes, and takes it for gone."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr(SweepRecord, "_keep_best", lambda self, run_id: None)
+    uri = put_empty_store(tmp_path / "mlflow.db")
+    record = SweepRecord(load_sweep(sweep.document(), uri=uri), None)
+    client = MlflowClient(tracking_uri=uri)
+    for name in ("lockstep.vanished", "lockstep.error"):
+        client.set_tag(record.run_id, name, "nothing was heard for 152 s from the process that recorded it")
+    client.set_terminated(record.run_id, "FAILED")
+    trial = {**ended(0), "curve": [(10, 0.5)]}
+    assert record.update([trial]) is None
+
+    def told() -> tuple[str, str, str]:
+        run = client.get_run(record.run_id)
+        return run.info.status, run.data.tags["lockstep.vanished"], run.data.tags["lockstep.error"]
+
+    assert told() == ("RUNNING", "", "")
+    assert record.end([trial], "FINISHED", "1 trial") is None
+    assert told() == ("FINISHED", "", "")

@@ -37,6 +37,9 @@ DOCUMENTS_S = 10.0
 SEEN = 1000
 """How many of the newest runs are looked through for those that a killed driver has left."""
 
+_LIVES = {"lockstep.error": "", "lockstep.vanished": ""}
+"""Takes back what a reader has marked that had heard nothing of the sweep for a while."""
+
 Trials = Sequence[TrialRow]
 
 
@@ -75,7 +78,7 @@ class SweepRecord:
                 "lockstep.kind": "sweep",
                 "lockstep.folder": str(self.folder),
                 "lockstep.note": f"**RUNNING** · {sweep.name}: {sweep.total} trials",
-                "lockstep.error": "",
+                **_LIVES,
                 **process_tags(time.time()),
             }
         )
@@ -88,7 +91,12 @@ class SweepRecord:
         """Say how the sweep stands, of which these trials have changed. What could not be said, which the next call says again."""
         for trial in trials:
             self._standing.take(trial)
-        return self._try(self._say)
+
+        def say() -> None:
+            self._store.set_status("RUNNING")  # a hasty reader may have set another
+            self._say()
+
+        return self._try(say)
 
     def end(self, trials: Trials, status: Status, verdict: str) -> RecordError | None:
         """Say the last of it, of all trials. What could not be said within a minute."""
@@ -136,7 +144,7 @@ class SweepRecord:
         )
 
     def _say(self) -> None:
-        self._store.set_tags(process_tags(time.time()))
+        self._store.set_tags(_LIVES | process_tags(time.time()))
         best, counts = self._standing.best, self._standing.counts
         if time.monotonic() - self._written_at >= DOCUMENTS_S:
             trials = [self._standing.rows[number] for number in sorted(self._standing.rows)]
