@@ -99,3 +99,12 @@ def test_a_trial_that_is_placed_otherwise_is_the_same_run() -> None:
     assert name() == name("data.loader_processes=2") == name("optimizer.sharded=true")
     assert name() == name("determinism={mode: strict, recheck: 0.5}", "workers.min=2")
     assert name() != name("seed=1")
+
+
+@pytest.mark.parametrize("content", ["spec: [", "", "[]", "spec: 3"])
+def test_a_sweep_file_that_is_none_is_one_line(tmp_path: Path, began: list[SweepSpec], content: str) -> None:
+    words = recorded(tmp_path)
+    (tmp_path / "sweep-a" / SWEEP_FILE).write_text(content)
+    with pytest.raises(SpecError, match=r"sweep sweep-a: its sweep.yaml is no sweep.*; put a copy") as raised:
+        resume(words)
+    assert "\n" not in str(raised.value) and began == []
