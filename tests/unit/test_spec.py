@@ -575,6 +575,12 @@ def test_another_optimizer_is_refused_while_the_file_has_keys_of_the_first_alone
         ("optimizer.lr=", "optimizer.lr: got null, wanted a number"),
         ("length.epochs=null", "length: got {'epochs': None}, wanted exactly one of epochs and steps"),
         ("record.folder=s3://bucket/runs", "record.folder: got 's3://bucket/runs', wanted a folder of the file system; an object store is for checkpoint.storage"),
+        ("checkpoint.storage=file://runs/night", "checkpoint.storage: got 'file://runs/night', a URI of another machine; wanted a path such as runs/night, or file:///… with a path from the root on"),
+        ("checkpoint.storage=file://runs", "checkpoint.storage: got 'file://runs', a URI of another machine; wanted a path such as runs, or file:///… with a path from the root on"),
+        ("checkpoint.storage=s3:/bucket/runs", "checkpoint.storage: got 's3:/bucket/runs', with one slash after the colon; wanted two, s3://bucket/runs"),
+        ("checkpoint.storage=file:/data/runs", "checkpoint.storage: got 'file:/data/runs', with one slash after the colon; wanted a path such as /data/runs"),
+        ("checkpoint.storage=''", "checkpoint.storage: got '', wanted a path or a URI"),
+        ("checkpoint.storage=file://", "checkpoint.storage: got 'file://', wanted a path or a URI"),
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_told_what_is_wanted(override: str, message: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.attempts.patience import PAUSES_S
+from lockstep.errors import StorageError
 from lockstep.sweeps.decisions import NAME, Decisions
 
 
@@ -66,3 +67,26 @@ def test_a_disk_that_stays_full_is_raised_and_what_was_decided_can_be_read(
     assert tuple(waited) == PAUSES_S
     disk.left = 0
     assert Decisions(tmp_path).began == {0: {"optimizer.lr": 0.1}}
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    """What a loss of power has left at the end is dropped, as half a line is: only results that nothing depends on are not safe."""
+    decisions = Decisions(tmp_path)
+    decisions.begin(0, {"optimizer.lr": 0.1})
+    whole = (tmp_path / NAME).read_bytes()
+    decisions.hear(0, 8, 0.5)
+    for torn in (
+        b"\0" * 40,
+        b"\0" * 40 + b"\n",
+        b'{"trial": 0, "hea\0\0\n{"trial": 0, "heard": 9, "metric": 0.5}\n',
+    ):
+        (tmp_path / NAME).write_bytes(whole + torn)
+        assert Decisions(tmp_path).events == [{"trial": 0, "fields": {"optimizer.lr": 0.1}}]
+        assert (tmp_path / NAME).read_bytes() == whole
+    for damaged in (b"{}\n", b'{"trial": 0, "fie\xe9lds": 1}\n', b"[1]\n"):
+        (tmp_path / NAME).write_bytes(damaged + whole)
+        with pytest.raises(
+            StorageError, match=rf"sweep: line 1 of '{tmp_path}/{NAME}' is damaged.*put a copy"
+        ):
+            Decisions(tmp_path)
+        assert (tmp_path / NAME).read_bytes() == damaged + whole

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import itertools
 import json
 import math
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from lockstep.job.source import check_job_source
 from lockstep.proof.recorded_run import recorded_main
 from lockstep.record import folder_store
 from lockstep.record.points import Point
+from lockstep.record.run_store import UnavailableError
 from lockstep.spec.sweep import SweepSpec, load_sweep
 from lockstep.sweeps import sweep_record
 from lockstep.sweeps.decisions import Decisions
@@ -28,8 +31,11 @@ from lockstep.sweeps.driver import SweepResult
 from lockstep.sweeps.standing import Standing, best_of, tally
 from lockstep.sweeps.sweep_record import SweepRecord
 from lockstep.sweeps.table import SweepTable
+from tests.empty_store import put_empty_store
+from tests.unit.record.conftest import THIRD_PARTY
 
 TRIALS = 1000
+pytestmark = [pytest.mark.filterwarnings(text) for text in THIRD_PARTY]
 
 
 @pytest.fixture
@@ -226,3 +232,56 @@ def test_a_figure_that_cannot_be_drawn_costs_a_sweep_nothing(
     told = json.loads((record.folder / "run.json").read_text())
     assert told["status"] == "FINISHED"
     assert "no figure metric_by_optimizer.lr.png: it cannot be drawn" in told["tags"]["lockstep.note"]
+
+
+def test_a_full_disk_is_waited_for_at_the_end_of_a_sweep(
+    sweep: SweepSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its documents and figures are written when there is room again. Until then each call says in one line what it could not say."""
+    monkeypatch.setattr(SweepRecord, "_keep_best", lambda self, run_id: None)
+    monkeypatch.setattr(sweep_record.time, "sleep", lambda seconds: None)
+    record = SweepRecord(sweep, None)
+    refusals = [1, 0]
+    write, draw = sweep_record.write_text, sweep_record.figures.draw
+
+    def refuse(which: int) -> None:
+        if refusals[which]:
+            refusals[which] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sweep_record, "write_text", lambda *text: (refuse(0), write(*text)))
+    monkeypatch.setattr(sweep_record.figures, "draw", lambda *what: (refuse(1), draw(*what))[1])
+    trial = {**ended(0), "curve": [(10, 0.5)]}
+    failure = record.update([trial])
+    assert isinstance(failure, UnavailableError)
+    assert str(failure).startswith(f"record.folder: cannot write {str(record.folder)!r}: No space left")
+    refusals[:] = [2, 2]
+    assert record.end([trial], "FINISHED", "1 trial") is None
+    assert refusals == [0, 0]
+    assert json.loads((record.folder / "run.json").read_text())["status"] == "FINISHED"
+    assert json.loads((record.folder / "trials.json").read_text())["data"][0][0] == 0
+
+
+def test_a_sweep_that_was_cut_off_takes_back_what_a_reader_has_marked(
+    sweep: SweepSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run does: a reader elsewhere has heard nothing of it for minutes, and takes it for gone."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr(SweepRecord, "_keep_best", lambda self, run_id: None)
+    uri = put_empty_store(tmp_path / "mlflow.db")
+    record = SweepRecord(load_sweep(sweep.document(), uri=uri), None)
+    client = MlflowClient(tracking_uri=uri)
+    for name in ("lockstep.vanished", "lockstep.error"):
+        client.set_tag(record.run_id, name, "nothing was heard for 152 s from the process that recorded it")
+    client.set_terminated(record.run_id, "FAILED")
+    trial = {**ended(0), "curve": [(10, 0.5)]}
+    assert record.update([trial]) is None
+
+    def told() -> tuple[str, str, str]:
+        run = client.get_run(record.run_id)
+        return run.info.status, run.data.tags["lockstep.vanished"], run.data.tags["lockstep.error"]
+
+    assert told() == ("RUNNING", "", "")
+    assert record.end([trial], "FINISHED", "1 trial") is None
+    assert told() == ("FINISHED", "", "")

@@ -13,7 +13,16 @@ from lockstep.calls.lost_storage import attempts_recorded, refuse_lost
 from lockstep.calls.training import run_attempt
 from lockstep.checkpoint.holder import Hold
 from lockstep.checkpoint.run_folder import AttemptOrigin
-from lockstep.checkpoint.runs import adopt, aside, check_step, claim, on_disk, steps_of, whole_steps
+from lockstep.checkpoint.runs import (
+    adopt,
+    aside,
+    check_step,
+    claim,
+    clear_asides,
+    on_disk,
+    steps_of,
+    whole_steps,
+)
 from lockstep.driver.finished_run import refuse_doubtful
 from lockstep.driver.options import RunOptions
 from lockstep.driver.progress import Progress
@@ -117,6 +126,7 @@ def fetch_copy(spec: Spec, store: str, run_id: str, step: int | None, progress: 
     from lockstep.checkpoint.reader import checkpoint_at, verify
 
     storage = spec.checkpoint.storage
+    clear_asides(storage, run_id)
     newest = next(iter(steps_of(storage, run_id)), None)
     whole = next((one for one in whole_steps(storage, run_id) if step in {None, one}), None)
     if whole is not None and whole in {step, newest}:

@@ -63,7 +63,7 @@ class ObjectStorage:
                 with self._files.open_output_stream(self._at(path)) as stream:
                     return hashed(pieces, stream.write)
             except BaseException:
-                with suppress(Exception):  # closing has put a partial object, which no manifest names
+                with suppress(Exception):  # closing has put a partial object, in the place of what was there
                     self._files.delete_file(self._at(path))
                 raise
 

@@ -118,16 +118,34 @@ def on_disk(storage: str) -> Path | None:
     return place.root if isinstance(place, LocalStorage) else None
 
 
+_ASIDE = ".download-"
+
+
 @contextmanager
 def aside(storage: str, run_id: str) -> Iterator[Path]:
-    """A new folder in that of a run, on the storage's own disk, for files that `adopt` may take; what it does not take is deleted."""
+    """A new folder in that of a run, on the storage's own disk, for files that `adopt` may take; what it does not take is deleted.
+
+    StorageError where the disk refuses what the block writes there.
+    """
     root = on_disk(storage)
     assert root is not None
-    folder = root / run_id / f".download-{uuid.uuid4().hex}"
-    folder.mkdir(parents=True)  # with the mode of every other folder there, which a temporary one has not
+    folder = root / run_id / f"{_ASIDE}{uuid.uuid4().hex}"
     try:
+        folder.mkdir(parents=True)  # with the mode of every other folder there, which a temporary one has not
         yield folder
+    except OSError as error:
+        raise StorageError(
+            f"checkpoint.storage: cannot write {str(folder)!r}: {error.strerror or error}; the checkpoint is not downloaded"
+        ) from error
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_asides(storage: str, run_id: str) -> None:
+    """Delete what a process that was killed in `aside` has left. Only for the command that holds the run."""
+    root = on_disk(storage)
+    assert root is not None
+    for folder in (root / run_id).glob(f"{_ASIDE}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 

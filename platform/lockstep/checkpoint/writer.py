@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from hashlib import sha256
 from typing import NamedTuple
 
 from lockstep.checkpoint import layout
@@ -21,6 +22,7 @@ from lockstep.checkpoint.plain_json import as_text, parsed
 from lockstep.checkpoint.reader import Checkpoint
 from lockstep.checkpoint.run_folder import Attempt
 from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.storage import Item
 from lockstep.checkpoint.tensor_file import tensor_pieces
 from lockstep.errors import StorageError
 
@@ -104,7 +106,13 @@ def gather_parts(
 
 
 def share(attempt: Attempt, name: str, content: bytes) -> SharedFile:
-    """Write a file that checkpoints of the run share. Its name contains its hash, so an existing file of that name is the same."""
+    """Write a file that checkpoints of the run share. Its name contains its hash, so an existing file of that name is the same.
+
+    In an object store it is left as it is: a write that failed half-way would take it from the checkpoints that name it.
+    """
+    storage, folder = attempt.run.storage, attempt.run.path(layout.SHARED)
+    if not storage.fences and Item(name, False, len(content)) in storage.list(folder):
+        return SharedFile(name, len(content), sha256(content).hexdigest())
     written = attempt.write((layout.SHARED, name), [content])
     return SharedFile(name, written.size, written.sha256)
 

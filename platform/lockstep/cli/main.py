@@ -260,7 +260,9 @@ def _resume_run_or_sweep(
         from lockstep.sweeps.resumption import resume_sweep
 
         try:
-            result = resume_sweep(options, run_id, overrides, uri=uri, takeover=takeover)
+            result = resume_sweep(
+                options, run_id, overrides, uri=uri, takeover=takeover, step=step, fork=fork
+            )
         except RecordError:  # the store has no sweep of this id either
             raise error from None
         if result is None:

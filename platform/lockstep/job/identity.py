@@ -32,7 +32,7 @@ def identity_fields(spec: Spec, facts: Mapping[str, Any]) -> dict[str, Any]:
     With `reduction: native` the sum depends on the workers and on the buckets, so these enter as well. SpecError where a file of the
     job was changed after it was imported.
     """
-    document = _deciding(spec)
+    document = deciding(spec)
     document["job"] = {**document["job"], "params": _params(spec)}
     for name in ("initial_weights", "fork"):  # what they lead to is told by the facts
         document.pop(name)
@@ -66,7 +66,7 @@ def forked_step(fields: Mapping[str, Any]) -> int:
 
 def changed_fields(before: Spec, after: Spec) -> list[tuple[str, Any, Any]]:
     """The fields of the identity in which two specs differ: dotted name, value before, value after."""
-    documents = [_deciding(spec) for spec in (before, after)]
+    documents = [deciding(spec) for spec in (before, after)]
     if not same_value(before.job.params, after.job.params):  # else there is no need to import the job
         for spec, document in zip((before, after), documents, strict=True):
             document["job"] = {**document["job"], "params": _params(spec)}
@@ -106,7 +106,7 @@ def written_params(spec: Spec) -> dict[str, Any]:
     return dict(_flat({k: v for k, v in spec.job.params.items() if k not in placed}, "job.params."))
 
 
-def _deciding(spec: Spec) -> dict[str, Any]:
+def deciding(spec: Spec) -> dict[str, Any]:
     """The part of a spec that decides about bits."""
     document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
     for section, placed in PLACEMENT_FIELDS.items():

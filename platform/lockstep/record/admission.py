@@ -155,7 +155,7 @@ class Admission:
     @property
     def retold(self) -> bool:
         """Whether every step of the run was told since this object was made, so that everything the journal may lack was told again."""
-        return self._first == 1 and not self._gap
+        return self._first == (self._journal.begins or 1) and not self._gap
 
     def _pass(self, step: int) -> None:
         if self._first is None:

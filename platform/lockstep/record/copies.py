@@ -173,7 +173,9 @@ def _held(folder: Path) -> Iterator[Path]:
     shares files with others is copied.
     """
     held = folder.parent / HELD / folder.name
-    shutil.rmtree(held, ignore_errors=True)  # left by a recorder that was killed
+    shutil.rmtree(
+        held.parent, ignore_errors=True
+    )  # left by a recorder that was killed: no other one copies now
     try:
         try:
             held.mkdir(parents=True)
@@ -191,9 +193,7 @@ def _held(folder: Path) -> Iterator[Path]:
             return
         yield held
     finally:
-        shutil.rmtree(held, ignore_errors=True)
-        with suppress(OSError):  # it still holds another step's files
-            held.parent.rmdir()
+        shutil.rmtree(held.parent, ignore_errors=True)
 
 
 def _copy_shared(folder: Path, held: Path) -> None:

@@ -40,8 +40,14 @@ class Diagnosing:
             journal.steps(after), journal.evaluations(), journal.observations(), key=by_step
         )
         for row in rows:
-            for _ in self._diagnosis.take(row):
-                pass
+            self._judged(row)
+
+    def _judged(self, row: Recorded) -> list[Diagnosed]:
+        """What a row shows. One that cannot be judged must be recorded all the same: the statistics of huge losses overflow."""
+        try:
+            return list(self._diagnosis.take(row))
+        except (ArithmeticError, ValueError):
+            return []
 
     def again(self) -> Diagnosing:
         """A new one from what the journal has now, after a failed write."""
@@ -54,7 +60,7 @@ class Diagnosing:
         recorded: list[Recorded] = []
         for event in admitted:
             recorded.append(event)
-            found = list(self._diagnosis.take(event))
+            found = self._judged(event)
             past = isinstance(event, StepRow | EvaluationRow | Observation) and event.step <= self._restored
             if not past:
                 recorded += found

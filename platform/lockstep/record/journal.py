@@ -12,6 +12,8 @@ place, which names the sealed segments and begins after them. Offsets are those 
 
 from __future__ import annotations
 
+import os
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import merge
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 _LINE_BYTES = 1 << 10
 _STEP = b'{"step":['
+_NUMBERED = re.compile(rb'\{"step":\[(\d{1,18}),')
 _OBSERVATION = b'{"observation":['
 _MOST_AT_ONCE = 16
 """The most segments that are sealed before other events are recorded: each takes some 0.3 s."""
@@ -181,14 +184,18 @@ class Journal:
         return range(0)
 
     @property
-    def _first_step(self) -> int:
-        """The run's first step. A fork's is known from the facts of its attempts; without any it is the first one that is there."""
+    def begins(self) -> int | None:
+        """The run's first step, a fork's after that of its parent, as the facts of its attempts tell; None if nothing tells."""
         for event in self.events:
             if isinstance(event, Started) and event.facts.get("fields"):
                 return forked_step(event.facts["fields"]) + 1
-        return min(
-            (first for first in (self._open.first, self._sealed.first) if first is not None), default=0
-        )
+        return None
+
+    @property
+    def _first_step(self) -> int:
+        """The run's first step; the first one that is there if nothing tells."""
+        there = [first for first in (self._open.first, self._sealed.first) if first is not None]
+        return self.begins or min(there, default=0)
 
     @property
     def lost(self) -> list[Segment]:
@@ -388,15 +395,21 @@ class Journal:
 
 
 def newest_step(folder: Path) -> StepRow | None:
-    """The last step in the journal of a run, searched for at its end, or None."""
+    """The highest step near the end of a run's journal, where a row that was mended may follow later ones; None if it has no step."""
     path = folder / NAME
     if not path.exists():
         return None
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - READ_BYTES))
-        lines = file.read().split(b"\n")[:-1]
-    rows = (from_line(line, folder) for line in reversed(lines) if line.startswith(b'{"step":'))
-    return next((row for row in rows if isinstance(row, StepRow)), None)
+        size, length = os.fstat(file.fileno()).st_size, READ_BYTES // 4
+        while True:  # what an attempt begins with may be longer than what is read at once
+            file.seek(max(0, size - length))
+            lines = file.read().split(b"\n")[:-1]
+            likely = sorted(filter(None, map(_NUMBERED.match, reversed(lines))), key=lambda one: -int(one[1]))
+            rows = (from_line(one.string, folder) for one in likely)
+            newest = next((row for row in rows if isinstance(row, StepRow)), None)
+            if newest is not None or length >= size:
+                return newest
+            length *= 4
 
 
 def newest_checkpoint(folder: Path) -> CheckpointRow | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +20,12 @@ from lockstep.record.heartbeat import process_tags
 from lockstep.record.journal import Journal
 from lockstep.record.outbox import Outbox
 from lockstep.record.page import Page
+from lockstep.record.points import LOSS
 from lockstep.record.replay import GONE, last_words, unsaid
 from lockstep.record.run_state import RunState
 from lockstep.record.run_store import DeniedError, RunStore, UnavailableError
 from lockstep.spec.fields import Spec
+from lockstep.spec.locations import RECORD_OFF
 
 OPENING_PATIENCE_S = 10.0
 """How long a store that does not answer may delay the start of a run."""
@@ -112,9 +114,12 @@ class OpenRecord:
         if not self._request.replay:
             self._set_running()
         self._outbox.advice = f"`lockstep record sync {self.folder.name}` sends it again"
-        before, left = list(self.journal.events), not self.journal.delivered
+        last_steps = dict(self.store.last_steps())
+        lost = self._has_lost(last_steps)
+        before, left = list(self.journal.events), lost or not self.journal.delivered
         self.journal.add([Opened(time.time(), process_tags(time.time()))])
-        self._make_parts(thorough=left and any(isinstance(event, SetAside) for event in before))
+        thorough = lost or (left and any(isinstance(event, SetAside) for event in before))
+        self._make_parts(last_steps, thorough=thorough)
         self.page.keep_spec()
         self._first_file()
         self.page.describe(resumed=resumed)
@@ -127,6 +132,15 @@ class OpenRecord:
             self.again = [*said, self._as_known(end)]
         elif left and resumed:
             self.again = list(unsaid(before))
+
+    def _has_lost(self, last_steps: Mapping[str, int]) -> bool:
+        """Whether the store lacks steps that it has confirmed, as after its database was put back from a backup."""
+        if self._request.spec.record.uri == RECORD_OFF:
+            return False  # it keeps no steps
+        confirmed = max((one.last for one in self.journal.segments), default=0)
+        if self.journal.delivered:
+            confirmed = self.journal.last_step
+        return confirmed > last_steps.get(LOSS, 0)
 
     def _as_known(self, end: Recorded) -> Recorded:
         """An end of which the journal does not tell when it was, or why, as the store has it, or else at the last sign of life."""
@@ -148,13 +162,13 @@ class OpenRecord:
         except UnavailableError:  # from here on it is a call like others
             self._outbox.send("status", "status RUNNING", self.store.set_status, "RUNNING")
 
-    def _make_parts(self, *, thorough: bool) -> None:
+    def _make_parts(self, last_steps: Mapping[str, int], *, thorough: bool) -> None:
         request, run_id = self._request, self.folder.name
         self.page = Page(request.spec, self.folder, self.journal, self.store, self._outbox.send)
         self.delivery = Delivery(
             self.journal,
             self.store,
-            dict(self.store.last_steps()),
+            last_steps,
             scaled=request.spec.precision == "fp16",
             thorough=request.replay or thorough,
             outbox=self._outbox,

@@ -15,6 +15,9 @@ from typing import NamedTuple, assert_never
 from lockstep.record import events
 from lockstep.record.events import CheckpointRow, EvaluationRow, Observation, Recorded, Sampled, StepRow
 
+LOSS = "train/loss"
+"""The key that every step has."""
+
 
 class Point(NamedTuple):
     """One value of one metric. MLflow stores NaN as NaN, infinity as ±1.8e308 and -0.0 as 0.0; the ledger keeps the bits."""
@@ -56,7 +59,7 @@ def step_points(row: StepRow, before: StepRow | None, *, scaled: bool) -> Iterat
     The fixed names come first: a part with such a name never replaces them.
     """
     values = {
-        "train/loss": row.loss,
+        LOSS: row.loss,
         "train/lr": row.lr,
         "train/grad_norm": row.grad_norm,
         "train/clipped_norm": row.clipped_norm,

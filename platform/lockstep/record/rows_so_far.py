@@ -51,14 +51,16 @@ class RowsSoFar:
             case Sealed():
                 self._sealed.take_up(event.segments)
             case StepRow():
-                self.failed = None  # it was resumed
+                self.failed = None  # a journal of which the line before was damaged
                 if self._sealed.segment_of(event.step) is None:
                     self._open[event.step] = event
             case EvaluationRow():
                 evaluations[event.step] = event
             case Observation():
                 observations[event.step] = event
-            case events.Started() | events.CheckpointRow() | events.Sampled():
+            case events.Started():
+                self.failed = None  # it was resumed, and may take recorded steps again
+            case events.CheckpointRow() | events.Sampled():
                 pass
             case events.PeakMemory() | events.AttemptsSummarised() | events.Document():
                 pass

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RecordError
+from lockstep.errors import RecordError, SpecError
 from lockstep.record.events import Observation
 from lockstep.record.ledger import OBSERVATIONS, Rows, read_history, read_observations
 from lockstep.record.run_store import SWEEP_FILE, CheckpointCopy, RunReader, RunStore, StoredRun
@@ -118,7 +118,7 @@ def find_observations(uri: str, run_id: str, folder: Path) -> list[Observation]:
 
 
 def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
-    """The document of the sweep that has this id, or None where the run is none."""
+    """The document of the sweep that has this id, or None where the run is none. SpecError where it is damaged."""
     import yaml
 
     from lockstep.record.mlflow_store import files_from_mlflow
@@ -133,7 +133,12 @@ def find_sweep(uri: str, run_id: str, folder: Path) -> dict[str, Any] | None:
             if not files_from_mlflow(uri, run_id, (SWEEP_FILE,), Path(there)):
                 return None
             text = Path(there, SWEEP_FILE).read_text(encoding="utf-8")
-    document: dict[str, Any] = yaml.safe_load(text)
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        document = " ".join(str(error).split())
+    if not isinstance(document, dict) or not isinstance(document.get("spec"), dict):
+        raise SpecError(f"sweep {run_id}: its {SWEEP_FILE} is no sweep: {document!r}; put a copy of it back")
     return document
 
 

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from lockstep.errors import SpecError
+
 RECORD_OFF = "off"
 """The value of `record.uri` that keeps a run out of MLflow."""
 
@@ -17,10 +19,24 @@ def absolute(path: str) -> str:
 
 
 def storage_location(given: str) -> str:
-    """A checkpoint storage: a path from the root on, also where it was given as a file:// URI of this machine, or another URI as it is."""
+    """A checkpoint storage: a path from the root on, also where it was given as a file:// URI of this machine, or another URI as it is.
+
+    SpecError for what would lead to another place than it says.
+    """
+    if not given.removeprefix("file://").strip():
+        raise SpecError(f"checkpoint.storage: got {given!r}, wanted a path or a URI")
+    if slip := re.fullmatch("(file|s3|gs):/([^/].*)", given):
+        wanted = f"a path such as /{slip[2]}" if slip[1] == "file" else f"two, {slip[1]}://{slip[2]}"
+        raise SpecError(f"checkpoint.storage: got {given!r}, with one slash after the colon; wanted {wanted}")
     uri = urlsplit(given)
-    local = uri.scheme == "file" and uri.netloc in {"", "localhost"} and not uri.query
-    return absolute(unquote(uri.path) if local and "://" in given else given)
+    if uri.scheme != "file" or "://" not in given:
+        return absolute(given)
+    if uri.netloc not in {"", "localhost"}:
+        raise SpecError(
+            f"checkpoint.storage: got {given!r}, a URI of another machine; wanted a path such as {uri.netloc}{uri.path}, or file:///… with a path "
+            "from the root on"
+        )
+    return absolute(given if uri.query else unquote(uri.path))
 
 
 def absolute_weights(given: str) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.attempts.patience import patiently
-from lockstep.files import flush, write_text
+from lockstep.errors import StorageError
+from lockstep.files import flush, replacing
 
 NAME = "decisions.jsonl"
 
@@ -47,13 +48,26 @@ class Decisions:
         }
 
     def _read(self) -> list[dict[str, Any]]:
+        """The decisions that are there. What a killed process or a loss of power has left of lines that were not safe is cut off."""
         if not self._path.exists():
             return []
-        whole = self._path.read_text(encoding="utf-8").rpartition("\n")[
-            0
-        ]  # a killed process may leave half a line
-        write_text(self._path, whole + "\n" if whole else "")
-        return [json.loads(line) for line in whole.splitlines()]
+        content = self._path.read_bytes()
+        lines = content.split(b"\n")[:-1]  # a killed process may leave half a line
+        events = [_event(line) for line in lines]
+        count = next((i for i, event in enumerate(events) if event is None), len(events))
+        torn = b"\0" in b"".join(lines[count : count + 1])  # a loss of power leaves zeros
+        if count < len(events) and not (torn and all(map(_is_unsafe, events[count:]))):
+            raise StorageError(
+                f"sweep: line {count + 1} of {str(self._path)!r} is damaged; put a copy of the file back, or begin a new sweep"
+            )
+        whole = b"".join(line + b"\n" for line in lines[:count])
+        if whole != content:
+            patiently(lambda: self._write(whole), self._wait, self._say)
+        return [event for event in events[:count] if event is not None]
+
+    def _write(self, content: bytes) -> None:
+        with replacing(self._path) as file:
+            file.write(content)
 
     def begin(self, trial: int, fields: Mapping[str, Any]) -> None:
         """A trial was made."""
@@ -117,6 +131,20 @@ class Decisions:
         if not self._named:
             flush(self._path.parent)
             self._named = True
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The decision of a line; None for a damaged one."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and type(event.get("trial")) is int else None
+
+
+def _is_unsafe(event: dict[str, Any] | None) -> bool:
+    """Whether a line may be lost: a result that nothing was decided by, or what is left of one."""
+    return event is None or ("heard" in event and "stop" not in event)
 
 
 class WithoutState:

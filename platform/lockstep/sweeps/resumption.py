@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,11 @@ from lockstep.checkpoint.holder import Hold, holding
 from lockstep.checkpoint.local_storage import LocalStorage
 from lockstep.driver.options import RunOptions
 from lockstep.errors import SpecError
+from lockstep.job.identity import changed_fields
+from lockstep.job.recorded_source import imported_from
+from lockstep.record.redaction import redacted_fields
 from lockstep.record.stores import find_sweep
+from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 from lockstep.spec.sweep import SweepSpec, load_sweep
 
@@ -26,10 +30,13 @@ def resume_sweep(
     *,
     uri: str | None = None,
     takeover: bool = False,
+    step: int | None = None,
+    fork: bool = False,
 ) -> SweepResult | None:
-    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may say where it lies (`record.folder`).
+    """Go on with the sweep of this id; None where the run is no sweep. `overrides` may change placement, such as where it lies (`record.folder`).
 
-    SpecError where another command works on the sweep, unless it is taken over.
+    SpecError where another command works on the sweep, unless it is taken over; where `overrides` change the bits of its trials; and
+    for a `step` or a `fork`, which only a run has.
     """
     given = list(overrides)
     where = load_spec(
@@ -41,13 +48,39 @@ def resume_sweep(
         return None
     if options.local or options.chaos is not None:
         raise SpecError("resume: a sweep runs on Ray, and kills nothing; leave out --local and --chaos")
+    if fork or step is not None:
+        raise SpecError(
+            f"resume: each trial of sweep {sweep_id} goes on from its own newest checkpoint; leave out --fork and --from-step, or give them "
+            "with the run id of a trial"
+        )
     document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
-    spec = load_sweep(document, [f"spec.{override}" for override in given])
+    before, spec = (
+        load_spec(document["spec"]),
+        load_sweep(document, [f"spec.{override}" for override in given]),
+    )
     with held_sweep(spec, sweep_id, takeover=takeover) as hold:
         from lockstep.proof.recorded_run import recorded_main
+
+        source = recorded_main(spec.base, sweep_id)
+        with imported_from(source) if source else nullcontext():
+            _refuse_changes(sweep_id, before, spec.base)
         from lockstep.sweeps.driver import run_sweep
 
-        return run_sweep(replace(options, source=recorded_main(spec.base, sweep_id)), spec, sweep_id, hold)
+        return run_sweep(replace(options, source=source), spec, sweep_id, hold)
+
+
+def _refuse_changes(sweep_id: str, before: Spec, after: Spec) -> None:
+    """SpecError for the first field that would change the bits of the trials, and for a secret that the record has not and nobody gives."""
+    for name in redacted_fields({**after.document(), "record": {}}):
+        raise SpecError(
+            f"resume: {name} of sweep {sweep_id} is or has a secret, which is not recorded; give it again: {name}=…"
+        )
+    hidden = redacted_fields(before.document())
+    for name, old, new in changed_fields(before, after):
+        if name not in hidden:
+            raise SpecError(
+                f"resume: {name} is {old!r} in sweep {sweep_id}, got {new!r}; a resumed sweep is the same sweep: leave it, or begin a new one"
+            )
 
 
 def held_sweep(spec: SweepSpec, sweep_id: str, *, takeover: bool = False) -> AbstractContextManager[Hold]:

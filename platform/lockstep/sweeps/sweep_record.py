@@ -37,6 +37,9 @@ DOCUMENTS_S = 10.0
 SEEN = 1000
 """How many of the newest runs are looked through for those that a killed driver has left."""
 
+_LIVES = {"lockstep.error": "", "lockstep.vanished": ""}
+"""Takes back what a reader has marked that had heard nothing of the sweep for a while."""
+
 Trials = Sequence[TrialRow]
 
 
@@ -75,7 +78,7 @@ class SweepRecord:
                 "lockstep.kind": "sweep",
                 "lockstep.folder": str(self.folder),
                 "lockstep.note": f"**RUNNING** · {sweep.name}: {sweep.total} trials",
-                "lockstep.error": "",
+                **_LIVES,
                 **process_tags(time.time()),
             }
         )
@@ -88,7 +91,12 @@ class SweepRecord:
         """Say how the sweep stands, of which these trials have changed. What could not be said, which the next call says again."""
         for trial in trials:
             self._standing.take(trial)
-        return self._try(self._say)
+
+        def say() -> None:
+            self._store.set_status("RUNNING")  # a hasty reader may have set another
+            self._say()
+
+        return self._try(say)
 
     def end(self, trials: Trials, status: Status, verdict: str) -> RecordError | None:
         """Say the last of it, of all trials. What could not be said within a minute."""
@@ -126,10 +134,17 @@ class SweepRecord:
             say()
         except RecordError as error:
             return error
+        except OSError as error:  # of a figure
+            return self._unwritten(error)
         return None
 
+    def _unwritten(self, error: OSError) -> UnavailableError:
+        return UnavailableError(
+            f"record.folder: cannot write {str(self.folder)!r}: {error.strerror or error}; name a folder that can be written"
+        )
+
     def _say(self) -> None:
-        self._store.set_tags(process_tags(time.time()))
+        self._store.set_tags(_LIVES | process_tags(time.time()))
         best, counts = self._standing.best, self._standing.counts
         if time.monotonic() - self._written_at >= DOCUMENTS_S:
             trials = [self._standing.rows[number] for number in sorted(self._standing.rows)]
@@ -168,7 +183,10 @@ class SweepRecord:
             self._best = run_id
 
     def _document(self, name: str, text: str) -> None:
-        write_text(self.folder / name, text)
+        try:
+            write_text(self.folder / name, text)
+        except OSError as error:
+            raise self._unwritten(error) from error
         below = str(PurePosixPath(name).parent)
         self._store.log_file(self.folder / name, "" if below == "." else below)
 

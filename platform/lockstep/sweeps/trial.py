@@ -41,13 +41,14 @@ from lockstep.errors import (
     StorageError,
     TransientStorageError,
 )
+from lockstep.job.identity import deciding, written_params
 from lockstep.job.loading import load_job
 from lockstep.job.recorded_source import imported_from
 from lockstep.record.events import EvaluationRow
 from lockstep.record.ledger import Rows
 from lockstep.record.run_store import StoredRun
 from lockstep.record.stores import find_history, find_run
-from lockstep.spec.fields import PLACEMENT, Spec
+from lockstep.spec.fields import Spec
 from lockstep.spec.sweep import SweepSpec
 from lockstep.sweeps.peers import device, first_cause, joined, start_peers
 from lockstep.sweeps.recorders import ANSWER_S
@@ -388,7 +389,8 @@ def was_begun(sweep: SweepSpec, sweep_id: str, number: int, config: Mapping[str,
 
 
 def run_name(sweep_id: str, number: int, spec: Spec) -> str:
-    """The name under which any attempt of a trial finds its run; in a population a trial goes through several."""
-    document = {key: value for key, value in spec.document().items() if key not in PLACEMENT}
+    """The name under which any attempt of a trial finds its run, however it is placed; in a population a trial goes through several."""
+    document = deciding(spec)
+    document["job"] = {**document["job"], "params": written_params(spec)}
     digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
     return f"sweep-{sweep_id}-{number}-{digest[:16]}"

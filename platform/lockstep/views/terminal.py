@@ -91,7 +91,9 @@ def _scale(series: Series) -> _Scale:
     least, most = min(values), max(values)
     if least == most:
         return _Scale(least, most, [f"{least:.4g}"])
-    labels = [f"{most - (most - least) * row / (ROWS - 1):.4g}" for row in range(ROWS)]
+    # Not by the difference of the two, which may be beyond the largest float.
+    shares = [row / (ROWS - 1) for row in range(ROWS)]
+    labels = [f"{most * (1 - share) + least * share:.4g}" for share in shares]
     return _Scale(
         least, most, [text if row in (0, ROWS // 2, ROWS - 1) else "" for row, text in enumerate(labels)]
     )
@@ -151,11 +153,11 @@ class _Canvas:
     def draw(self, points: Sequence[tuple[int, float]], scale: _Scale, steps: range) -> None:
         """Draw a line through points with rising steps. A column shows all that its values span: no peak is lost between two dots."""
         across, up = self.columns * self._wide - 1, self._rows * self._high - 1
-        span = scale.most - scale.least
+        span = scale.most / 2 - scale.least / 2  # the whole may be beyond the largest float
         columns: dict[int, _Column] = {}
         for step, value in points:
             x = round((step - steps[0]) / max(1, len(steps) - 1) * across)
-            y = round((value - scale.least) / span * up) if span else up // 2
+            y = round((value / 2 - scale.least / 2) / span * up) if span else up // 2
             column = columns.setdefault(x, _Column(y, y, y, y))
             column.lowest, column.highest = min(column.lowest, y), max(column.highest, y)
             column.last = y

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable, Iterable
+
 import pytest
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import layout, object_storage
 from lockstep.checkpoint.pruning import Catalogue, clear_leftovers
-from lockstep.checkpoint.reader import Checkpoint
+from lockstep.checkpoint.reader import Checkpoint, verify
 from lockstep.checkpoint.retention import Keep
 from lockstep.checkpoint.run_folder import Attempt, RunFolder
+from lockstep.checkpoint.storage import Written
 from lockstep.checkpoint.writer import share
+from lockstep.errors import StorageError
 from tests.unit.checkpoint.one_process import write_checkpoint
 from tests.unit.checkpoint.states import FACTS, everywhere, everywhere_if_asked, state
 
@@ -93,3 +99,27 @@ def test_nothing_is_cleared_that_a_late_manifest_may_name(run: RunFolder) -> Non
     assert shared(run) == {BOTH, OLD, NEW}
     run.storage.put(path, content)
     assert Checkpoint.of(run, 800, first.manifest).manifest().shared
+
+
+@pytest.mark.parametrize("uri", ["s3"], indirect=True)
+def test_a_segment_that_a_checkpoint_names_outlives_a_store_that_fails(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that takes rank 0's place shares its rows again. What fails half-way in an object store takes what was there with it."""
+    save(run.claim(), 300, BOTH)
+    second = run.claim()
+
+    def broken(pieces: Iterable[bytes | memoryview], write: Callable[[memoryview], object]) -> Written:
+        write(memoryview(b"half"))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    content = BOTH.encode() * 50
+    with monkeypatch.context() as patched:
+        patched.setattr(object_storage, "hashed", broken)
+        again = share(second, BOTH, content)
+        with pytest.raises(StorageError):
+            share(second, OLD, content)
+    assert verify(Checkpoint.of(run, 300, "manifest.a0001.json")).shared == (again,)
+    run.storage.put(run.path(layout.SHARED, BOTH), b"half")  # by one that was killed
+    assert share(second, BOTH, content) == again
+    verify(Checkpoint.of(run, 300, "manifest.a0001.json"))

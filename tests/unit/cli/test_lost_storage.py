@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 
 import lockstep
+from lockstep.calls.continuation import fetch_copy
 from lockstep.calls.held import held_run
 from lockstep.checkpoint.holder import Hold, holding
 from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.runs import aside
 from lockstep.checkpoint.storages import open_storage
 from lockstep.driver.notebook import default_progress
-from lockstep.errors import SpecError
+from lockstep.errors import SpecError, StorageError
 from lockstep.record.ledger import read_parquet
 from lockstep.spec.loading import load_spec
 from tests.empty_store import put_empty_store
@@ -109,6 +112,31 @@ def test_a_copy_is_taken_up_with_the_modes_of_a_save(tmp_path: Path) -> None:
     rows = read_parquet(tmp_path / "record" / run_id / "ledger.parquet")
     assert [row.attempt for row in rows] == [1] * 5 + [2] * 3
     assert not list(step.parent.glob(".download-*"))
+
+
+def test_what_a_killed_download_has_left_goes_with_the_next_resume(tmp_path: Path) -> None:
+    """It may be as large as a checkpoint, and no other command can find out that it is nobody's: the run is held."""
+    run = RunFolder.create(open_storage(str(tmp_path)), "run-a")
+    for name in (".download-dead", "tmpdead"):
+        (tmp_path / "run-a" / name / "deeper").mkdir(parents=True)
+        (tmp_path / "run-a" / name / "deeper" / "model.bin").write_bytes(b"half")
+    spec = load_spec({"job": {"use": "any:Job"}, "checkpoint": {"storage": str(tmp_path)}})
+    fetch_copy(spec, "off", run.run_id, None, default_progress())
+    assert sorted(path.name for path in (tmp_path / "run-a").iterdir()) == ["owner.json", "tmpdead"]
+
+
+def test_a_disk_that_refuses_a_download_is_told_in_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            StorageError, match=r"checkpoint.storage: cannot write .*run-a.*: No space left"
+        ) as raised,
+        aside(str(tmp_path), "run-a"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "\n" not in str(raised.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="Not a directory"), aside(str(tmp_path / "file"), "run-a"):
+        pass
 
 
 def test_a_run_whose_checkpoints_were_moved_is_held_where_it_is_recorded_too(tmp_path: Path) -> None:

@@ -95,3 +95,13 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
 def test_a_name_is_one_word(tmp_path: Path, name: str) -> None:
     with pytest.raises(SpecError, match="wanted a name"):
         named(tmp_path, name)
+
+
+def test_a_name_is_given_twice_to_one_run_and_once_to_another(tmp_path: Path) -> None:
+    """An attempt whose answer was lost gives the name again."""
+    storage = open_storage(str(tmp_path))
+    give_name(storage, "night", "run-a")
+    give_name(storage, "night", "run-a")
+    with pytest.raises(SpecError, match="run: 'night' already belongs to run run-a"):
+        give_name(storage, "night", "run-b")
+    assert run_of_name(storage, "night") == "run-a"

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -395,6 +395,25 @@ def test_a_run_that_is_resumed_mends_its_journal_and_says_so(spec: Specs) -> Non
     assert "damaged lines of the journal are passed over" in log
     assert "the journal is mended: lines of it were damaged (step 7, evaluation 10)" in log
     assert check_record(folder, "off", repair=False) == []
+
+
+def test_a_fork_that_is_resumed_mends_its_journal(spec: Specs) -> None:
+    """Its first step is not step 1. The control is told from its second step on: nothing says that the first is what it was."""
+    began = Started({"fields": {"fork": "0123456789abcdef@5"}})
+    for told, status in ((ROWS[5:], "FINISHED"), (ROWS[6:], "FAILED")):
+        recorder = Recorder(spec())
+        recorder.start()
+        folder = recorder.run_folder()
+        recorder.tell(began, *ROWS[5:])
+        recorder.close()
+        flip(folder, b'{"step":[8,')
+        again = Recorder(spec(), run_id=folder.name)
+        again.start()
+        again.tell(began, Restored(told, ()), Finished({"step": STEPS}))
+        with suppress(RecordError):
+            again.close()
+        assert json.loads((folder / "run.json").read_text())["status"] == status
+        assert read_parquet(folder / "ledger.parquet") == ROWS[5:]
 
 
 def test_a_run_that_is_being_recorded_is_left_alone(spec: Specs) -> None:

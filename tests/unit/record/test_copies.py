@@ -154,6 +154,23 @@ def test_a_slow_store_gets_the_newest_and_one_at_a_time(tmp_path: Path) -> None:
     assert not (tmp_path / HELD).exists()
 
 
+def test_what_a_killed_recorder_held_goes_with_the_next_copy(tmp_path: Path) -> None:
+    """Also the files of a checkpoint that is never sent again: their links take the room of those that retention has deleted."""
+    store, told = Slow(tmp_path), []
+    store.go.set()
+    uris = {step: checkpoint(tmp_path, step) for step in (1, 2)}
+    held = tmp_path / HELD / Path(uris[1]).name
+    held.mkdir(parents=True)
+    for file in Path(uris[1]).iterdir():
+        os.link(file, held / file.name)
+        file.unlink()
+    copies = copies_to(store, told)
+    copies.keep([(2, uris[2])], [1])
+    assert copies.close(time.monotonic() + 10)
+    assert told == [(2, None)]
+    assert not (tmp_path / HELD).exists()
+
+
 def test_the_best_and_the_pinned_stay_and_strangers_are_left_alone(tmp_path: Path) -> None:
     """A copy whose storage was lost is not of this journal: nothing says that it may go."""
     store, told = Slow(tmp_path), []

@@ -14,6 +14,7 @@ from lockstep.record.diagnosis import GRAPH_KEPT
 from lockstep.record.events import Diagnosed, Event, Finished, Restored
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.journal import Journal
+from lockstep.record.ledger import read_parquet
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from tests.unit.record.test_diagnosis import FAULTS, steps
@@ -72,6 +73,15 @@ def test_where_the_folder_is_gone_restored_rows_say_what_was_told(spec: Specs) -
     assert recorded(spec(), [Restored(rows, ()), *late]).state.diagnosed == ()
     early = steps(250, loss=lambda step: 2.3)
     assert len(recorded(spec(), [Restored(early, ()), *rows[250:]]).state.diagnosed) == 1
+
+
+def test_rows_that_cannot_be_judged_are_recorded_and_taken_up(spec: Specs) -> None:
+    """The mean or the spread of losses that diverge overflows long before a loss is not finite."""
+    rows = steps(400, loss=lambda step: (1e200 if step % 2 else 1.7e308) if step > 60 else 2.3)
+    first = recorded(spec(), [*rows[:300]])
+    again = recorded(spec(), [*rows[280:], Finished({"step": 400})], first.run_id())
+    assert read_parquet(again.run_folder() / "ledger.parquet") == rows
+    assert json.loads((again.run_folder() / "run.json").read_text())["status"] == "FINISHED"
 
 
 def test_a_disk_that_refuses_for_a_while_costs_no_diagnosis(

@@ -68,8 +68,14 @@ def test_every_step_can_be_found_again(tmp_path: Path) -> None:
         assert again.step(number) == step_row(number)
     assert newest_step(tmp_path) == step_row(3000)
     assert newest_step(tmp_path / "elsewhere") is None
-    assert again.step(4) is again.step(3001) is None
-    assert read_steps(tmp_path) == [step_row(i) for i in range(5, 3001)]
+    again.add([step_row(4)])
+    assert newest_step(tmp_path) == step_row(3000), "a row that is mended comes after later ones"
+    again.add([Started({"git": {"diff": "+" * 2_000_000}})])
+    assert newest_step(tmp_path) == step_row(3000), (
+        "what an attempt begins with is longer than what is read at once"
+    )
+    assert again.step(3) is again.step(3001) is None
+    assert read_steps(tmp_path) == [step_row(i) for i in range(4, 3001)]
     again.close()
 
 

@@ -16,13 +16,16 @@ import pytest
 
 from lockstep.errors import RecordError, SpecError
 from lockstep.record.events import Failed, Finished, Started
+from lockstep.record.heartbeat import process_tags
 from lockstep.record.ledger import read_parquet
 from lockstep.record.mlflow_store import MlflowStore
+from lockstep.record.mlflow_store.reading import MlflowReader
 from lockstep.record.points import Point
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import UnavailableError
 from lockstep.record.store_uri import unreachable
 from lockstep.spec.fields import Spec
+from tests.empty_store import put_empty_store
 from tests.forked import script
 from tests.unit.record.rows import evaluation_row, step_row
 
@@ -381,3 +384,31 @@ class _NoMlflow:
     def find_spec(self, name: str, *_: object) -> None:
         if name == "mlflow":
             raise ModuleNotFoundError("No module named 'mlflow'", name="mlflow")
+
+
+def test_a_run_of_another_user_whose_process_has_gone_is_shown_so(tmp_path: Path) -> None:
+    """A store that lets this user read alone still lists the runs, that one as failed; whoever may write marks it."""
+    uri = put_empty_store(tmp_path / "mlflow.db")
+    store, gone = opened(uri)
+    store.set_status("RUNNING")
+    tags = process_tags(1_700_000_000.0)
+    store.set_tags({**tags, "lockstep.process": f"{tags['lockstep.process']}1"})  # started at another time
+    _, lives = opened(uri)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
+        for table in ("tags", "runs"):
+            for verb in ("insert", "update"):
+                refuse = f"create trigger no_{verb}_{table} before {verb} on {table} begin select raise(abort, 'no'); end"
+                connection.execute(refuse)
+        connection.commit()
+        found = {run.run_id: run for run in MlflowReader(uri).runs(None, 10)}
+        assert {run_id: run.status for run_id, run in found.items()} == {gone: "FAILED", lives: "RUNNING"}
+        assert found[gone].ended == 1_700_000_000.0
+        assert found[gone].tags["lockstep.error"].startswith("the process that recorded it is gone")
+        assert client(uri).get_run(gone).info.status == "RUNNING"
+        for table in ("tags", "runs"):
+            for verb in ("insert", "update"):
+                connection.execute(f"drop trigger no_{verb}_{table}")
+        connection.commit()
+    assert MlflowReader(uri).run(gone) == found[gone]
+    kept = client(uri).get_run(gone)
+    assert (kept.info.status, kept.data.tags) == ("FAILED", found[gone].tags)

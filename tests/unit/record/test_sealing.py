@@ -19,6 +19,7 @@ from lockstep.record import ledger, segments
 from lockstep.record.check import check_journal
 from lockstep.record.events import (
     Delivered,
+    Document,
     EvaluationRow,
     Event,
     Finished,
@@ -359,6 +360,29 @@ def test_a_recorder_seals_what_its_store_has_and_the_ledger_is_whole(spec: Specs
     journal = Journal(folder, read_only=True)
     assert len(journal.segments) >= 4 and journal.delivered and isinstance(journal.events[-1], Delivered)
     journal.close()
+
+
+def test_a_store_that_was_put_back_from_a_backup_gets_what_it_has_lost(
+    spec: Specs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G4: it had confirmed these points and documents, so the steps were sealed, and the journal says that all is delivered."""
+    kept, sent = Kept(), list[str]()
+    monkeypatch.setattr(KeepingStore, "log_file", lambda self, path, folder: sent.append(path.name))
+    where = spec(f"sqlite:///{tmp_path}/mlflow.db")
+    told = [Started({"identity": "abc"}), Document("a.txt", "a"), *events(1, 23)]
+    recorder = record(where, kept, told)
+    wait_for_segments(recorder.run_folder(), 4)
+    recorder.close()
+    whole = sorted((point.key, point.step) for point in kept.points)
+    goes_on = [Started({"identity": "abc"}), Finished({"step": 23})]
+    sent.clear()
+    record(where, kept, goes_on, recorder.run_id()).close()
+    assert "a.txt" not in sent, "it has everything"
+    for point in [point for point in kept.points if point.step > 7]:
+        del kept.points[point]
+    record(where, kept, goes_on, recorder.run_id()).close()
+    assert sorted((point.key, point.step) for point in kept.points) == whole
+    assert sent.count("a.txt") == 1
 
 
 def test_sync_sends_sealed_steps_as_well(spec: Specs, monkeypatch: pytest.MonkeyPatch) -> None:

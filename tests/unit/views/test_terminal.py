@@ -62,6 +62,19 @@ def test_values_that_are_not_finite_are_left_out_and_told() -> None:
     assert drawn([Series("x", [1], [math.nan])], Screen(80, False)).startswith("x: not finite: 1\n")
 
 
+@pytest.mark.parametrize("least", [-1.7e308, 0.0])
+def test_values_near_the_largest_float_are_drawn_like_any_other(least: float) -> None:
+    """Their difference overflows, as do the values of a loss that diverges in float64."""
+
+    def curve(scale: float) -> list[str]:
+        values = [least and -scale, scale / 2, scale]
+        return drawn([Series("x", [1, 2, 3], values)], Screen(80, False)).splitlines()
+
+    huge, small = curve(1.7e308), curve(1.7e108)
+    assert [line.partition("|")[2] for line in huge[1:-2]] == [line.partition("|")[2] for line in small[1:-2]]
+    assert not any("inf" in line or "nan" in line for line in huge)
+
+
 def test_curves_are_over_the_same_steps() -> None:
     text = drawn([LOSS, Series("eval/loss", [500, 1000], [2.0, 1.0])], Screen(80, False))
     first, second = text.split("\n\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.record.events import EvaluationRow, Failed, Finished, StepRow
+from lockstep.record.events import EvaluationRow, Failed, Finished, Started, StepRow
 from lockstep.record.points import evaluation_points, step_points
 from lockstep.views import wandb
 from lockstep.views.wandb import write_offline_run
@@ -132,6 +132,9 @@ def test_a_writer_that_adds_to_what_is_there_writes_it_twice(
 
 def test_rows_that_were_recorded_again_and_a_run_that_failed(tmp_path: Path) -> None:
     record(tmp_path, [*rows(12), Finished({"stopped": True})])
+    record(tmp_path, [Started({"workers": 1})])
+    resumed = write_offline_run(curves(tmp_path), tmp_path / "wandb")
+    assert "exit" not in kinds(resumed.folder), "it goes on, though its steps are recorded already"
     again = [step_row(step, loss=7.0, attempt=2) for step in (11, 12, 13)]
     record(tmp_path, [corrupted(12, since=10), *again])
     written = write_offline_run(curves(tmp_path), tmp_path / "wandb")

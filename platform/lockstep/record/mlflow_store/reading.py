@@ -125,7 +125,7 @@ def _download(uri: str, models: Models, model: Any, folder: Path) -> None:
         if not missing:
             return
         shared = models.shared_files()
-        with tempfile.TemporaryDirectory(dir=folder.parent) as there:
+        with tempfile.TemporaryDirectory(dir=folder) as there:  # on its disk, and left with it
             for name in missing:
                 Path(shared.download_artifacts(f"{SHARED}/{name}", there)).replace(folder / name)
 
@@ -175,8 +175,21 @@ class MlflowReader:
 
     def _info(self, run: Any) -> RunInfo:
         reason = vanished(run.info.run_id, run.data.tags) if run.info.status == "RUNNING" else ""
-        if reason:
-            run = self._mark(run, reason)
+        if not reason:
+            return self._as_it_is(run)
+        with translated(self._uri):
+            now = self._client.get_run(run.info.run_id)
+        if now.info.status != "RUNNING" or not same_beat(run.data.tags, now.data.tags):
+            return self._as_it_is(now)  # it has given a sign of life since it was read
+        ended, epitaph = int(float(now.data.tags["lockstep.heartbeat"])), _epitaph(reason)
+        with suppress(RecordError), translated(self._uri):  # the run of another user, who will mark it
+            for name, text in epitaph.items():
+                self._client.set_tag(now.info.run_id, name, text)
+            self._client.set_terminated(now.info.run_id, "FAILED", 1000 * ended)
+        found = self._as_it_is(now)
+        return found._replace(status="FAILED", ended=float(ended), tags={**found.tags, **epitaph})
+
+    def _as_it_is(self, run: Any) -> RunInfo:
         steps = {metric.key: metric.step for metric in run.data._metric_objs}
         return RunInfo(
             run_id=run.info.run_id,
@@ -191,20 +204,6 @@ class MlflowReader:
             tags=dict(run.data.tags),
             url=page_url(self._uri, run.info.experiment_id, run.info.run_id),
         )
-
-    def _mark(self, run: Any, reason: str) -> Any:
-        """Mark a run as one whose process has gone, unless it gave a sign of life since it was read."""
-        run_id, tags = run.info.run_id, _epitaph(reason)
-        with translated(self._uri):
-            now = self._client.get_run(run_id)
-            if now.info.status != "RUNNING" or not same_beat(run.data.tags, now.data.tags):
-                return now
-            for name, text in tags.items():
-                self._client.set_tag(run_id, name, text)
-            self._client.set_terminated(
-                run_id, "FAILED", int(float(run.data.tags["lockstep.heartbeat"]) * 1000)
-            )
-            return self._client.get_run(run_id)
 
 
 def _epitaph(reason: str) -> Mapping[str, str]:

@@ -1,0 +1,110 @@
+"""A sweep that is taken up again is the same sweep: what would change the bits of its trials is refused, what places them is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep.driver.options import RunOptions
+from lockstep.errors import SpecError
+from lockstep.record.documents import HIDDEN
+from lockstep.record.run_store import SWEEP_FILE
+from lockstep.spec.sweep import SweepSpec, load_sweep
+from lockstep.sweeps import driver
+from lockstep.sweeps.resumption import resume_sweep
+from lockstep.sweeps.trial import run_name, spec_of
+
+FIELDS = {"optimizer.lr": 0.1}
+
+
+@pytest.fixture
+def began(monkeypatch: pytest.MonkeyPatch) -> list[SweepSpec]:
+    """The sweeps that were taken up."""
+    found: list[SweepSpec] = []
+    monkeypatch.setattr(driver, "run_sweep", lambda options, spec, sweep_id, hold: found.append(spec))
+    return found
+
+
+def recorded(storage: Path, **job: Any) -> list[str]:
+    """Record a sweep; the overrides that say where it lies."""
+    document = {
+        "spec": {"job": {"use": "jobs.digits.job:Digits", **job}, "record": {"uri": "off"}},
+        "space": {"optimizer.lr": {"choice": [0.1, 0.2]}},
+        "trials": 2,
+    }
+    (storage / "sweep-a").mkdir()
+    (storage / "sweep-a" / SWEEP_FILE).write_text(yaml.safe_dump(document))
+    return [f"checkpoint.storage={storage}"]
+
+
+def resume(words: list[str], **how: Any) -> None:
+    resume_sweep(RunOptions(), "sweep-a", words, uri="off", **how)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "was", "now"),
+    [
+        ("optimizer.weight_decay=0.5", "optimizer.weight_decay", "0.01", "0.5"),
+        ("seed=7", "seed", "0", "7"),
+        ("job.params.width=8", "job.params.width", "32", "8"),
+    ],
+)
+def test_a_resumed_sweep_refuses_what_would_change_the_bits_of_its_trials(
+    tmp_path: Path, began: list[SweepSpec], override: str, field: str, was: str, now: str
+) -> None:
+    """Else trials that had ended would be trained again with it, beside decisions that others led to."""
+    words = recorded(tmp_path)
+    with pytest.raises(
+        SpecError, match=rf"resume: {field} is {was} in sweep sweep-a, got {now}; a resumed sweep is the same"
+    ):
+        resume([*words, override])
+    assert began == []
+    resume([*words, "data.loader_processes=2", "faults.max_worker_failures=9"])
+    assert [one.base.data.loader_processes for one in began] == [2]
+
+
+def test_a_secret_that_a_sweep_does_not_record_is_asked_for(tmp_path: Path, began: list[SweepSpec]) -> None:
+    """Else its trials would be trained with the mark that stands in its place."""
+    words = recorded(tmp_path, params={"source": f"https://{HIDDEN}@example.org/digits"})
+    with pytest.raises(SpecError, match=r"resume: job.params.source of sweep sweep-a is or has a secret"):
+        resume(words)
+    assert began == []
+
+
+@pytest.mark.parametrize("how", [{"fork": True}, {"step": 100}])
+def test_a_sweep_is_neither_forked_nor_resumed_from_a_step(
+    tmp_path: Path, began: list[SweepSpec], how: dict[str, Any]
+) -> None:
+    words = recorded(tmp_path)
+    with pytest.raises(SpecError, match="resume: each trial of sweep sweep-a goes on from its own newest"):
+        resume(words, **how)
+    assert began == []
+
+
+def test_a_trial_that_is_placed_otherwise_is_the_same_run() -> None:
+    """By its name a resumed sweep finds it; the control is a trial of other bits."""
+
+    def name(*overrides: str) -> str:
+        document = {
+            "spec": {"job": {"use": "jobs.digits.job:Digits"}, "record": {"uri": "off"}},
+            "space": {"optimizer.lr": {"choice": [0.1, 0.2]}},
+            "trials": 2,
+        }
+        sweep = load_sweep(document, [f"spec.{one}" for one in overrides])
+        return run_name("sweep-a", 0, spec_of(sweep, 0, {"fields": FIELDS}))
+
+    assert name() == name("data.loader_processes=2") == name("optimizer.sharded=true")
+    assert name() == name("determinism={mode: strict, recheck: 0.5}", "workers.min=2")
+    assert name() != name("seed=1")
+
+
+@pytest.mark.parametrize("content", ["spec: [", "", "[]", "spec: 3"])
+def test_a_sweep_file_that_is_none_is_one_line(tmp_path: Path, began: list[SweepSpec], content: str) -> None:
+    words = recorded(tmp_path)
+    (tmp_path / "sweep-a" / SWEEP_FILE).write_text(content)
+    with pytest.raises(SpecError, match=r"sweep sweep-a: its sweep.yaml is no sweep.*; put a copy") as raised:
+        resume(words)
+    assert "\n" not in str(raised.value) and began == []
