@@ -46,7 +46,7 @@ class Diagnosing:
         """What a row shows. One that cannot be judged must be recorded all the same: the statistics of huge losses overflow."""
         try:
             return list(self._diagnosis.take(row))
-        except (ArithmeticError, ValueError):
+        except OverflowError:
             return []
 
     def again(self) -> Diagnosing:
