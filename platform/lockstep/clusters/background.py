@@ -41,8 +41,11 @@ def answered(reference: Any, limit_s: float) -> bool:
 
 
 def disconnect() -> None:
-    """End the connection, once no other thread uses it."""
+    """End the connection, once no other thread uses it, and with it a cluster that began with it."""
     import ray
+
+    from lockstep.clusters.ray_internals import unavailable
+    from lockstep.clusters.ray_internals.nodes import end_monitor
 
     leaving.set()
     until = time.monotonic() + LEAVING_S
@@ -50,6 +53,8 @@ def disconnect() -> None:
         if thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
     try:
+        if not unavailable("own node"):
+            end_monitor()
         ray.shutdown()
     finally:
         leaving.clear()
