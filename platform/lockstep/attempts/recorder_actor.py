@@ -21,7 +21,7 @@ from lockstep.attempts.mailbox import (
 from lockstep.checkpoint.runs import pin_aliased, read_shared
 from lockstep.clusters.answers import answer_of
 from lockstep.errors import RecordError
-from lockstep.record.events import Event, Failed, Finished, Started
+from lockstep.record.events import Event, Failed, Finished, Started, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import RunStore
 from lockstep.record.stores import store_for, warm_up
@@ -61,6 +61,7 @@ class RecorderActor:
         self._named_at: float | None = None
         """When the mailbox was first told the run's id, in Unix seconds."""
         self._done = self._sent = 0
+        self._total_steps: int | None = None
         self._ends = threading.Event()
         self._importing.start()
 
@@ -110,7 +111,15 @@ class RecorderActor:
         if fetched.events and (self._exists or any(isinstance(event, _BEGUN) for event in fetched.events)):
             self._start()
         self._tell(fetched.events)
+        if any(self._is_last(event) for event in fetched.events):
+            self._ends.set()
         return fetched
+
+    def _is_last(self, event: Event) -> bool:
+        """Whether this is the run's last step: what follows is looked for often, for the command waits for it."""
+        if isinstance(event, Started):
+            self._total_steps = event.facts.get("plan", {}).get("total_steps")
+        return isinstance(event, StepRow) and event.step == self._total_steps
 
     def _tell(self, events: list[Event]) -> None:
         if events:

@@ -7,9 +7,7 @@ a single spike stays visible. A point that is not finite is left out and mention
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,16 +46,6 @@ def draw(
         **({"scale": lambda: _scale(x, steps)} if scaled else {}),
     }
     return save_drawn(figures, folder, log)
-
-
-def import_ahead() -> None:
-    """Have a thread import what draws, which takes half a second, while rank 0 still traces the final model."""
-    threading.Thread(target=_import, name="lockstep-figures").start()
-
-
-def _import() -> None:
-    with suppress(Exception):  # what is wrong with it is told of each figure
-        import matplotlib.figure  # noqa: F401
 
 
 def save_drawn(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from lockstep.record import figures, ledger, observation_figures
 from lockstep.record.journal import Journal
@@ -14,36 +13,49 @@ _DRAWING = threading.Lock()
 """Only one run of a process draws at a time: hundreds of trials may end together, and matplotlib holds Python's global lock."""
 
 
-class FinalFile(NamedTuple):
-    """A file in the run's folder."""
-
-    path: Path
-    is_figure: bool = False
-
-
-def write(journal: Journal, folder: Path, *, scaled: bool, log: Callable[[str], None]) -> Iterator[FinalFile]:
-    """Write the files that the journal has rows for, the tables first, and yield each when it is written. Raises OSError.
-
-    `scaled` draws the loss scale. A figure that cannot be drawn is left out and told to `log`.
-    """
+def write(journal: Journal, folder: Path) -> Iterator[Path]:
+    """Write the tables that the journal has rows for, and yield each when it is written. Raises OSError."""
     if journal.last_step:
         steps = folder / "ledger.parquet"
         ledger.write_tables(journal.tables, steps)
-        yield FinalFile(steps)
+        yield steps
     if evaluated := journal.evaluations():
         evaluations = folder / "evaluations.parquet"
         ledger.write_evaluations(evaluated, evaluations)
-        yield FinalFile(evaluations)
+        yield evaluations
     if observed := journal.observations():
         observations = folder / ledger.OBSERVATIONS
         ledger.write_observations(observed, observations)
-        yield FinalFile(observations)
-    drawn = []
-    with _DRAWING:
-        if journal.last_step:
-            drawn += figures.draw(
-                lambda name: ledger.column(journal.tables, name), evaluated, folder, scaled=scaled, log=log
-            )
-        if observed:
-            drawn += observation_figures.draw(observed, folder, log)
-    yield from (FinalFile(path, is_figure=True) for path in drawn)
+        yield observations
+
+
+class Figures:
+    """The figures of a run. `scaled` draws the loss scale; a figure that cannot be drawn is left out and told to `log`."""
+
+    def __init__(self, journal: Journal, folder: Path, *, scaled: bool, log: Callable[[str], None]) -> None:
+        self._journal, self._folder = journal, folder
+        self._scaled, self._log = scaled, log
+        self._drawn_of = (0, 0, 0)
+        """The last step, and how many evaluations and observations, of what is drawn."""
+        self.drawn: list[Path] = []
+
+    def draw(self) -> None:
+        """Draw what the journal has, unless that is drawn. It takes a second, and may be called before the run's end is known. Raises OSError."""
+        journal, folder = self._journal, self._folder
+        evaluated, observed = journal.evaluations(), journal.observations()
+        rows = (journal.last_step, len(evaluated), len(observed))
+        if rows == self._drawn_of:
+            return
+        drawn = []
+        with _DRAWING:
+            if journal.last_step:
+                drawn += figures.draw(
+                    lambda name: ledger.column(journal.tables, name),
+                    evaluated,
+                    folder,
+                    scaled=self._scaled,
+                    log=self._log,
+                )
+            if observed:
+                drawn += observation_figures.draw(observed, folder, self._log)
+        self.drawn, self._drawn_of = drawn, rows

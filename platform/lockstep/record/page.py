@@ -82,7 +82,7 @@ class Page:
         self._trouble = ""
         self._texts = Texts(folder)
         self._verdict: tuple[str, Mapping[str, Any]] = ("", {})
-        self._figures: list[str] = []
+        self.figures = final_tables.Figures(journal, folder, scaled=spec.precision == "fp16", log=self.log)
         self._stragglers: list[str] = []
         self.working = False
         self.came_to: Status | None = None
@@ -344,7 +344,7 @@ class Page:
             broken += f" · **not recorded: {self._trouble}**"
         if self._stragglers:
             details = {"straggler": self._stragglers[-1], **details}
-        shown = [f"{figures.FOLDER}/{name}" for name in self._figures]
+        shown = [f"{figures.FOLDER}/{path.name}" for path in self.figures.drawn]
         self._tag({"note": documents.note(verdict + broken, details, shown, self._folder.name)})
 
     def _log_model(self, folder: Path, step: int) -> None:
@@ -366,11 +366,10 @@ class Page:
 
     def _tables(self) -> None:
         """Write and send the final tables and the figures, which the run's note names."""
-        for path, is_figure in final_tables.write(
-            self._journal, self._folder, scaled=self._spec.precision == "fp16", log=self.log
-        ):
-            if is_figure:
-                self._figures.append(path.name)
+        for path in final_tables.write(self._journal, self._folder):
+            self._keep(path)
+        self.figures.draw()
+        for path in self.figures.drawn:
             self._keep(path)
 
     def _keep(self, path: Path) -> None:

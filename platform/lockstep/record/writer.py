@@ -24,7 +24,6 @@ from pathlib import Path
 from lockstep.errors import LockstepError, RecordError, StorageError
 from lockstep.files import private
 from lockstep.periodic import periodically
-from lockstep.record import figures
 from lockstep.record.diagnosing import Diagnosing
 from lockstep.record.events import (
     CheckpointRow,
@@ -318,8 +317,9 @@ class Writer:
         self._record.page.take(event)
         if self._record.page.not_whole:
             self._outbox.refuse(RecordError(self._record.page.not_whole))
-        if isinstance(event, PeakMemory) and not self._replay:  # all steps are taken: what is left is the end
-            figures.import_ahead()
+        if isinstance(event, PeakMemory) and not self._replay:
+            # All steps are taken, and rank 0 still exports the final model: by the run's end they are drawn.
+            self._record.page.figures.draw()
         if isinstance(event, CheckpointRow):
             self._outbox.send("files", "aliases of checkpoints", self._tell_aliases)
 

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep import files
 from lockstep.record import figures
-from lockstep.record.events import Failed, Finished, Observation
+from lockstep.record.events import Failed, Finished, Observation, PeakMemory
 from lockstep.record.folder_store import FolderStore
 from lockstep.record.journal import Journal
 from lockstep.record.ledger import read_evaluations, read_observations, read_parquet
@@ -110,3 +110,33 @@ def test_a_figure_that_cannot_be_drawn_is_left_out_and_costs_nothing_else(
     (told,) = [line for line in (folder / "log.txt").read_text().splitlines() if "no figure" in line]
     assert "no figure loss.png: it cannot be drawn: " in told
     assert "loss.png" not in run["tags"]["lockstep.note"] and "time.png" in run["tags"]["lockstep.note"]
+
+
+@pytest.mark.usefixtures("drawn_figures")
+@pytest.mark.parametrize("more", [False, True])
+def test_figures_are_drawn_before_the_end_is_known_and_once(
+    spec: Callable[..., Spec], monkeypatch: pytest.MonkeyPatch, more: bool
+) -> None:
+    """While rank 0 exports the final model. The control: where another attempt has evaluated since, they are drawn anew."""
+    drawn: list[int] = []
+    draw = figures.draw
+
+    def noted(x: Any, evaluated: Any, *given: Any, **named: Any) -> Any:
+        drawn.append(len(evaluated))
+        return draw(x, evaluated, *given, **named)
+
+    monkeypatch.setattr(figures, "draw", noted)
+    recorder = Recorder(spec())
+    recorder.start()
+    recorder.tell(*[step_row(step) for step in range(1, 5)], evaluation_row(2), PeakMemory([1]))
+    until = time.monotonic() + 60
+    while not drawn:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    recorder.tell(*([evaluation_row(4)] if more else []), Finished({"step": 4}))
+    recorder.close()
+    assert drawn == ([1, 2] if more else [1])
+    folder = recorder.run_folder()
+    note = json.loads((folder / "run.json").read_text())["tags"]["lockstep.note"]
+    assert note.count("loss.png") == 1
+    assert (folder / "figures" / "loss.png").exists()
