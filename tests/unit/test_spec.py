@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SpecError
-from lockstep.spec.fields import SGD, Batch, JobSpec, Spec, StepDecay
+from lockstep.spec.fields import SGD, Batch, Every, JobSpec, Length, Spec, StepDecay
+from lockstep.spec.file import COUNTS
 from lockstep.spec.loading import load_spec, validate
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.spec.messages import shown
+from lockstep.spec.messages import sections_of, shown
 
 JOB = {"job": {"use": "jobs.digits.job:Digits"}}
 
@@ -669,3 +670,15 @@ def test_tracking_uri_is_the_argument_else_the_spec_else_the_environment_else_a_
     assert load_spec(recorded, ["record.uri=http://override"]).record.uri == "http://override"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     assert load_spec(JOB, uri="").record.uri == f"sqlite:///{working_directory}/mlflow.db"
+
+
+def test_an_override_knows_every_section_that_counts_in_one_unit() -> None:
+    def counted(section: type[Any], above: str = "") -> set[str]:
+        found = set[str]()
+        for name, field in section.model_fields.items():
+            for kind in sections_of(field.annotation):
+                path = f"{above}{name}"
+                found |= {path} if issubclass(kind, Length | Every) else counted(kind, f"{path}.")
+        return found
+
+    assert counted(Spec) == set(COUNTS)

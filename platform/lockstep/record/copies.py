@@ -173,9 +173,8 @@ def _held(folder: Path) -> Iterator[Path]:
     shares files with others is copied.
     """
     held = folder.parent / HELD / folder.name
-    shutil.rmtree(
-        held.parent, ignore_errors=True
-    )  # left by a recorder that was killed: no other one copies now
+    # Left by a recorder that was killed: no other one copies now.
+    shutil.rmtree(held.parent, ignore_errors=True)
     try:
         try:
             held.mkdir(parents=True)

@@ -54,10 +54,8 @@ def resume_sweep(
             "with the run id of a trial"
         )
     document["spec"]["record"] = {**document["spec"].get("record", {}), "uri": store}
-    before, spec = (
-        load_spec(document["spec"]),
-        load_sweep(document, [f"spec.{override}" for override in given]),
-    )
+    before = load_spec(document["spec"])
+    spec = load_sweep(document, [f"spec.{override}" for override in given])
     with held_sweep(spec, sweep_id, takeover=takeover) as hold:
         from lockstep.proof.recorded_run import recorded_main
 
