@@ -44,17 +44,12 @@ def disconnect() -> None:
     """End the connection, once no other thread uses it, and with it a cluster that began with it."""
     import ray
 
-    from lockstep.clusters.ray_internals import unavailable
-    from lockstep.clusters.ray_internals.nodes import end_monitor
-
     leaving.set()
     until = time.monotonic() + LEAVING_S
     for thread in _threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
     try:
-        if not unavailable("own node"):
-            end_monitor()
         ray.shutdown()
     finally:
         leaving.clear()

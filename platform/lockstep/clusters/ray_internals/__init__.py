@@ -14,7 +14,7 @@ overrides, and whether instances have the attributes that it reads. If not, as w
 | packages | `lockstep submit` does not say beforehand what is too large |
 | agents | `lockstep cluster up` does not wait for the agents that take jobs |
 | jobs | `--retries` is refused |
-| own node | a command on a local cluster of its own ends a second later |
+| own node | a local cluster of a command's own has processes that nobody uses: it starts and ends a second later |
 | draining | `lockstep cluster leave`, and so the agent that hears notices, is refused |
 
 This module itself imports nothing of Ray: workers get copies of what lies beside it.
@@ -198,9 +198,9 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray.cluster_utils:Cluster.add_node": None,
     },
     "own node": {
-        "ray._private.worker:_global_node": None,
-        "ray._private.node:Node.live_processes": ("self",),
-        "ray._private.ray_constants:PROCESS_TYPE_MONITOR": None,
+        "ray._private.node:Node.start_monitor": ("self",),
+        "ray._private.node:Node.start_api_server": ("self", "include_dashboard", "raise_on_failure"),
+        "ray._private.node:Node.start_log_monitor": ("self",),
     },
     "draining": {
         "ray._raylet:GcsClient": None,  # its methods are made when it is

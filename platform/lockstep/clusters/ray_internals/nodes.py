@@ -47,17 +47,6 @@ def free_resources() -> dict[str, Mapping[str, float]]:
     return dict(ray._private.state.available_resources_per_node())
 
 
-def end_monitor() -> None:
-    """End the autoscaler's process of a cluster that this process has started, and is about to end. `ray.shutdown` ends the GCS first, without which
-    that process does not end by itself, and waits a second for it.
-    """
-    node = ray._private.worker._global_node
-    for kind, process in node.live_processes() if node is not None else ():
-        if kind == ray._private.ray_constants.PROCESS_TYPE_MONITOR:
-            process.kill()
-            process.wait()
-
-
 def setup_hook(function: str) -> dict[str, str]:
     """The environment that makes a worker's process call `module.function` at its start."""
     from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
