@@ -658,6 +658,26 @@ class FollowsItsEvaluations(Kind):
         return Loss(total, len(y))
 
 
+class BuffersOfManyTypes(Kind):
+    """Rotations as complex numbers, and types that gloo does not know either."""
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("turns", torch.polar(torch.ones(CLASSES), torch.arange(3.0)))
+        model.register_buffer("counts", torch.zeros(2, dtype=torch.int16))
+        model.register_buffer("codes", torch.arange(3).to(torch.uint16))
+        model.register_buffer("scales", torch.ones(3).to(torch.float8_e4m3fn), persistent=False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        if model.training:
+            model.counts += 1
+            model.turns *= torch.polar(torch.ones(CLASSES), torch.full((CLASSES,), 0.1))
+        logits = (model(x) * model.turns).real
+        return Loss(F.cross_entropy(logits, y, reduction="sum"), len(y))
+
+
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {

@@ -154,6 +154,13 @@ def test_what_shares_memory_does_so_after_a_resume(alone: Alone, kind: type[Kind
     check(kind, alone[kind], train_attempts([(run, taken_up(run))], None), 2, 3)
 
 
+def test_buffers_of_any_type_have_one_value_on_two_workers(pool: Pool, alone: Alone) -> None:
+    """DDP sends no buffers when it is made: of complex ones, which gloo cannot send, it had raised."""
+    kind = keeping_kinds.BuffersOfManyTypes
+    for (run,) in pool.run(2, train_every, [document(kind)]):
+        assert run[:2] == alone[kind][:2]
+
+
 def attempts(
     pool: Pool, workers: int, runs: list[tuple[Any, AttemptOrigin]], stop_after: int | None
 ) -> list[Any]:
