@@ -678,6 +678,51 @@ class BuffersOfManyTypes(Kind):
         return Loss(F.cross_entropy(logits, y, reduction="sum"), len(y))
 
 
+class WithoutTeacher(nn.Module):
+    """A student, and a frozen teacher that its `state_dict` leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = perceptron(), perceptron().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.student(x)
+        return logits
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if "teacher." not in name}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+class TeacherOutOfTheState(Kind):
+    """`after_step` moves the teacher all the same, and the loss follows it."""
+
+    def model(self) -> nn.Module:
+        return WithoutTeacher()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        logits = model(x)
+        apart = F.mse_loss(logits, model.teacher(x), reduction="sum")
+        return Loss(F.cross_entropy(logits, y, reduction="sum") + apart, len(y))
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for mean, own in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            mean.lerp_(own, 0.1)
+
+
+class Strict(WithoutTeacher):
+    load_state_dict = nn.Module.load_state_dict  # type: ignore[assignment]
+
+
+class LeavesOutAndLoadsStrictly(TeacherOutOfTheState):
+    def model(self) -> nn.Module:
+        return Strict()
+
+
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
@@ -691,6 +736,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
     NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
     StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
+    LeavesOutAndLoadsStrictly: ("job.model: its load_state_dict() does not take what its state_dict() gives", '"teacher.0.weight"', "strict=False"),
     Sets: ("job.optimizer: parameter", "of group 0 is", "when the optimizer is made again", "give parameters in a list"),
     WeighsByTheBest: (f"job.best {EVALUATIONS}", "job.after_step(model, step)"),
     BestSoFar: (f"job.best {EVALUATIONS}",),

@@ -147,8 +147,13 @@ def test_every_kind_has_one_value(
         check(kind, alone[kind], [rank[i] for rank in ended], 1, 3)
 
 
-@pytest.mark.parametrize("kind", [keeping_kinds.Window, keeping_kinds.OneMemory])
-def test_what_shares_memory_does_so_after_a_resume(alone: Alone, kind: type[Kind], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", [keeping_kinds.Window, keeping_kinds.OneMemory, keeping_kinds.TeacherOutOfTheState]
+)
+def test_what_is_beside_the_weights_is_there_after_a_resume(
+    alone: Alone, kind: type[Kind], tmp_path: Path
+) -> None:
+    """What shares memory does so again, and what the model's `state_dict` leaves out is as it was."""
     run = {**on(kind, 0, tmp_path), "rehearsal": "off"}
     train_attempts([(run, AttemptOrigin())], 2)
     check(kind, alone[kind], train_attempts([(run, taken_up(run))], None), 2, 3)

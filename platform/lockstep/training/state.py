@@ -18,7 +18,7 @@ from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training.average import Average
-from lockstep.training.beside import beside_weights, copied, unlisted_buffers
+from lockstep.training.beside import beside_weights, copied, unlisted_tensors
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
 from lockstep.training.order import Order, check_order, order_of
@@ -134,7 +134,7 @@ class TrainState:
         return {
             "model": {
                 "state": self.model.state_dict(),
-                "unlisted_buffers": unlisted_buffers(self.model),
+                "unlisted_buffers": unlisted_tensors(self.model),
                 "order": self.order,
             },
             "optimizer": self.optimizer.state_dict(),
@@ -166,8 +166,8 @@ class TrainState:
         try:
             self.model.load_state_dict(sections["model"]["state"])
             with torch.no_grad():
-                for name, buffer in unlisted_buffers(self.model).items():
-                    buffer.copy_(sections["model"]["unlisted_buffers"][name])
+                for name, tensor in unlisted_tensors(self.model).items():
+                    tensor.copy_(sections["model"]["unlisted_buffers"][name])
             restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
             self.schedule.load_state_dict(sections.get("schedule", {}), fork=fork)
             if self.average is not None:
