@@ -388,11 +388,27 @@ class Wraps(torch.optim.Optimizer):
 
 
 class WrapsAsAnOptimizer(Wraps):
-    """It is one, and holds on to a state that the inner one has replaced once it is loaded."""
+    """It is one, and holds on to groups and a state that the inner one has replaced once it is loaded."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         torch.optim.Optimizer.__init__(self, inner.param_groups, inner.defaults)
         super().__init__(inner)
+
+
+class TakesBackSomethingElse(WrapsAsAnOptimizer):
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state["inner"])
+
+
+class SharesItsState(torch.optim.Optimizer):
+    """It loads by itself, and the inner optimizer holds on to the groups and the state that both had."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.state = inner, inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
 
 
 class WrappedOptimizer(Kind):
@@ -406,7 +422,7 @@ class WrappedStateThatIsLost(Kind):
     calls = 0
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return WrapsAsAnOptimizer(torch.optim.Adam(model.parameters()))
+        return TakesBackSomethingElse(torch.optim.Adam(model.parameters()))
 
     def after_step(self, model: nn.Module, step: int) -> None:
         self.calls += 1
@@ -676,6 +692,25 @@ class BuffersOfManyTypes(Kind):
             model.turns *= torch.polar(torch.ones(CLASSES), torch.full((CLASSES,), 0.1))
         logits = (model(x) * model.turns).real
         return Loss(F.cross_entropy(logits, y, reduction="sum"), len(y))
+
+
+class InnerOptimizer(Kind):
+    """A wrapper over momentum, whose rate falls with each update."""
+
+    more: ClassVar[dict[str, Any]] = {"schedule": {"name": "cosine"}}
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return SharesItsState(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+
+
+class InnerOptimizerThatLoads(InnerOptimizer):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return WrapsAsAnOptimizer(torch.optim.Adam(model.parameters(), lr=0.03))
+
+
+class InnerOptimizerWithoutState(InnerOptimizer):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return WrapsAsAnOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
 
 
 class WithoutTeacher(nn.Module):

@@ -148,12 +148,20 @@ def test_every_kind_has_one_value(
 
 
 @pytest.mark.parametrize(
-    "kind", [keeping_kinds.Window, keeping_kinds.OneMemory, keeping_kinds.TeacherOutOfTheState]
+    "kind",
+    [
+        keeping_kinds.Window,
+        keeping_kinds.OneMemory,
+        keeping_kinds.TeacherOutOfTheState,
+        keeping_kinds.InnerOptimizer,
+        keeping_kinds.InnerOptimizerThatLoads,
+        keeping_kinds.InnerOptimizerWithoutState,
+    ],
 )
 def test_what_is_beside_the_weights_is_there_after_a_resume(
     alone: Alone, kind: type[Kind], tmp_path: Path
 ) -> None:
-    """What shares memory does so again, and what the model's `state_dict` leaves out is as it was."""
+    """What shares memory does so again, what the model's `state_dict` leaves out is as it was, and an optimizer shares its groups and state with the one that it wraps."""
     run = {**on(kind, 0, tmp_path), "rehearsal": "off"}
     train_attempts([(run, AttemptOrigin())], 2)
     check(kind, alone[kind], train_attempts([(run, taken_up(run))], None), 2, 3)
