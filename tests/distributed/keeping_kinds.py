@@ -494,6 +494,27 @@ class TableWhenAskedFor(Kind):
         return super().loss(model, (x * model.table if x[0, 0] > 1.2 else x, y))
 
 
+class NormWhenAskedFor(TableWhenAskedFor):
+    """The same as a layer with statistics of its own."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        first: Any = model[0]  # type: ignore[index]
+        if x[0, 0] > 1.2 and not hasattr(first, "large"):
+            first.large = nn.BatchNorm1d(FEATURES, affine=False)
+        return Kind.loss(self, model, (first.large(x) if x[0, 0] > 1.2 else x, y))
+
+
+class ShiftWhenAskedFor(TableWhenAskedFor):
+    """The same as a parameter, which no optimizer holds."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        if x[0, 0] > 1.2 and not hasattr(model, "shift"):
+            model.shift = nn.Parameter(torch.zeros(()))
+        return Kind.loss(self, model, (x + model.shift if x[0, 0] > 1.2 else x, y))
+
+
 # --- what the data read ---------------------------------------------------------------------------------------
 
 
@@ -768,6 +789,8 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     MovesBesideItsModel: ("job.load_state_dict: job/heat and model/heat share memory", "copy_"),
     ExpiresCodes: ("buffer 'shift' was written to past torch's count of writes (step 3, rank 0)", "copy_(…)"),
     TableWhenAskedFor: ("buffer 'table' was made after training had begun", "make it in job.model"),
+    NormWhenAskedFor: ("module '0.large' was made after training had begun", "make all modules in job.model"),
+    ShiftWhenAskedFor: ("parameter 'shift' was made after training had begun", "make it in job.model"),
     Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
     NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
     StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
