@@ -395,6 +395,24 @@ class WrapsAsAnOptimizer(Wraps):
         super().__init__(inner)
 
 
+class Signs(torch.optim.Optimizer):
+    """Its rate has another name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"size": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["size"])
+
+
+class RateByAnotherName(Kind):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Signs(model.parameters())
+
+
 class TakesBackSomethingElse(WrapsAsAnOptimizer):
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state["inner"])
@@ -513,6 +531,28 @@ class ShiftWhenAskedFor(TableWhenAskedFor):
         if x[0, 0] > 1.2 and not hasattr(model, "shift"):
             model.shift = nn.Parameter(torch.zeros(()))
         return Kind.loss(self, model, (x + model.shift if x[0, 0] > 1.2 else x, y))
+
+
+class DropsItsTable(Kind):
+    """A buffer that the first micro-batch needs alone."""
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("table", torch.full((), 0.5))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        if hasattr(model, "table"):
+            del model.table
+        return super().loss(model, batch)
+
+
+class DropsItsTableAfterStep(DropsItsTable):
+    loss = Kind.loss
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 2:
+            del model.table
 
 
 # --- what the data read ---------------------------------------------------------------------------------------
@@ -782,6 +822,9 @@ class LeavesOutAndLoadsStrictly(TeacherOutOfTheState):
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    RateByAnotherName: ("job.optimizer: a group of Signs has no learning rate", "call it lr", "lr=1.0"),
+    DropsItsTable: ("buffer 'table' became None in training, wanted () of torch.float32 as at the start",),
+    DropsItsTableAfterStep: ("buffer 'table' became None in training",),
     WrappedOptimizer: ("job.optimizer: Wraps does not call super().__init__(params, defaults)",),
     WrappedStateThatIsLost: ("taking back the state that it gives after the first update", "KeyError"),
     MergesInEvaluationMode: ("job.model: parameter '0.weight' has other bits after train() and eval()", "merge_weights=False"),

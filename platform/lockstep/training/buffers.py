@@ -65,7 +65,7 @@ class StepBuffers:
 
     def _written_value(self, i: int) -> Tensor:
         held, name = self._owners[i]
-        value, before = held[name], self._before[i]
+        value, before = held.get(name), self._before[i]
         if value is None or value.shape != before.shape or value.dtype != before.dtype:
             got = "None" if value is None else f"{tuple(value.shape)} of {value.dtype}"
             raise JobError(
@@ -99,7 +99,7 @@ class StepBuffers:
         return [
             i
             for i, (buffer, (held, name)) in enumerate(zip(self.buffers, self._owners, strict=True))
-            if buffer._version != self._versions[i] or i in self.written or held[name] is not buffer
+            if buffer._version != self._versions[i] or i in self.written or held.get(name) is not buffer
         ]
 
     def check_unseen(self, where: str) -> None:
@@ -133,7 +133,7 @@ class StepBuffers:
 
     def take_over(self) -> None:
         """Adopt the buffers as an update's hooks left them, the same on every rank: the next step starts from these."""
-        replaced = [i for i, (held, name) in enumerate(self._owners) if held[name] is not self.buffers[i]]
+        replaced = [i for i, (held, name) in enumerate(self._owners) if held.get(name) is not self.buffers[i]]
         copy_all([self.buffers[i] for i in replaced], [self._written_value(i) for i in replaced])
         for i in replaced:
             held, name = self._owners[i]
@@ -166,11 +166,11 @@ class KeptBuffers:
     def now(self) -> dict[str, Tensor]:
         """The buffers that the model has now, by name; one that was removed is missing."""
         held = zip(self._names, self._owners, strict=True)
-        return {name: value for name, (place, key) in held if (value := place[key]) is not None}
+        return {name: value for name, (place, key) in held if (value := place.get(key)) is not None}
 
     def written(self) -> frozenset[int]:
         """Indices of the buffers whose values have changed."""
-        now = [place[name] for place, name in self._owners]
+        now = [place.get(name) for place, name in self._owners]
         pairs = enumerate(zip(now, self._before, strict=True))
         return frozenset(i for i, (value, before) in pairs if value is None or not torch.equal(value, before))
 
