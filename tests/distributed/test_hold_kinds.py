@@ -51,6 +51,7 @@ TOLD = {
     further_kinds.SelfDistillation,
     further_kinds.QueueInABuffer,
     further_kinds.HalfWeights,
+    keeping_kinds.LargestGradients,
 }
 """Jobs that are warned of something and exact all the same."""
 
@@ -167,9 +168,11 @@ def test_what_is_beside_the_weights_is_there_after_a_resume(
     check(kind, alone[kind], train_attempts([(run, taken_up(run))], None), 2, 3)
 
 
-def test_buffers_of_any_type_have_one_value_on_two_workers(pool: Pool, alone: Alone) -> None:
+@pytest.mark.parametrize("kind", [keeping_kinds.BuffersOfManyTypes, keeping_kinds.LargestGradients])
+def test_buffers_of_any_kind_have_one_value_on_two_workers(
+    pool: Pool, alone: Alone, kind: type[Kind]
+) -> None:
     """DDP sends no buffers when it is made: of complex ones, which gloo cannot send, it had raised."""
-    kind = keeping_kinds.BuffersOfManyTypes
     for (run,) in pool.run(2, train_every, [document(kind)]):
         assert run[:2] == alone[kind][:2]
 

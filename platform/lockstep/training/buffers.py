@@ -26,12 +26,15 @@ class StepBuffers:
 
     def __init__(self, model: nn.Module, group: Group, written: frozenset[int]) -> None:
         self.group = group
-        self.written = written | statistics(model)
+        self._statistics = statistics(model)
+        self.written = written | self._statistics
         self.buffers: list[Tensor] = list(model.buffers())
         self._owners = owners(model)
         self._before = [buffer.detach().clone() for buffer in self.buffers]
         self._versions = [buffer._version for buffer in self.buffers]
         self._kept: dict[int, Tensor] = {}
+        self._by_forward = frozenset[int]()
+        """The buffers whose write by micro-batch 0's forward shows."""
         modules = list(model.named_modules())
         self._places = [(f"{prefix}." if prefix else "", module._buffers) for prefix, module in modules]
         self._count, self._there = self._number(), self._names()
@@ -57,11 +60,33 @@ class StepBuffers:
     def keep(self) -> list[int]:
         """Set aside what micro-batch 0's forward wrote. Returns which buffers those are."""
         changed = self._changed()
+        self._by_forward = frozenset(filter(self._is_counted, changed))
         written = [self._written_value(i) for i in changed]
         kept = [torch.empty_like(value) for value in written]
         copy_all(kept, written)
         self._kept = dict(zip(changed, kept, strict=True))
         return changed
+
+    def keep_late(self) -> None:
+        """Set aside what micro-batch 0's backward wrote where its forward wrote nothing, as hooks on gradients do.
+
+        Of a buffer that both write, the forward's value stays: a forward that is recomputed in backward writes a second time. JobError for one
+        that the rehearsal did not see written, for no rank has been told of it.
+        """
+        for i in self._changed():
+            if i in self._statistics or i in self._by_forward or not self._is_counted(i):
+                continue
+            if i not in self._kept:
+                raise JobError(
+                    f"buffer {self._owners[i][1]!r} was written to in backward, and not in the rehearsal: its value would be lost; write to it in every "
+                    "backward from the first one on, or in job.after_step(model, step)"
+                )
+            copy_all([self._kept[i]], [self._written_value(i)])
+
+    def _is_counted(self, i: int) -> bool:
+        """Whether a write to a buffer shows, in its version or as another tensor in its place."""
+        held, name = self._owners[i]
+        return self.buffers[i]._version != self._versions[i] or held.get(name) is not self.buffers[i]
 
     def _written_value(self, i: int) -> Tensor:
         held, name = self._owners[i]

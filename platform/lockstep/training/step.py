@@ -337,6 +337,8 @@ class Stepper:
             scaled = self.state.precision.scaled(loss.total * scale_down)
             self.probe.backward(position, m)
             phase.module.backward(scaled)
+            if m == 0:
+                self.buffers.keep_late()
         self.times.mark("backward")
         self.watched.check(self._where(phase, position, m))
         self.modules.check(self._where(phase, position, m))
