@@ -370,6 +370,15 @@ class NumbersOfNumPy(Kind):
         return {"heat": np.float32(0.1)}
 
 
+class LongComplexNumbers(Kind):
+    """In a buffer that the model's `state_dict` leaves out, and a checkpoint has."""
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("turns", torch.ones(3, dtype=torch.complex128), persistent=False)
+        return model
+
+
 class Wraps(torch.optim.Optimizer):
     """A wrapper of another optimizer that is none itself."""
 
@@ -856,6 +865,7 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     NormWhenAskedFor: ("module '0.large' was made after training had begun", "make all modules in job.model"),
     ShiftWhenAskedFor: ("parameter 'shift' was made after training had begun", "make it in job.model"),
     Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
+    LongComplexNumbers: ("model/turns is a tensor of torch.complex128", "which a checkpoint cannot hold"),
     NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
     StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
     LeavesOutAndLoadsStrictly: ("job.model: its load_state_dict() does not take what its state_dict() gives", '"teacher.0.weight"', "strict=False"),
