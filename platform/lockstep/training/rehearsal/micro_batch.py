@@ -74,10 +74,15 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
 def _check_state(model: nn.Module) -> None:
     """JobError for a model that leaves something out of its `state_dict`, and does not load what it gives: no checkpoint could be resumed."""
-    named = [*model.named_parameters(), *model.named_buffers()]
     with job_at("in state_dict of the model"):
         state = model.state_dict(keep_vars=True)
-    if all(name in state for name, _ in named) or any(nn.parameter.is_lazy(one) for _, one in named):
+    passed_by = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if named.keys() <= state.keys() | passed_by or any(map(nn.parameter.is_lazy, named.values())):
         return
     try:
         model.load_state_dict(model.state_dict())
