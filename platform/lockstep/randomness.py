@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
 
 Key = tuple[int | str, ...]
 
@@ -75,6 +78,40 @@ def rng(stream: str = "") -> np.random.Generator:
         )
     next(_streams)
     return np.random.Generator(np.random.Philox(key=digest64((*key, "rng", stream))))
+
+
+def drawing_alike(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, whose later calls draw from python's and NumPy's generators, and from `rng`, what its first call drew.
+
+    A later call leaves the generators as it found them. torch's are the caller's affair.
+    """
+    first: list[_States] = []
+
+    def called(*given: Any, **named: Any) -> T:
+        before = _States(_current.get(), random.getstate(), np.random.mtrand._rand.get_state(legacy=False))
+        if not first:
+            first.append(before)
+            return function(*given, **named)
+        first[0].put()
+        try:
+            return function(*given, **named)
+        finally:
+            before.put()
+
+    return called
+
+
+class _States(NamedTuple):
+    """Where the generators beside torch's stand."""
+
+    key: Key | None
+    of_python: Any
+    of_numpy: Any
+
+    def put(self) -> None:
+        _current.set(self.key)
+        random.setstate(self.of_python)
+        np.random.mtrand._rand.set_state(self.of_numpy)
 
 
 class Draws:

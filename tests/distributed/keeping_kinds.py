@@ -370,6 +370,15 @@ class NumbersOfNumPy(Kind):
         return {"heat": np.float32(0.1)}
 
 
+class LongComplexNumbers(Kind):
+    """In a buffer that the model's `state_dict` leaves out, and a checkpoint has."""
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("turns", torch.ones(3, dtype=torch.complex128), persistent=False)
+        return model
+
+
 class Wraps(torch.optim.Optimizer):
     """A wrapper of another optimizer that is none itself."""
 
@@ -388,11 +397,45 @@ class Wraps(torch.optim.Optimizer):
 
 
 class WrapsAsAnOptimizer(Wraps):
-    """It is one, and holds on to a state that the inner one has replaced once it is loaded."""
+    """It is one, and holds on to groups and a state that the inner one has replaced once it is loaded."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         torch.optim.Optimizer.__init__(self, inner.param_groups, inner.defaults)
         super().__init__(inner)
+
+
+class Signs(torch.optim.Optimizer):
+    """Its rate has another name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"size": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["size"])
+
+
+class RateByAnotherName(Kind):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Signs(model.parameters())
+
+
+class TakesBackSomethingElse(WrapsAsAnOptimizer):
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state["inner"])
+
+
+class SharesItsState(torch.optim.Optimizer):
+    """It loads by itself, and the inner optimizer holds on to the groups and the state that both had."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.state = inner, inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
 
 
 class WrappedOptimizer(Kind):
@@ -406,7 +449,7 @@ class WrappedStateThatIsLost(Kind):
     calls = 0
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return WrapsAsAnOptimizer(torch.optim.Adam(model.parameters()))
+        return TakesBackSomethingElse(torch.optim.Adam(model.parameters()))
 
     def after_step(self, model: nn.Module, step: int) -> None:
         self.calls += 1
@@ -476,6 +519,49 @@ class TableWhenAskedFor(Kind):
         if x[0, 0] > 1.2 and not hasattr(model, "table"):
             model.register_buffer("table", torch.full((), 0.5), persistent=False)
         return super().loss(model, (x * model.table if x[0, 0] > 1.2 else x, y))
+
+
+class NormWhenAskedFor(TableWhenAskedFor):
+    """The same as a layer with statistics of its own."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        first: Any = model[0]  # type: ignore[index]
+        if x[0, 0] > 1.2 and not hasattr(first, "large"):
+            first.large = nn.BatchNorm1d(FEATURES, affine=False)
+        return Kind.loss(self, model, (first.large(x) if x[0, 0] > 1.2 else x, y))
+
+
+class ShiftWhenAskedFor(TableWhenAskedFor):
+    """The same as a parameter, which no optimizer holds."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        if x[0, 0] > 1.2 and not hasattr(model, "shift"):
+            model.shift = nn.Parameter(torch.zeros(()))
+        return Kind.loss(self, model, (x + model.shift if x[0, 0] > 1.2 else x, y))
+
+
+class DropsItsTable(Kind):
+    """A buffer that the first micro-batch needs alone."""
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("table", torch.full((), 0.5))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        if hasattr(model, "table"):
+            del model.table
+        return super().loss(model, batch)
+
+
+class DropsItsTableAfterStep(DropsItsTable):
+    loss = Kind.loss
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 2:
+            del model.table
 
 
 # --- what the data read ---------------------------------------------------------------------------------------
@@ -658,9 +744,130 @@ class FollowsItsEvaluations(Kind):
         return Loss(total, len(y))
 
 
+class LargestGradients(Kind):
+    """Delayed scaling: a hook on the gradient of the outputs keeps its largest values in a buffer, and the next step reads them."""
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("largest", torch.ones(2))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        scale = 1 / model.largest.max()
+        logits = model(x)
+
+        def keep(gradient: torch.Tensor) -> None:
+            model.largest.copy_(torch.stack([model.largest[1], gradient.abs().max()]))
+
+        if logits.requires_grad:
+            logits.register_hook(keep)
+        return Loss(F.cross_entropy(logits * scale, y, reduction="sum"), len(y))
+
+
+class AnchorsOfInferenceMode(Kind):
+    """What the job has computed in advance, as embeddings of its classes are."""
+
+    def model(self) -> nn.Module:
+        with torch.inference_mode():
+            self.anchors = torch.linspace(0, 1, CLASSES)
+        return perceptron()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(F.cross_entropy(model(x) + self.anchors, y, reduction="sum"), len(y))
+
+
+class BuffersOfManyTypes(Kind):
+    """Rotations as complex numbers, and types that gloo does not know either."""
+
+    def model(self) -> nn.Module:
+        model = perceptron()
+        model.register_buffer("turns", torch.polar(torch.ones(CLASSES), torch.arange(3.0)))
+        model.register_buffer("counts", torch.zeros(2, dtype=torch.int16))
+        model.register_buffer("codes", torch.arange(3).to(torch.uint16))
+        model.register_buffer("scales", torch.ones(3).to(torch.float8_e4m3fn), persistent=False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        if model.training:
+            model.counts += 1
+            model.turns *= torch.polar(torch.ones(CLASSES), torch.full((CLASSES,), 0.1))
+        logits = (model(x) * model.turns).real
+        return Loss(F.cross_entropy(logits, y, reduction="sum"), len(y))
+
+
+class InnerOptimizer(Kind):
+    """A wrapper over momentum, whose rate falls with each update."""
+
+    more: ClassVar[dict[str, Any]] = {"schedule": {"name": "cosine"}}
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return SharesItsState(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+
+
+class InnerOptimizerThatLoads(InnerOptimizer):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return WrapsAsAnOptimizer(torch.optim.Adam(model.parameters(), lr=0.03))
+
+
+class InnerOptimizerWithoutState(InnerOptimizer):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return WrapsAsAnOptimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+
+
+class WithoutTeacher(nn.Module):
+    """A student, and a frozen teacher that its `state_dict` leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = perceptron(), perceptron().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.student(x)
+        return logits
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if "teacher." not in name}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+class TeacherOutOfTheState(Kind):
+    """`after_step` moves the teacher all the same, and the loss follows it."""
+
+    def model(self) -> nn.Module:
+        return WithoutTeacher()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        logits = model(x)
+        apart = F.mse_loss(logits, model.teacher(x), reduction="sum")
+        return Loss(F.cross_entropy(logits, y, reduction="sum") + apart, len(y))
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for mean, own in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            mean.lerp_(own, 0.1)
+
+
+class Strict(WithoutTeacher):
+    load_state_dict = nn.Module.load_state_dict  # type: ignore[assignment]
+
+
+class LeavesOutAndLoadsStrictly(TeacherOutOfTheState):
+    def model(self) -> nn.Module:
+        return Strict()
+
+
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    RateByAnotherName: ("job.optimizer: a group of Signs has no learning rate", "call it lr", "lr=1.0"),
+    DropsItsTable: ("buffer 'table' became None in training, wanted () of torch.float32 as at the start",),
+    DropsItsTableAfterStep: ("buffer 'table' became None in training",),
     WrappedOptimizer: ("job.optimizer: Wraps does not call super().__init__(params, defaults)",),
     WrappedStateThatIsLost: ("taking back the state that it gives after the first update", "KeyError"),
     MergesInEvaluationMode: ("job.model: parameter '0.weight' has other bits after train() and eval()", "merge_weights=False"),
@@ -668,9 +875,13 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     MovesBesideItsModel: ("job.load_state_dict: job/heat and model/heat share memory", "copy_"),
     ExpiresCodes: ("buffer 'shift' was written to past torch's count of writes (step 3, rank 0)", "copy_(…)"),
     TableWhenAskedFor: ("buffer 'table' was made after training had begun", "make it in job.model"),
+    NormWhenAskedFor: ("module '0.large' was made after training had begun", "make all modules in job.model"),
+    ShiftWhenAskedFor: ("parameter 'shift' was made after training had begun", "make it in job.model"),
     Scripted: ("job.model: 'the model' is compiled by torch.jit", "compile=true"),
+    LongComplexNumbers: ("model/turns is a tensor of torch.complex128", "which a checkpoint cannot hold"),
     NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
     StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
+    LeavesOutAndLoadsStrictly: ("job.model: its load_state_dict() does not take what its state_dict() gives", '"teacher.0.weight"', "strict=False"),
     Sets: ("job.optimizer: parameter", "of group 0 is", "when the optimizer is made again", "give parameters in a list"),
     WeighsByTheBest: (f"job.best {EVALUATIONS}", "job.after_step(model, step)"),
     BestSoFar: (f"job.best {EVALUATIONS}",),

@@ -255,6 +255,22 @@ class ReplacesAParameter(Kind):
         model[0].weight = nn.Parameter(model[0].weight.clamp(-0.1, 0.1))  # type: ignore[index]
 
 
+class CopiesItsTeacher(Kind):
+    """A copy of the student in the place of the teacher, whose statistics nobody puts back."""
+
+    def model(self) -> nn.Module:
+        student = perceptron(FEATURES, CLASSES, nn.BatchNorm1d(8))
+        return nn.ModuleDict({"student": student, "teacher": copy.deepcopy(student).requires_grad_(False)})
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, _ = batch
+        wanted = model["teacher"](x).softmax(1)  # type: ignore[index]
+        return Loss(F.cross_entropy(model["student"](x), wanted, reduction="sum"), len(x))  # type: ignore[index]
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model["teacher"] = copy.deepcopy(model["student"]).requires_grad_(False)  # type: ignore[index, operator]
+
+
 class UnfreezesAfterStep(Kind):
     def model(self) -> nn.Module:
         model = perceptron()
@@ -370,6 +386,10 @@ class MetricByTheNameOfTheLoss(WholeSet):
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
     ReplacesAParameter: ("parameter '0.weight' was replaced after the first update", "copy_(…)"),
+    CopiesItsTeacher: (
+        "module 'teacher' was replaced after training had begun (after the first update",
+        "load_state_dict",
+    ),
     UnfreezesAfterStep: ("parameter '0.weight' now asks for a gradient", "requires_grad"),
     RateFallsAfterStep: (
         "job.optimizer: the learning rate of group 0 was changed from 0.1 to 0.01",

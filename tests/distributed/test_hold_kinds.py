@@ -54,6 +54,7 @@ TOLD = {
     further_kinds.SelfDistillation,
     further_kinds.QueueInABuffer,
     further_kinds.HalfWeights,
+    keeping_kinds.LargestGradients,
 }
 """Jobs that are warned of something and exact all the same."""
 
@@ -150,11 +151,33 @@ def test_every_kind_has_one_value(
         check(kind, alone[kind], [rank[i] for rank in ended], 1, 3)
 
 
-@pytest.mark.parametrize("kind", [keeping_kinds.Window, keeping_kinds.OneMemory])
-def test_what_shares_memory_does_so_after_a_resume(alone: Alone, kind: type[Kind], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        keeping_kinds.Window,
+        keeping_kinds.OneMemory,
+        keeping_kinds.TeacherOutOfTheState,
+        keeping_kinds.InnerOptimizer,
+        keeping_kinds.InnerOptimizerThatLoads,
+        keeping_kinds.InnerOptimizerWithoutState,
+    ],
+)
+def test_what_is_beside_the_weights_is_there_after_a_resume(
+    alone: Alone, kind: type[Kind], tmp_path: Path
+) -> None:
+    """What shares memory does so again, what the model's `state_dict` leaves out is as it was, and an optimizer shares its groups and state with the one that it wraps."""
     run = {**on(kind, 0, tmp_path), "rehearsal": "off"}
     train_attempts([(run, AttemptOrigin())], 2)
     check(kind, alone[kind], train_attempts([(run, taken_up(run))], None), 2, 3)
+
+
+@pytest.mark.parametrize("kind", [keeping_kinds.BuffersOfManyTypes, keeping_kinds.LargestGradients])
+def test_buffers_of_any_kind_have_one_value_on_two_workers(
+    pool: Pool, alone: Alone, kind: type[Kind]
+) -> None:
+    """DDP sends no buffers when it is made: of complex ones, which gloo cannot send, it had raised."""
+    for (run,) in pool.run(2, train_every, [document(kind)]):
+        assert run[:2] == alone[kind][:2]
 
 
 def attempts(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import JobError
 from lockstep.job.interface import Job
+from lockstep.randomness import drawing_alike
 
 
 def checkpoint_activations(job: Job, model: nn.Module) -> None:
-    """Recompute the activations of the modules that the job names. torch restores the generators for it, so dropout repeats itself.
+    """Recompute the activations of the modules that the job names, with the random numbers of their first computation.
 
     JobError where the job names no module.
     """
@@ -24,7 +27,14 @@ def checkpoint_activations(job: Job, model: nn.Module) -> None:
             "activation_checkpointing: the job names no module for it; return some from activation_checkpoints(model)"
         )
     for module in modules:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = partial(_recomputed, module.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """A forward whose activations are recomputed. torch puts its own generators back for that, and no others: a layer that is dropped by python's would stay."""
+    if not torch.compiler.is_compiling():
+        forward = drawing_alike(forward)
+    return checkpoint(forward, *given, use_reentrant=False, **named)
 
 
 @contextmanager
@@ -33,7 +43,7 @@ def kept_activations(model: nn.Module) -> Iterator[None]:
     own = {
         module: forward
         for module in model.modules()
-        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is checkpoint
+        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is _recomputed
     }
     for module, forward in own.items():
         module.forward = forward.args[0]

@@ -26,7 +26,7 @@ from torch import Tensor
 from lockstep.communication.group import Group
 from lockstep.errors import CorruptionError
 from lockstep.record.events import Corrupted, Tell, Witness, tell_nobody
-from lockstep.training.beside import unlisted_buffers
+from lockstep.training.beside import unlisted_tensors
 from lockstep.training.digests import Digester, leaves, model_digest, optimizer_digest
 from lockstep.training.job_phases import optimizers_of
 from lockstep.training.sharding import ShardedOptimizer
@@ -105,7 +105,7 @@ class Agreement:
     def _others(self) -> dict[str, Any]:
         state = self._state
         return {
-            "buffer": unlisted_buffers(state.model),
+            "buffer": unlisted_tensors(state.model),
             "scaler": state.precision.state_dict(),
             "counters": asdict(state.counters),
             "schedule": state.schedule.state_dict(),

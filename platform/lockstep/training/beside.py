@@ -1,6 +1,6 @@
 """What a model computes with besides its weights, in a file beside theirs: a run's weights outlive its checkpoints.
 
-These are the buffers that `state_dict` leaves out, the extra state of modules, and the state of the job, which may change the model.
+These are the buffers and parameters that `state_dict` leaves out, the extra state of modules, and the state of the job, which may change the model.
 Averaged weights compute with those of the final ones.
 """
 
@@ -31,28 +31,34 @@ def beside_weights(model: nn.Module, job: Job) -> dict[str, Tree]:
     """What there is besides the weights now, by kind; empty where there is nothing. Nothing is copied."""
     with job_at("in state_dict"):
         of_job = dict(job.state_dict())
-    return by_kind(model.state_dict(), unlisted_buffers(model), of_job)
+    return by_kind(model.state_dict(), unlisted_tensors(model), of_job)
 
 
 def by_kind(
     state: Mapping[str, Any], buffers: Mapping[str, Tensor], of_job: Mapping[str, Tree]
 ) -> dict[str, Tree]:
-    """The same from a model's `state_dict`, its unlisted buffers and the job's state."""
+    """The same from a model's `state_dict`, its unlisted tensors and the job's state."""
     extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     kinds = {"buffers": dict(buffers), "extra": extra, "job": dict(of_job)}
     return {kind: tree for kind, tree in kinds.items() if tree}
 
 
-def unlisted_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `state_dict` leaves out (`persistent=False`): a later step may read them all the same."""
+def unlisted_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What `state_dict` leaves out: a later step may read it all the same.
+
+    These are buffers with `persistent=False`, and parameters that a `state_dict` of the model's own drops, such as a teacher's.
+    """
     listed = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name not in listed}
+    there = set(map(id, listed.values()))  # it may have renamed them
+    parameters = ((name, one) for name, one in model.named_parameters() if id(one) not in there)
+    named = (*model.named_buffers(), *parameters)
+    return {name: tensor.detach() for name, tensor in named if name not in listed}
 
 
 def put_beside(model: nn.Module, job: Job, weights: Mapping[str, Tensor], beside: Mapping[str, Tree]) -> None:
     """Load weights, and what was beside them, into a new model and its job. Raises whatever does not fit."""
     model.load_state_dict({**weights, **beside.get("extra", {})})
-    saved, buffers = beside.get("buffers", {}), unlisted_buffers(model)
+    saved, buffers = beside.get("buffers", {}), unlisted_tensors(model)
     if left := sorted(buffers.keys() - saved.keys()):
         raise ValueError(f"the run's model had no buffer {left[0]!r}")
     for name, value in saved.items():

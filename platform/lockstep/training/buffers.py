@@ -26,12 +26,15 @@ class StepBuffers:
 
     def __init__(self, model: nn.Module, group: Group, written: frozenset[int]) -> None:
         self.group = group
-        self.written = written | statistics(model)
+        self._statistics = statistics(model)
+        self.written = written | self._statistics
         self.buffers: list[Tensor] = list(model.buffers())
         self._owners = owners(model)
         self._before = [buffer.detach().clone() for buffer in self.buffers]
         self._versions = [buffer._version for buffer in self.buffers]
         self._kept: dict[int, Tensor] = {}
+        self._by_forward = frozenset[int]()
+        """The buffers whose write by micro-batch 0's forward shows."""
         modules = list(model.named_modules())
         self._places = [(f"{prefix}." if prefix else "", module._buffers) for prefix, module in modules]
         self._count, self._there = self._number(), self._names()
@@ -57,15 +60,37 @@ class StepBuffers:
     def keep(self) -> list[int]:
         """Set aside what micro-batch 0's forward wrote. Returns which buffers those are."""
         changed = self._changed()
+        self._by_forward = frozenset(filter(self._is_counted, changed))
         written = [self._written_value(i) for i in changed]
         kept = [torch.empty_like(value) for value in written]
         copy_all(kept, written)
         self._kept = dict(zip(changed, kept, strict=True))
         return changed
 
+    def keep_late(self) -> None:
+        """Set aside what micro-batch 0's backward wrote where its forward wrote nothing, as hooks on gradients do.
+
+        Of a buffer that both write, the forward's value stays: a forward that is recomputed in backward writes a second time. JobError for one
+        that the rehearsal did not see written, for no rank has been told of it.
+        """
+        for i in self._changed():
+            if i in self._statistics or i in self._by_forward or not self._is_counted(i):
+                continue
+            if i not in self._kept:
+                raise JobError(
+                    f"buffer {self._owners[i][1]!r} was written to in backward, and not in the rehearsal: its value would be lost; write to it in every "
+                    "backward from the first one on, or in job.after_step(model, step)"
+                )
+            copy_all([self._kept[i]], [self._written_value(i)])
+
+    def _is_counted(self, i: int) -> bool:
+        """Whether a write to a buffer shows, in its version or as another tensor in its place."""
+        held, name = self._owners[i]
+        return self.buffers[i]._version != self._versions[i] or held.get(name) is not self.buffers[i]
+
     def _written_value(self, i: int) -> Tensor:
         held, name = self._owners[i]
-        value, before = held[name], self._before[i]
+        value, before = held.get(name), self._before[i]
         if value is None or value.shape != before.shape or value.dtype != before.dtype:
             got = "None" if value is None else f"{tuple(value.shape)} of {value.dtype}"
             raise JobError(
@@ -99,7 +124,7 @@ class StepBuffers:
         return [
             i
             for i, (buffer, (held, name)) in enumerate(zip(self.buffers, self._owners, strict=True))
-            if buffer._version != self._versions[i] or i in self.written or held[name] is not buffer
+            if buffer._version != self._versions[i] or i in self.written or held.get(name) is not buffer
         ]
 
     def check_unseen(self, where: str) -> None:
@@ -133,7 +158,7 @@ class StepBuffers:
 
     def take_over(self) -> None:
         """Adopt the buffers as an update's hooks left them, the same on every rank: the next step starts from these."""
-        replaced = [i for i, (held, name) in enumerate(self._owners) if held[name] is not self.buffers[i]]
+        replaced = [i for i, (held, name) in enumerate(self._owners) if held.get(name) is not self.buffers[i]]
         copy_all([self.buffers[i] for i in replaced], [self._written_value(i) for i in replaced])
         for i in replaced:
             held, name = self._owners[i]
@@ -166,11 +191,11 @@ class KeptBuffers:
     def now(self) -> dict[str, Tensor]:
         """The buffers that the model has now, by name; one that was removed is missing."""
         held = zip(self._names, self._owners, strict=True)
-        return {name: value for name, (place, key) in held if (value := place[key]) is not None}
+        return {name: value for name, (place, key) in held if (value := place.get(key)) is not None}
 
     def written(self) -> frozenset[int]:
         """Indices of the buffers whose values have changed."""
-        now = [place[name] for place, name in self._owners]
+        now = [place.get(name) for place, name in self._owners]
         pairs = enumerate(zip(now, self._before, strict=True))
         return frozenset(i for i, (value, before) in pairs if value is None or not torch.equal(value, before))
 

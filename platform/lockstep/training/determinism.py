@@ -24,6 +24,8 @@ from lockstep.training.worker_environment import WORKER_ENVIRONMENT, hashes_at_r
 def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]:
     """Put this process into the given determinism and number of intra-op threads; restore both on the way out.
 
+    What a job sets for its process, the default type and the precision of fp32 products, is restored as well: a trial of a sweep may follow there.
+
     Under strict the libraries beside torch have one thread: what a job computes with NumPy depends on no number of cores.
 
     Raises DeterminismError where python's string hashing was left random at start-up.
@@ -42,6 +44,7 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn.benchmark,
     )
+    default, products = torch.get_default_dtype(), _fp32_precisions()
     try:
         with one_library_thread() if kind == "strict" else nullcontext():
             torch.set_num_threads(threads)
@@ -54,6 +57,10 @@ def determinism(kind: Literal["strict", "fast"], threads: int) -> Iterator[None]
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=before[2])
         cudnn.benchmark = before[3]
+        torch.set_default_dtype(default)
+        for name, precision in _fp32_precisions().items():
+            if precision != products[name]:
+                _product(name).fp32_precision = products[name]
 
 
 def check_kept(kind: Literal["strict", "fast"], threads: int) -> None:
@@ -83,11 +90,20 @@ def fp32_products(device: torch.device) -> dict[str, str]:
     """For the identity: the backends that compute fp32 products at lower precision, such as TF32. Convolutions on CUDA do by default."""
     found = {}
     for name in _FP32_PRODUCTS.get(device.type, ()):
-        family, _, kind = name.partition(".")
-        precision = getattr(getattr(torch.backends, family), kind).fp32_precision
+        precision = _product(name).fp32_precision
         if precision not in ("none", "ieee"):
             found[f"fp32_products.{name}"] = str(precision)
     return found
+
+
+def _product(name: str) -> Any:
+    """The settings of a backend by its name, such as `mkldnn.matmul`."""
+    family, _, kind = name.partition(".")
+    return getattr(getattr(torch.backends, family), kind)
+
+
+def _fp32_precisions() -> dict[str, str]:
+    return {name: _product(name).fp32_precision for names in _FP32_PRODUCTS.values() for name in names}
 
 
 _CUDA_PRODUCTS = (

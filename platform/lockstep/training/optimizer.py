@@ -120,6 +120,11 @@ def _checked(
             "add it, or set requires_grad to False"
         )
     _check_no_scheduler(optimizer, label)
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise JobError(
+            f"{label}: a group of {type(optimizer).__name__} has no learning rate, which the schedule sets before each update; call it lr in "
+            "defaults, or give lr=1.0 where the optimizer needs none"
+        )
     return optimizer
 
 

@@ -65,6 +65,56 @@ class ParameterWatch:
                 )
 
 
+class ModuleWatch:
+    """Detects parameters that come after the start, and modules with tensors that come, go, or are put in the place of others.
+
+    It compares what the modules hold with what they held: this runs for each micro-batch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known = dict(model.named_modules(remove_duplicate=False))
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._note()
+
+    def _note(self) -> None:
+        modules = self._known.values()
+        self._held = [
+            (one._parameters, len(one._parameters), one._modules, [*one._modules.values()]) for one in modules
+        ]
+        self._empty = [(own, name) for own, *_ in self._held for name in own if own[name] is None]
+
+    def check(self, where: str) -> None:
+        """Raise JobError for one that has come, gone or been replaced since; `where` is the place in the run."""
+        alike = all(len(own) == n and [*there.values()] == children for own, n, there, children in self._held)
+        if alike and all(own.get(name) is None for own, name in self._empty):
+            return
+        now = dict(self._model.named_modules(remove_duplicate=False))
+        known, there = set(map(id, self._known.values())), set(map(id, now.values()))
+        for name in {**self._known, **now}:
+            before, after = self._known.get(name), now.get(name)
+            is_another_name = id(before) in there and id(after) in known
+            if before is not after and not is_another_name and (_has_tensors(before) or _has_tensors(after)):
+                done = "was made" if before is None else "was taken out" if after is None else "was replaced"
+                raise JobError(
+                    f"module {name!r} {done} after training had begun ({where}): the optimizer and the other workers hold what was there before, and "
+                    "no checkpoint could be loaded into a new model; make all modules in job.model, and write into those that are there: "
+                    "module.load_state_dict(…) in job.after_step(model, step)"
+                )
+        for name, _ in self._model.named_parameters(remove_duplicate=False):
+            if name not in self._parameters:
+                raise JobError(
+                    f"parameter {name!r} was made after training had begun ({where}), so no optimizer holds it, and no checkpoint could be loaded "
+                    "into a new model; make it in job.model"
+                )
+        self._known = now  # modules without tensors may come and go
+        self._note()
+
+
+def _has_tensors(module: nn.Module | None) -> bool:
+    return module is not None and any(True for kind in (module.parameters(), module.buffers()) for _ in kind)
+
+
 def check_scaled(model: nn.Module) -> None:
     """JobError for parameters that learn in float16: torch's loss scaler takes no gradient in it."""
     for name, parameter in model.named_parameters():

@@ -167,13 +167,13 @@ class PhaseStep:
         return wrapped
 
     def _passed_by(self) -> Iterator[str]:
-        """All names of the parameters and buffers that DDP must ignore: it would wait for the parameters' gradients."""
+        """All names that DDP must ignore: of parameters for whose gradients it would wait, and of buffers, some types of which gloo cannot send."""
+        yield from (name for name, _ in self.module.named_buffers(remove_duplicate=False))
         if not self.module.apart:
             return
         own = set(map(id, self.parameters))
         named = self.module.named_parameters(remove_duplicate=False)
         yield from (name for name, parameter in named if id(parameter) not in own)
-        yield from (name for name, _ in self.module.named_buffers(remove_duplicate=False))
 
     def abandon(self) -> None:
         """Give up what is under way and free the parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from lockstep.job.interface import Job
 from lockstep.plan import Plan, Position
 from lockstep.spec.fields import EarlyStop
 from lockstep.training.average import Average
-from lockstep.training.beside import beside_weights, copied, unlisted_buffers
+from lockstep.training.beside import beside_weights, copied, unlisted_tensors
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSchedules, optimizers_of
 from lockstep.training.order import Order, check_order, order_of
@@ -134,7 +134,7 @@ class TrainState:
         return {
             "model": {
                 "state": self.model.state_dict(),
-                "unlisted_buffers": unlisted_buffers(self.model),
+                "unlisted_buffers": unlisted_tensors(self.model),
                 "order": self.order,
             },
             "optimizer": self.optimizer.state_dict(),
@@ -166,8 +166,8 @@ class TrainState:
         try:
             self.model.load_state_dict(sections["model"]["state"])
             with torch.no_grad():
-                for name, buffer in unlisted_buffers(self.model).items():
-                    buffer.copy_(sections["model"]["unlisted_buffers"][name])
+                for name, tensor in unlisted_tensors(self.model).items():
+                    tensor.copy_(sections["model"]["unlisted_buffers"][name])
             restore_optimizer(self.optimizer, sections["optimizer"], fork=fork)
             self.schedule.load_state_dict(sections.get("schedule", {}), fork=fork)
             if self.average is not None:
@@ -221,13 +221,15 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
                 f"optimizer.name: the state of the run that is forked is that of another optimizer, without {foreign[0]!r}; "
                 "keep its optimizer, or start a new run from its weights with initial_weights"
             )
-    optimizer.load_state_dict(dict(saved))
+    every = [*_with_wrapped(optimizer)]
+    with _same_objects(every):
+        optimizer.load_state_dict(dict(saved))
     if not isinstance(optimizer, ShardedOptimizer):  # which loads its part without a cast
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         places: dict[Any, Any] = dict(zip(numbers, parameters, strict=True))
         pairs = [
-            (optimizer.state[place], of_one)
+            (next((one.state for one in every if place in one.state), optimizer.state)[place], of_one)
             for key, of_one in saved["state"].items()
             if (place := places.get(key, key)) in optimizer.state or key in places
         ]
@@ -238,6 +240,39 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
     for group, made_with in zip(optimizer.param_groups, own, strict=True):
         if fork:
             group.update(made_with)
+
+
+def _with_wrapped(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """An optimizer, and those that it wraps."""
+    yield optimizer
+    for one in vars(optimizer).values():
+        if isinstance(one, torch.optim.Optimizer):
+            yield from _with_wrapped(one)
+
+
+@contextmanager
+def _same_objects(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Leave optimizers the groups and the state that they hold, with what is loaded in the block in them.
+
+    torch puts new objects in their place, and an optimizer that wraps another one, or a hook, holds on to the old ones.
+    """
+    held = [(vars(one), [*one.param_groups], one.param_groups, one.state) for one in optimizers]
+    yield
+    for own, members, groups, state in held:
+        loaded = own.get("param_groups", groups)
+        if loaded is not groups and len(loaded) == len(members):
+            for group, new in zip(members, loaded, strict=True):
+                if new is not group:
+                    _refilled(group, dict(new))
+            own["param_groups"] = groups
+        if own.get("state", state) is not state:
+            _refilled(state, own["state"])
+            own["state"] = state
+
+
+def _refilled(mapping: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    mapping.clear()
+    mapping.update(content)
 
 
 class _AsSaved:

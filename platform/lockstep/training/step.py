@@ -37,7 +37,7 @@ from lockstep.training.job_phases import FrozenRule, all_rest, phases_of
 from lockstep.training.means import check_form, check_same_parts, has_form
 from lockstep.training.norm import ELEMENT_BY_ELEMENT, align_gradients, clip_gradients
 from lockstep.training.pace import Stopwatch
-from lockstep.training.parameters import ParameterWatch
+from lockstep.training.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.phase_step import PhaseStep, each_in_turn
 from lockstep.training.precision import Precision
 from lockstep.training.probe import NoProbe, Probe
@@ -118,6 +118,7 @@ class Stepper:
         self.assigned = plan.ranges(group.size)[group.rank]
         self.buffers = StepBuffers(state.model, group, written_buffers)
         self.watched = ParameterWatch(state.model)
+        self.modules = ModuleWatch(state.model)
         self.agreement = Agreement(group, state)
         self.digests = StepDigests(spec, group, state, plan.total_steps, self.agreement)
         self.probe: Probe = NoProbe()
@@ -218,6 +219,7 @@ class Stepper:
         if updated:
             follow_update(state, seed=self.spec.seed, cuda=self._cuda)
         if self.updates_by_job:
+            self.modules.check(f"after step {position.number}")
             self.buffers.take_over()
         return StepResult(
             loss=first.loss,
@@ -335,8 +337,11 @@ class Stepper:
             scaled = self.state.precision.scaled(loss.total * scale_down)
             self.probe.backward(position, m)
             phase.module.backward(scaled)
+            if m == 0:
+                self.buffers.keep_late()
         self.times.mark("backward")
         self.watched.check(self._where(phase, position, m))
+        self.modules.check(self._where(phase, position, m))
         self.buffers.restore()
 
     def _forward(

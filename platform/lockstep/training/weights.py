@@ -46,8 +46,9 @@ def load_weights(model: nn.Module, path: Path, group: Group | None = None) -> No
         return found
 
     weights = read() if group is None or group.size == 1 else Relay(group).tensors(str(path), read)
+    extra = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict({**extra, **weights})  # a file of weights has no extra state
     except RuntimeError as error:
         text = " ".join(str(error).split())
         raise SpecError(f"initial_weights: {str(path)!r} does not fit the job's model: {text}") from error

@@ -51,6 +51,39 @@ def test_the_update_of_micro_batch_0_is_the_one_that_stays() -> None:
     assert model.norm.num_batches_tracked == 3
 
 
+def test_what_backward_writes_is_kept_where_forward_wrote_nothing() -> None:
+    """A forward that is recomputed there writes a second time, which does not count."""
+    model = Counting()
+    buffers = StepBuffers(model, ALONE, frozenset({0, 1}))
+    assert [name for name, _ in model.named_buffers()][:2] == ["written", "constant"]
+    flagged: list[int] = []
+    for m in range(2):
+        model(torch.ones(4, 2))
+        if m == 0:
+            flagged = buffers.keep()
+        model(torch.ones(4, 2))
+        model.constant += 5 + m  # type: ignore[operator]
+        if m == 0:
+            buffers.keep_late()
+        buffers.restore()
+    buffers.end_step(flagged)
+    assert model.written.tolist() == [1.0, 1.0]  # type: ignore[operator, union-attr]
+    assert model.constant.tolist() == [5.0, 5.0]  # type: ignore[operator, union-attr]
+    assert model.norm.num_batches_tracked == 1
+
+
+def test_what_only_a_later_backward_writes_is_refused() -> None:
+    model = Counting()
+    buffers = StepBuffers(model, ALONE, frozenset())
+    model(torch.ones(4, 2))
+    buffers.keep()
+    model.constant += 1  # type: ignore[operator]
+    with pytest.raises(
+        JobError, match="buffer 'constant' was written to in backward, and not in the rehearsal"
+    ):
+        buffers.keep_late()
+
+
 @pytest.mark.parametrize("write", ["counted", "past torch", "replaced"])
 def test_what_an_update_writes_is_seen_by_every_micro_batch_of_the_next_step(write: str) -> None:
     """By the second one too, and by whoever restores the buffers in an evaluation between."""

@@ -67,6 +67,18 @@ def test_determinism_puts_back_after_an_error_and_what_was_set_by_others() -> No
         torch.set_num_threads(before[0])
 
 
+@pytest.mark.parametrize("kind", ["strict", "fast"])
+def test_what_a_job_sets_for_its_process_is_put_back(kind: Literal["strict", "fast"]) -> None:
+    """On a warm worker another trial follows, whose data are made before its model sets anything."""
+    products = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    with determinism(kind, 1):
+        torch.set_default_dtype(torch.float64)
+        products.fp32_precision = "bf16"
+    assert torch.get_default_dtype() is torch.float32
+    assert products.fp32_precision == before
+
+
 def test_environment_is_set_where_it_is_not() -> None:
     with determinism("strict", threads=1):
         assert all(os.environ[name] for name in WORKER_ENVIRONMENT)

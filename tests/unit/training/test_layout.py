@@ -37,6 +37,25 @@ def test_parts_of_one_storage_are_not_one_piece_of_memory() -> None:
         check_layout(model)
 
 
+def test_what_is_made_in_inference_mode_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        model.register_buffer("anchors", torch.ones(2))
+    with pytest.raises(JobError, match=r"^job.model: buffer 'anchors' was made in torch.inference_mode\(\)"):
+        check_layout(model)
+    model.anchors = model.anchors.clone()
+    check_layout(model)
+
+
+def test_a_buffer_that_is_a_conjugate_view_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex64).conj())
+    with pytest.raises(JobError, match=r"^job.model: buffer 'turns' is a view .*\.resolve_conj\(\)"):
+        check_layout(model)
+    model.turns = model.turns.resolve_conj()
+    check_layout(model)
+
+
 def test_a_buffer_within_a_parameter_is_refused() -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("rows", model.weight.detach()[1:])

@@ -85,6 +85,18 @@ def test_a_write_is_seen_by_name_and_taken_back(place: str) -> None:
     assert Memory({"owner": owner}).changed_since(before) == []
 
 
+def test_a_write_to_a_tensor_of_inference_mode_is_seen_and_taken_back() -> None:
+    """torch counts no writes to it."""
+    with torch.inference_mode():
+        job = SimpleNamespace(anchors=torch.ones(2), large=torch.ones(1 << 21))
+    before = Memory({"job": job})
+    with torch.inference_mode():
+        job.anchors.add_(1)
+    assert Memory({"job": job}).changed_since(before) == ["job.anchors"]
+    before.restore()
+    assert job.anchors.tolist() == [1.0, 1.0]
+
+
 def test_an_equal_value_in_its_place_is_no_change() -> None:
     """A job that leaves its newest batch behind holds the same after the same batch."""
     owner = SimpleNamespace(last=torch.ones(2) * 1)

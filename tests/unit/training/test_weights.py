@@ -14,6 +14,7 @@ from torch import nn
 from lockstep import files
 from lockstep.errors import SpecError, StorageError
 from lockstep.training.digest import weights_digest
+from lockstep.training.state import tensors
 from lockstep.training.weights import load_weights, save_weights
 
 
@@ -32,6 +33,27 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert weights_digest(loaded.state_dict()) != weights_digest(saved.state_dict())
     load_weights(loaded, path)
     assert weights_digest(loaded.state_dict()) == weights_digest(saved.state_dict())
+
+
+class Scaled(nn.Linear):
+    """It keeps a number beside its weights."""
+
+    scale = 2.0
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+def test_weights_of_a_model_with_extra_state_come_back(tmp_path: Path) -> None:
+    """A run's own files of weights have the tensors alone."""
+    saved, loaded = Scaled(2, 2), Scaled(2, 2)
+    (path,) = save_weights(tmp_path, {"final": tensors(saved)})
+    load_weights(loaded, path)
+    assert torch.equal(loaded.weight, saved.weight)
+    assert loaded.scale == 2.0
 
 
 def test_nothing_half_written_is_left(tmp_path: Path) -> None:

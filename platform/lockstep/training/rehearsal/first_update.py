@@ -17,7 +17,7 @@ from lockstep.training.after_step import call_after_step, has_after_step
 from lockstep.training.buffers import KeptBuffers
 from lockstep.training.failure import as_lockstep_error
 from lockstep.training.job_phases import optimizers_of
-from lockstep.training.parameters import ParameterWatch
+from lockstep.training.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.phase_step import LossModule
 from lockstep.training.rehearsal.held import HOOKS, memory_of, named
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
@@ -72,7 +72,7 @@ class FirstUpdate:
             state.schedule_of(phase.name).set(0)
             cuda = self.device if self.device.type == "cuda" else None
             seed_all(self.seed, "update", 0, *phase.key, cuda=cuda)
-            watch = ParameterWatch(model)
+            watch, modules = ParameterWatch(model), ModuleWatch(model)
             try:
                 optimizer.step()
             except (Exception, SystemExit) as error:
@@ -81,6 +81,7 @@ class FirstUpdate:
                 call_after_step(state, 1, seed=self.seed, cuda=cuda)
             watch.check_asking("after the first update, before training")
             watch.check_places()
+            modules.check("after the first update, before training")
             named_tensors = [*model.named_parameters(), *model.named_buffers()]
             found = {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
             if tell:

@@ -23,6 +23,16 @@ def check_layout(model: nn.Module) -> None:
                 f"job.model: {what} is of the layout {tensor.layout}, which is neither compared nor put back; hold it dense, or as "
                 "indices and values in two buffers, and make the sparse tensor from them in the forward"
             )
+        if tensor.is_inference():
+            raise JobError(
+                f"job.model: {what} was made in torch.inference_mode(), so torch counts no writes to it; make it in torch.no_grad(), or give a "
+                "copy that is made outside: .clone()"
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            raise JobError(
+                f"job.model: {what} is a view that torch conjugates or negates when it is read, so its bits are not its values; "
+                "hold the values: .resolve_conj().resolve_neg()"
+            )
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise JobError(
                 f"job.model: {what} is expanded: several of its elements are one number in memory, which cannot be written to; "

@@ -108,7 +108,10 @@ class Memory:
             _refill(container, content)
         with torch.no_grad():
             for tensor, value, version in self._tensors:
-                if tensor._version != version or not same_bits(tensor, value):
+                if tensor.is_inference():
+                    with torch.inference_mode():
+                        tensor.copy_(value)
+                elif tensor._version != version or not same_bits(tensor, value):
                     tensor.detach().copy_(value)
                     torch._C._autograd._unsafe_set_version_counter(
                         (tensor,), (version,)
@@ -202,11 +205,10 @@ class Memory:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return
         small = tensor.numel() * tensor.element_size() <= self._largest
-        self.values[path] = (
-            tensor_digest(tensor) if small else f"{tuple(tensor.shape)} version {tensor._version}"
-        )
+        version = 0 if tensor.is_inference() else tensor._version  # torch does not count those
+        self.values[path] = tensor_digest(tensor) if small else f"{tuple(tensor.shape)} version {version}"
         if small and tensor.is_leaf:  # a computed tensor is put back with its container
-            self._tensors.append((tensor, tensor.detach().clone(), tensor._version))
+            self._tensors.append((tensor, tensor.detach().clone(), version))
 
     def _see_array(self, path: str, array: np.ndarray[Any, Any]) -> None:
         if array.dtype.hasobject or array.nbytes > self._largest:

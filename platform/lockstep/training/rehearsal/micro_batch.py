@@ -47,6 +47,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 "real numbers with one dimension more, and use torch.view_as_complex(parameter) in the forward"
             )
     check_layout(model)
+    _check_state(model)
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise JobError(
@@ -69,6 +70,27 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 f"job.model: {name!r} is a BatchNorm, and the last step of an epoch of {plan.samples} samples has a micro-batch of "
                 "one sample, which has no variance; set data.drop_last=true or change batch.global"
             )
+
+
+def _check_state(model: nn.Module) -> None:
+    """JobError for a model that leaves something out of its `state_dict`, and does not load what it gives: no checkpoint could be resumed."""
+    with job_at("in state_dict of the model"):
+        state = model.state_dict(keep_vars=True)
+    passed_by = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if named.keys() <= state.keys() | passed_by or any(map(nn.parameter.is_lazy, named.values())):
+        return
+    try:
+        model.load_state_dict(model.state_dict())
+    except (Exception, SystemExit) as error:
+        raise JobError(
+            f"job.model: its load_state_dict() does not take what its state_dict() gives, so no checkpoint could be resumed: "
+            f"{' '.join(str(error).split())}; what state_dict leaves out load_state_dict must not miss: with strict=False in one of the model's own"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from lockstep.job.interface import Job, Loss
 from lockstep.plan import Plan
 from lockstep.randomness import Draws, seed_all
 from lockstep.spec.fields import Spec
+from lockstep.training.beside import unlisted_tensors
 from lockstep.training.buffers import KeptBuffers, statistics
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import filled_memory
@@ -80,6 +81,7 @@ class StepRehearsal:
         Raises JobError or DeterminismError where the job breaks the promise, and names the cause.
         """
         pack(dict(self.job.state_dict()), "job")  # so a state that no checkpoint can hold fails now
+        model = self.state.model
         keys = self._keys()
         self.batches.check_draws_nothing(keys[0])
         batch = self._fetched_twice(keys)
@@ -91,6 +93,8 @@ class StepRehearsal:
             batch = batch if module is modules[0] else self._fetch(keys[0])  # a job may write into it
             with filled_memory(True):
                 firsts.append(self._computed(module, batch))
+        for there in (model.state_dict(), unlisted_tensors(model)):
+            pack(there, "model")  # only now: the first forward makes what is lazy
         if compiled is not None:
             self._compare_with_eager(compiled, modules, keys, firsts)
         found = {
