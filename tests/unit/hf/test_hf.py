@@ -436,6 +436,23 @@ def test_adapters_load_in_peft_with_the_same_logits(folder: Path, tmp_path: Path
     )
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's, about transformers
+def test_adapters_take_along_what_began_anew(folder: Path, tmp_path: Path) -> None:
+    """A pooler that `path` has not, beside the head: whoever loads the adapters has the run's, and none of random values."""
+    base = saved(tmp_path / "base", BERT, "AutoModelForMaskedLM")
+    document = classifier(folder)
+    document["job"]["params"] = {**of_folder(folder, base), "lora": {"r": 2, "targets": ["query"]}}
+    run = recorded(document, tmp_path)
+    job: Any = load_job("lockstep.hf:SequenceClassifier", document["job"]["params"])
+    own = job.model()
+    own.load_state_dict(load_file(run / "weights" / "final.safetensors"))
+    from peft import PeftModel
+
+    begun = transformers().AutoModelForSequenceClassification.from_pretrained(base)
+    tokens = torch.arange(30).view(2, 15)
+    assert torch.equal(logits(PeftModel.from_pretrained(begun, exported(run)), tokens), logits(own, tokens))
+
+
 @pytest.mark.exact
 def test_weights_that_are_read_otherwise_are_no_artifact(
     trained: Path, monkeypatch: pytest.MonkeyPatch
