@@ -188,9 +188,16 @@ class Pretrained(Job):
             raise SpecError(f"job.params.{place}: {first_line(error)}{hint}") from error
 
     def _read_config(self, **changed: Any) -> Any:
-        """The config in `path`, with other fields where there are some. Raises what transformers does."""
+        """The config in `path`, with other fields where there are some. Raises what transformers does, SpecError where the folder has adapters."""
         folder = Path(str(self.params.path)).expanduser()
-        return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, **changed)
+        if (folder / "adapter_config.json").is_file():
+            raise SpecError(
+                f"job.params.path: {self.params.path!r} has adapters (adapter_config.json), wanted a model alone; load them in peft, "
+                "call merge_and_unload, and save_pretrained what it gives into another folder"
+            )
+        return transformers().AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **changed
+        )
 
     def _of_vocabulary(self) -> dict[str, Any]:
         own = self.tokenizer.own

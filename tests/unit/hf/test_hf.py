@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -557,6 +558,32 @@ def test_weights_that_are_not_the_models_are_refused(
     with pytest.raises(SpecError, match=rf"^job\.params\.path: .* of a LlamaForCausalLM: {said}") as raised:
         load_job("lockstep.hf:CausalLM", language_model(folder, path=str(path))["job"]["params"]).model()
     assert "\n" not in str(raised.value)
+
+
+def test_code_in_a_folder_is_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers asks on the terminal whether to run it: neither a question nor an answer belongs into a run."""
+    path = saved(tmp_path / "model", LLAMA, "AutoModelForCausalLM")
+    config = json.loads((path / "config.json").read_text())
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "own.Config"}}
+    (path / "config.json").write_text(json.dumps({**config, **own}))
+    (path / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom transformers import LlamaConfig\nclass Config(LlamaConfig): model_type = 'mine'\n"
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    with pytest.raises(SpecError, match=r"^job\.params\.path: .* contains custom code"):
+        load_job("lockstep.hf:CausalLM", language_model(folder, path=str(path))["job"]["params"]).model()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_folder_with_adapters_is_refused(folder: Path, tmp_path: Path, whole: bool) -> None:
+    """Transformers reads them with the model, frozen; with `lora` they had been taken for the model's own weights, and been lost."""
+    if whole:
+        saved(tmp_path, LLAMA, "AutoModelForCausalLM")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    params = language_model(folder, path=str(tmp_path))["job"]["params"]
+    with pytest.raises(SpecError, match=r"^job\.params\.path: .* has adapters.*merge_and_unload"):
+        load_job("lockstep.hf:CausalLM", params).model()
 
 
 @pytest.mark.parametrize(
