@@ -112,7 +112,7 @@ class Documents(Dataset[Tensor]):
         self.files = text_files.find(source)
         self._text, self._label = text, label
         self._digests = text_files.digests(self.files)
-        wanted = (self._digests, tokenizer.digest, versions(), text, longest)
+        wanted = (READ_AS, self._digests, tokenizer.digest, versions(), text, longest)
         self._tokens, self._ends = _kept(
             repr(wanted), lambda: tokenizer.tokens((row.text for row in self._rows()), longest)
         )

@@ -668,6 +668,23 @@ def test_a_model_that_sees_what_it_must_not_is_refused(
         load_job("lockstep.hf:CausalLM", language_model(folder, config)["job"]["params"]).model()
 
 
+@pytest.mark.parametrize("ending", [".JSONL", ".Csv"])
+def test_the_ending_of_a_file_counts_in_any_letters(tmp_path: Path, ending: str) -> None:
+    """It had been one text as a whole, with its braces and commas."""
+    rows = {".JSONL": '{"text": "one"}\n{"text": "two"}\n', ".Csv": "text\none\ntwo\n"}
+    (tmp_path / f"texts{ending}").write_text(rows[ending])
+    found = text_files.read(text_files.find(str(tmp_path)), "text")
+    assert [row.text for row in found] == ["one", "two"]
+
+
+def test_a_row_with_more_fields_than_its_file_has_columns_is_refused(tmp_path: Path) -> None:
+    """A comma in a text without quotes: what came after it had been cut off."""
+    path = tmp_path / "texts.csv"
+    path.write_text('text\n"one, two"\nthree, four\n')
+    with pytest.raises(DataError, match=r"^data: row 2 of 'texts\.csv' has 2 fields, wanted 1"):
+        list(text_files.read(text_files.find(str(path)), "text"))
+
+
 def test_texts_that_cannot_be_read_are_one_line(folder: Path, tmp_path: Path) -> None:
     def opened(path: Path) -> None:
         load_job(
