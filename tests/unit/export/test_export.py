@@ -163,6 +163,27 @@ def test_the_best_weights_are_others(run: Path, tmp_path: Path) -> None:
     assert losses[0] < losses[1]
 
 
+@pytest.mark.parametrize("form", ["pt2", "torchscript", "safetensors"])
+def test_a_full_disk_is_told_and_leaves_nothing(run: Path, form: str) -> None:
+    """Torch ends the process where it writes an archive to a full disk itself; safetensors has an error of its own."""
+    before = contents(run)
+    done = script(
+        "import resource, signal\n"
+        "from lockstep.calls.exporting import export\n"
+        "from lockstep.errors import StorageError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))\n"
+        "try:\n"
+        f"    export({run.name!r}, form={form!r}, uri='off', storage={str(run.parent)!r})\n"
+        "except StorageError as error:\n"
+        "    print(error)\n"
+    )
+    out, _ = done.communicate()
+    assert done.wait() == 0
+    assert out.startswith("export: cannot write '") and "File too large" in out
+    assert contents(run) == before
+
+
 @pytest.mark.parametrize("form", ["pt2", "torchscript", pytest.param("onnx", marks=pytest.mark.exact)])
 def test_several_inputs_and_outputs(two: Path, tmp_path: Path, form: str) -> None:
     """The averaged weights, any number of rows, and an input that all rows share."""
