@@ -167,6 +167,12 @@ def entrypoint(
     ]  # fmt: skip
 
 
+def job_name(what: str, name: str | None) -> str:
+    """The id of a job, by which a run without a `name` is named as well: letters of ASCII, digits, dots, dashes and underscores."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", name or Path(what).parent.name).lstrip("-._")[:80]
+    return f"{plain or 'run'}-{uuid.uuid4().hex[:8]}"
+
+
 def submit(
     what: str,
     overrides: Sequence[str],
@@ -184,8 +190,7 @@ def submit(
     unless `installed` says to use the cluster's own. SpecError for a spec that this version refuses, if this version will run it.
     """
     folder = Path.cwd()
-    job = f"{name or Path(what).parent.name or 'run'}-{uuid.uuid4().hex[:8]}".lstrip("-._")
-    job = re.sub(r"[^\w.-]", "-", job)
+    job = job_name(what, name)
     words = entrypoint(what, overrides, name or (job if retries else None), folder, retries, notify)
     if not installed and Path(what).is_file():
         load_spec(what, overrides)
