@@ -117,6 +117,7 @@ def test_arrays_of_any_name_and_shape_come_back(tmp_path: Path, suffix: str) -> 
         "allow_pickle": torch.tensor(2),
         "scale": torch.tensor(0.5, dtype=torch.float64),
     }
+    given["again"] = given["scale"]  # one tensor in two outputs
     arrays.write(path, given)
     found = arrays.read(path)
     assert {name: (one.dtype, one.shape, one.tolist()) for name, one in found.items()} == {
