@@ -269,7 +269,7 @@ def _jobs(client: Any, address: str) -> set[str | None]:
 def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -> Submitted:
     from aiohttp import ClientError
 
-    output = _Output(write)
+    output, known = _Output(write), False
     answered_at = time.monotonic()
     while True:
         # The stream may break or fall silent; only the job's state counts.
@@ -280,8 +280,19 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
         except ClusterError:
             if time.monotonic() - answered_at > PATIENCE_S:
                 raise
+        except SpecError as error:
+            if not known:
+                raise
+            again = (
+                "submit its run again"
+                if output.run_id is None
+                else f"lockstep submit {output.run_id} --address {address} goes on with its run"
+            )
+            raise ClusterError(
+                f"job: {address} knows no job {job!r} any more, as a cluster that was started anew; {again}"
+            ) from error
         else:
-            answered_at = time.monotonic()
+            answered_at, known = time.monotonic(), True
             if now.exit_code is not None:
                 return now
         time.sleep(POLL_S)

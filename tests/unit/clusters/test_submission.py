@@ -244,3 +244,28 @@ def test_a_job_that_is_not_there_is_told_at_once() -> None:
     assert str(caught.value) == (
         "job: http://h:8265 has no job 'dmeo-1a'; ray job list --address http://h:8265 lists them"
     )
+
+
+def test_a_job_whose_cluster_was_started_anew_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run is lost there, and can be gone on with: exit code 1."""
+    monkeypatch.setattr(submission, "POLL_S", 0.0)
+
+    class Client:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            yield f"run {'a' * 32}\n"
+
+        def get_job_info(self, job: str) -> Any:
+            self.asked += 1
+            if self.asked > 1:
+                raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
+            return SimpleNamespace(status="RUNNING", driver_exit_code=None, message="", entrypoint="")
+
+    with pytest.raises(ClusterError) as caught:
+        submission._follow(Client(), "demo-1a", "http://h:8265", lambda text: None)
+    assert str(caught.value) == (
+        "job: http://h:8265 knows no job 'demo-1a' any more, as a cluster that was started anew; "
+        f"lockstep submit {'a' * 32} --address http://h:8265 goes on with its run"
+    )
