@@ -79,7 +79,7 @@ def connected(
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
     loaded = sys.modules.get("ray")
     if loaded is not None and loaded.is_initialized():
-        _refuse_another(address, loaded.get_runtime_context().gcs_address)
+        _refuse_another(address)
         yield False
         return
     address = cluster_address(address)
@@ -116,10 +116,13 @@ def connected(
         disconnect()
 
 
-def _refuse_another(named: str | None, joined: str) -> None:
+def _refuse_another(named: str | None) -> None:
     """SpecError where a cluster is named that is not the one which this process has joined."""
+    import ray
+
     if named in (None, "auto", LOCAL) or "://" in named:
         return
+    joined = ray.get_runtime_context().gcs_address
     (host, port), (own, own_port) = host_and_port(named), host_and_port(joined)
     if port != own_port or not (host == own or is_loopback(host) or is_loopback(own)):
         raise SpecError(
