@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple
 
 
 class FailedAt(NamedTuple):
@@ -45,11 +45,17 @@ class LockstepError(Exception):
     place: FailedAt | None = None
     """The micro-batch, if it failed in one and not in the connection to a peer or to storage."""
 
-    def with_message(self, message: str) -> Self:
+    def with_message(self, message: str) -> LockstepError:
         """The same error with another message. Its place and other attributes are kept; its traceback and causes are not."""
-        changed = type(self)(message)
-        changed.__dict__.update(self.__dict__)
+        kind, _, state = self.__reduce__()
+        changed = kind(message)
+        changed.__dict__.update(state)
         return changed
+
+    def __reduce__(self) -> tuple[type[LockstepError], tuple[str], dict[str, Any]]:
+        """One of a class that a job has derived arrives as the class here that it is: its own may want other arguments, or not be known there."""
+        kind = next(kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "lockstep")
+        return kind, (str(self),), {name: it for name, it in self.__dict__.items() if hasattr(kind, name)}
 
 
 class SpecError(LockstepError):

@@ -198,6 +198,7 @@ def said_by_watchdog(text: str) -> str | None:
 
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
+_NUMBER_OF_RUST = re.compile(r"\(os error (\d+)\)")
 
 
 def kind_of(error: BaseException) -> Failure:
@@ -232,6 +233,8 @@ def _own_kind(error: BaseException) -> Failure | None:
             number = int(quoted[-1]) if quoted else None
         if number is not None:
             return ERRNOS.get(number)
+    if type(error).__name__ == "SafetensorError" and (told := _NUMBER_OF_RUST.search(str(error))):
+        return ERRNOS.get(int(told[1]))
     for kind in type(error).__mro__:
         found = NAMES.get(f"{kind.__module__}.{kind.__qualname__}")
         if found is not None:

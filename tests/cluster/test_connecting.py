@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.clusters.connection import connected
+from lockstep.errors import SpecError
 from tests.ports import refusing_port
 
 ROOT = Path(__file__).parents[2]
@@ -157,3 +159,21 @@ def test_a_cluster_that_falls_silent_while_it_is_joined_is_told_and_ctrl_c_is_he
         assert time.monotonic() - asked < ANSWER_S
     finally:
         listener.close()
+
+
+def test_a_process_that_is_connected_elsewhere_is_not_sent_there(cluster: None) -> None:
+    """As in a notebook: the run had trained on the cluster of the connection, and not on the one that is named."""
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+    for address in (None, "auto", here, f"localhost:{here.rpartition(':')[2]}"):
+        with connected(address, verbose=False) as own:
+            assert not own
+    for other in ("127.0.0.1:1", f"192.0.2.7:{here.rpartition(':')[2]}"):
+        with (
+            pytest.raises(
+                SpecError, match=rf"^address: got '{other}', and this process is connected to {here}"
+            ),
+            connected(other, verbose=False),
+        ):
+            pass

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
-from lockstep.errors import LockstepError, SpecError
+from lockstep.errors import JobError, LockstepError, SpecError
 from lockstep.record.events import EvaluationRow, StepRow
 
 
@@ -62,4 +62,18 @@ def gone(options: RunOptions) -> Result:
     os._exit(7)
 
 
-CALLS = {"refused": (refused, SpecError), "broken": (broken, LockstepError), "gone": (gone, LockstepError)}
+class TooLong(JobError):
+    def __init__(self, what: str, size: int) -> None:
+        super().__init__(f"{what}: got {size}")
+
+
+def derived(options: RunOptions) -> Result:
+    raise TooLong("length", 5)
+
+
+CALLS = {
+    "refused": (refused, SpecError),
+    "broken": (broken, LockstepError),
+    "derived": (derived, JobError),
+    "gone": (gone, LockstepError),
+}

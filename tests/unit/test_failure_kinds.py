@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.errors import (
@@ -217,6 +218,17 @@ def test_numbers_of_the_kernel(number: int) -> None:
     error = OSError(number, os.strerror(number))
     assert kind_of(error) == ERRNOS[number]
     assert kind_of(OSError(f"Caught OSError in DataLoader worker process 0.\n{error!r}\n{error}")) == ERRNOS[number]  # fmt: skip
+
+
+def test_the_number_in_an_error_of_safetensors_counts() -> None:
+    """Weights are written by it: its error has the kernel's number in its words alone."""
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert kind_of(full) == ERRNOS[errno.ENOSPC]
+    error = StorageError("checkpoint.storage: cannot write 'final.safetensors'")
+    error.__cause__ = full
+    assert type(may_pass(error)) is TransientStorageError
+    assert kind_of(SafetensorError("I/O error: Permission denied (os error 13)")).kind == "job"
+    assert kind_of(SafetensorError("Error while deserializing header: header too small")).kind == "job"
 
 
 def test_the_cause_counts_and_what_was_merely_handled_does_not() -> None:

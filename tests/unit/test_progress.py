@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -79,3 +81,45 @@ def test_a_display_that_breaks_ends_nothing_but_itself(begin: str, meanwhile: st
         check=False,
     )
     assert (done.stdout, done.returncode) == ("trained []\n", 130)
+
+
+NAMED = """
+from lockstep.driver.progress import Line
+from lockstep.record.events import EvaluationRow
+from tests.unit.record.rows import step_row
+line = Line()
+with line.running():
+    line.show(step_row(1), EvaluationRow(1, 0, {"eval/f1[macro]": 0.5, "eval/acc[/top]": 0.5}, 0.1, 1.0), 12)
+    line._live.refresh()
+    line.table("trials [/of] a sweep", [
+        {"trial": 0, "status": "ended", "step": 3, "metric": 0.1, "fields": {"job.params.path": "[/data]:x:"}}
+    ])
+"""
+
+
+def test_names_are_shown_as_they_are() -> None:
+    """What is in brackets is no markup: it had been left out, or had ended the run."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", NAMED],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TERM": "xterm",
+            "COLUMNS": "200",
+        },
+        stderr=slave,
+    )
+    os.close(slave)
+    shown = b""
+    with suppress(OSError):  # the terminal is gone
+        while part := os.read(master, 4096):
+            shown += part
+    assert process.wait() == 0, shown.decode()
+    for text in (
+        b"eval/f1[macro] 0.5",
+        b"eval/acc[/top] 0.5",
+        b"trials [/of] a sweep",
+        b"job.params.path=[/data]:x:",
+    ):
+        assert text in shown

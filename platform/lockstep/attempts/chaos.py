@@ -87,5 +87,10 @@ class Chaos:
 
 
 def kill_here(pid: int | None) -> None:
-    """Send SIGKILL to a process on this node or, without a pid, to the node's raylet, which is the parent."""
-    os.kill(os.getppid() if pid is None else pid, signal.SIGKILL)
+    """Send SIGKILL to a process on this node or, without a pid, to the node's raylet."""
+    os.kill(node_here() if pid is None else pid, signal.SIGKILL)
+
+
+def node_here() -> int:
+    """The process of this node's raylet. It is no forked worker's parent."""
+    return int(os.environ.get("RAY_RAYLET_PID") or os.getppid())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.checkpoint.runs import on_disk
 from lockstep.driver.signals import StopSignal
 from lockstep.errors import ClusterError, SpecError, first_line
 from lockstep.spec.fields import Spec
@@ -23,8 +24,9 @@ ANNOUNCED_S = 15.0
 def local_folders(spec: Spec) -> dict[str, str]:
     """The folders that workers and the driver both use, by the field that names them."""
     folders = {"record.folder": str(spec.folder)}
-    if "://" not in spec.checkpoint.storage:
-        folders["checkpoint.storage"] = spec.checkpoint.storage
+    storage = on_disk(spec.checkpoint.storage)
+    if storage is not None:
+        folders["checkpoint.storage"] = str(storage)
     return folders
 
 

@@ -22,6 +22,9 @@ from lockstep.record.stores import find_run
 from lockstep.spec.fields import Spec
 from lockstep.spec.loading import load_spec
 
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+"""What the name of a run may be."""
+
 
 def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: bool = False) -> Result:
     """Resume the run of this name in `spec`'s storage, or start it; without a name start a new run.
@@ -37,7 +40,7 @@ def train_named(options: RunOptions, spec: Spec, name: str | None, *, takeover: 
         from lockstep.calls.training import run_attempt
 
         return run_attempt(spec, AttemptOrigin(), options)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+    if not re.fullmatch(NAME, name):
         raise SpecError(f"run: got {name!r}, wanted a name of letters, digits, dots, dashes and underscores")
     storage = open_storage(spec.checkpoint.storage)
     run_id = run_of_name(storage, name)

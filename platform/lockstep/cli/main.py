@@ -309,6 +309,8 @@ def _as_text(run: Result | SweepResult) -> str:
 
 
 def _result_text(run: Result) -> str:
+    from lockstep.driver.going_on import look_at, resume_command
+
     result = run.as_dict()
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in result["metrics"].items())
     lines = [
@@ -321,12 +323,10 @@ def _result_text(run: Result) -> str:
         f"checkpoint        {result['checkpoint'] or 'none'}",
     ]
     if result["status"] == "KILLED":
-        from lockstep.driver.going_on import resume_command
-
-        command = resume_command(result["run_id"], result["tracking_uri"], result["folder"])
+        command = resume_command(run.run_id, run.tracking_uri, run.folder)
         lines.append(f"resume it with    {command}")
     if result["tracking_uri"] != RECORD_OFF:
-        lines.append(f"look at it        {result['url'] or 'lockstep ui --uri ' + result['tracking_uri']}")
+        lines.append(f"look at it        {look_at(run.url, run.tracking_uri)}")
     return "\n".join(lines)
 
 

@@ -86,6 +86,8 @@ def plan_as_text(report: dict[str, Any]) -> str:
 
 def as_text(result: SweepResult) -> str:
     """How a sweep ended, for a person: the best trials first."""
+    from lockstep.driver.going_on import look_at, resume_command
+
     ranked = sorted(
         (t for t in result.trials if t["metric"] is not None), key=lambda t: place(t, result.mode)
     )
@@ -105,12 +107,10 @@ def as_text(result: SweepResult) -> str:
         lines.append(f"best spec         {result.folder}/best.yaml")
     lines += [f"sweep             {result.sweep_id}", f"folder            {result.folder}"]
     if result.status != "FINISHED":
-        from lockstep.driver.going_on import resume_command
-
         command = resume_command(result.sweep_id, result.tracking_uri, result.folder)
         lines.append(f"resume it with    {command}")
     if result.tracking_uri != RECORD_OFF:
-        lines.append(f"look at it        {result.url or 'lockstep ui --uri ' + result.tracking_uri}")
+        lines.append(f"look at it        {look_at(result.url, result.tracking_uri)}")
     return "\n".join(lines)
 
 

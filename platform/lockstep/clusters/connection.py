@@ -25,10 +25,10 @@ from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quic
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.fork_server import preloading, py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
-from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
+from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address, host_and_port
 from lockstep.clusters.server_ahead import server_ahead
 from lockstep.driver.signals import Interrupted, StopSignal
-from lockstep.errors import ClusterError, LockstepError, first_line
+from lockstep.errors import ClusterError, LockstepError, SpecError, first_line
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 ASK_S = 1.0
@@ -73,12 +73,13 @@ def connected(
 
     `for_workers`: every process that it starts there trains. A cluster whose nodes are all on this machine has its workers
     forked from a process that has imported the modules in `preload`. With `stop` a signal ends the wait for the cluster:
-    Interrupted. ClusterError within seconds where the cluster does not answer.
+    Interrupted. ClusterError within seconds where the cluster does not answer, SpecError where this process is connected to another one.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)  # a cluster that is started here hands them on to its workers
     loaded = sys.modules.get("ray")
     if loaded is not None and loaded.is_initialized():
+        _refuse_another(address)
         yield False
         return
     address = cluster_address(address)
@@ -113,6 +114,20 @@ def connected(
         raise
     else:
         disconnect()
+
+
+def _refuse_another(named: str | None) -> None:
+    """SpecError where a cluster is named that is not the one which this process has joined."""
+    import ray
+
+    if named in (None, "auto", LOCAL) or "://" in named:
+        return
+    joined = ray.get_runtime_context().gcs_address
+    (host, port), (own, own_port) = host_and_port(named), host_and_port(joined)
+    if port != own_port or not (host == own or is_loopback(host) or is_loopback(own)):
+        raise SpecError(
+            f"address: got {named!r}, and this process is connected to {joined}; leave address out to train there, or call ray.shutdown() first"
+        )
 
 
 def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from lockstep.clusters.ray_internals.fork_server import py_executable
 from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.server_ahead import AHEAD_OF_RAY, server_ahead
 from lockstep.errors import ClusterError, SpecError, StorageError
+from lockstep.process import started
 from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 
 START_S = 300.0
@@ -56,7 +57,7 @@ class LocalCluster:
     mark: str
     pid: int
     started: float
-    """When the holder started, as its machine counts it: process ids are used again."""
+    """When the holder started, as `started_at` tells it: process ids are used again."""
     folder: str
     address: str
     dashboard: str
@@ -80,9 +81,15 @@ class LocalCluster:
     def running(self) -> bool:
         """Whether the holder is alive, and still the process that it was."""
         try:
-            return bool(abs(psutil.Process(self.pid).create_time() - self.started) < 1.0)
+            return abs(started_at(self.pid) - self.started) < 1.0
         except psutil.NoSuchProcess:
             return False
+
+
+def started_at(pid: int) -> float:
+    """When a process started, on Linux in ticks since boot: in seconds of Unix time it changes with each step of the machine's clock."""
+    ticks = started(pid)
+    return float(ticks) if ticks else float(psutil.Process(pid).create_time())
 
 
 def state_folder() -> Path:
@@ -141,9 +148,9 @@ def up(nodes: int, cpus: float, *, host: str, port: int, token: bool) -> LocalCl
             stderr=log,
             start_new_session=True,  # Ctrl-C in this terminal is not for the cluster
         )
-    started = psutil.Process(holder.pid).create_time()
+    began = started_at(holder.pid)
     cluster = LocalCluster(
-        mark, holder.pid, started, str(folder), "", "", nodes, cpus, str(token_file) if token_file else None
+        mark, holder.pid, began, str(folder), "", "", nodes, cpus, str(token_file) if token_file else None
     )
     try:
         _remember(cluster)

@@ -167,6 +167,12 @@ def entrypoint(
     ]  # fmt: skip
 
 
+def job_name(what: str, name: str | None) -> str:
+    """The id of a job, by which a run without a `name` is named as well: letters of ASCII, digits, dots, dashes and underscores."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", name or Path(what).parent.name).lstrip("-._")[:80]
+    return f"{plain or 'run'}-{uuid.uuid4().hex[:8]}"
+
+
 def submit(
     what: str,
     overrides: Sequence[str],
@@ -184,8 +190,7 @@ def submit(
     unless `installed` says to use the cluster's own. SpecError for a spec that this version refuses, if this version will run it.
     """
     folder = Path.cwd()
-    job = f"{name or Path(what).parent.name or 'run'}-{uuid.uuid4().hex[:8]}".lstrip("-._")
-    job = re.sub(r"[^\w.-]", "-", job)
+    job = job_name(what, name)
     words = entrypoint(what, overrides, name or (job if retries else None), folder, retries, notify)
     if not installed and Path(what).is_file():
         load_spec(what, overrides)
@@ -264,7 +269,7 @@ def _jobs(client: Any, address: str) -> set[str | None]:
 def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -> Submitted:
     from aiohttp import ClientError
 
-    output = _Output(write)
+    output, known = _Output(write), False
     answered_at = time.monotonic()
     while True:
         # The stream may break or fall silent; only the job's state counts.
@@ -275,8 +280,19 @@ def _follow(client: Any, job: str, address: str, write: Callable[[str], None]) -
         except ClusterError:
             if time.monotonic() - answered_at > PATIENCE_S:
                 raise
+        except SpecError as error:
+            if not known:
+                raise
+            again = (
+                "submit its run again"
+                if output.run_id is None
+                else f"lockstep submit {output.run_id} --address {address} goes on with its run"
+            )
+            raise ClusterError(
+                f"job: {address} knows no job {job!r} any more, as a cluster that was started anew; {again}"
+            ) from error
         else:
-            answered_at = time.monotonic()
+            answered_at, known = time.monotonic(), True
             if now.exit_code is not None:
                 return now
         time.sleep(POLL_S)

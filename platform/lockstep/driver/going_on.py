@@ -6,17 +6,21 @@ import json
 import shlex
 from pathlib import Path
 
+from lockstep.record.documents import without_password
 from lockstep.spec.fields import Checkpoint
 from lockstep.spec.locations import RECORD_OFF, absolute, tracking_uri
 
 
 def resume_command(run_id: str, uri: str, folder: str) -> str:
-    """The command for a run or a sweep that is recorded at `uri`, and in `folder`: it names what it would not find by itself."""
+    """The command for a run or a sweep that is recorded at `uri`, and in `folder`: it names what it would not find by itself.
+
+    Passwords in the URI are hidden, here and below: what a command prints is kept in logs, and a notebook in its file.
+    """
     import yaml
 
     words = ["lockstep", "resume", run_id]
     if uri != tracking_uri(None):
-        words += ["--uri", uri]
+        words += ["--uri", without_password(uri)]
     if (place := _place(uri, folder)) is not None:
         words.append(f"record.folder={place if yaml.safe_load(place) == place else json.dumps(place)}")
     return shlex.join(words)
@@ -26,7 +30,12 @@ def resume_call(run_id: str, uri: str, folder: str) -> str:
     """The same as a call, for a notebook."""
     place = _place(uri, folder)
     overrides = "" if place is None else f"[{f'record.folder={place}'!r}], "
-    return f"lockstep.resume({run_id!r}, {overrides}uri={uri!r})"
+    return f"lockstep.resume({run_id!r}, {overrides}uri={without_password(uri)!r})"
+
+
+def look_at(url: str, uri: str) -> str:
+    """Where a run or a sweep is looked at: at its own page, or with a command."""
+    return url or shlex.join(["lockstep", "ui", "--uri", without_password(uri)])
 
 
 def _place(uri: str, folder: str) -> str | None:

@@ -71,7 +71,7 @@ def _console() -> Console:
         def on_broken_pipe(self) -> None:
             _end_display()
 
-    return Display(stderr=True, highlight=False)
+    return Display(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 class Line:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.driver.going_on import resume_call
+from lockstep.driver.going_on import look_at, resume_call
 from lockstep.driver.notebook import as_table
 from lockstep.errors import StorageError
+from lockstep.record.documents import without_password
 from lockstep.record.events import Finished
 from lockstep.spec.locations import RECORD_OFF
 
@@ -56,12 +57,12 @@ class Result:
         if self.status == "KILLED":
             shown["resume it with"] = resume_call(self.run_id, self.tracking_uri, self.folder)
         if self.tracking_uri != RECORD_OFF:
-            shown["look at it"] = self.url or f"lockstep ui --uri {self.tracking_uri}"
+            shown["look at it"] = look_at(self.url, self.tracking_uri)
         return as_table(shown)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
+        """Plain data, for JSON, which is printed: passwords in the store's URI are hidden."""
+        return {**asdict(self), "tracking_uri": without_password(self.tracking_uri)}
 
 
 _OF_THE_END = frozenset({"beside", "first_step_at", "stopped", "signal", "unsaved"})

@@ -104,7 +104,9 @@ def write(path: Path, arrays: Mapping[str, Tensor]) -> None:
     try:
         with replacing(path) as file:
             if path.suffix == ".safetensors":
-                file.write(safetensors.torch.save({name: one.contiguous() for name, one in arrays.items()}))
+                file.write(
+                    safetensors.torch.save({name: one.contiguous().clone() for name, one in arrays.items()})
+                )
             elif path.suffix == ".npz":
                 _write_npz(file, arrays)
             else:

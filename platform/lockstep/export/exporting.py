@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,8 @@ def export_pretrained(weights: Weights, job: Job, make: Callable[[], nn.Module],
             raise SpecError(
                 f"format: pretrained is the form of the library that a model is from, and {first_line(error)}; export safetensors"
             ) from error
+        except safetensors.SafetensorError:  # the disk's
+            raise
         except Exception as error:  # the job's own code, and a library's
             raise as_lockstep_error(error, "while it was saved and read as pretrained") from error
         if weights_digest(again) != weights.digest:
@@ -315,6 +318,7 @@ def _kept(folder: Path, file: Path, made: Callable[[Path], Artifact]) -> Path:
             for one in (path, description(path)):
                 one.replace(file.with_name(one.name))
             flush(file.parent)
-    except OSError as error:
-        raise StorageError(f"export: cannot write {str(file)!r}: {error.strerror or error}") from error
+    except (OSError, safetensors.SafetensorError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise StorageError(f"export: cannot write {str(file)!r}: {said}") from error
     return file

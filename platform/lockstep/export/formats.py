@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,18 +78,21 @@ def write(
     traced = (
         example.tensors if fixed else example.take([i % example.rows for i in range(max(2, example.rows))])
     )
+    archive = io.BytesIO()  # a full disk under an archive of torch's ends the process
     try:
         with torch.no_grad(), _own_warnings() as heard:
             if form == "torchscript":
                 # The check of torch is one of the same example; the comparison with eager mode does more.
                 trace = torch.jit.trace(model, traced, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
-                torch.jit.save(trace, path)
+                torch.jit.save(trace, archive)
             else:
                 program = _program(model, traced, example, fixed=fixed)
                 if form == "pt2":
-                    torch.export.save(program, path)
+                    torch.export.save(program, archive)
                 else:
                     _write_onnx(program, example, outputs, path, fixed=fixed)
+            if form != "onnx":
+                path.write_bytes(archive.getbuffer())
     except (ExportError, OSError):
         raise
     except Exception as error:  # tracing runs the job's own code, and torch's exporters raise anything

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import pydantic
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep.errors import SpecError, first_line, nearest
@@ -87,6 +88,8 @@ class Pretrained(Job):
     """The class of transformers that makes the model, and peft's name of the task."""
 
     params: PretrainedParams
+    _begun: Sequence[str] = ()
+    """The weights of the model that `path` has not, and that begin with random values."""
 
     def model(self) -> nn.Module:
         p, library = self.params, transformers()
@@ -131,6 +134,8 @@ class Pretrained(Job):
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         """The model, or its adapters alone, with the tokenizer."""
         super().save_pretrained(model, folder)
+        if self.params.lora is not None:
+            self._add_begun(model, folder / "adapter_model.safetensors")
         self.tokenizer.own.save_pretrained(folder)
 
     def load_pretrained(self, model: nn.Module, folder: Path) -> nn.Module:
@@ -144,7 +149,19 @@ class Pretrained(Job):
         )
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             loaded: nn.Module = peft().PeftModel.from_pretrained(base, folder)
+        # Of a head that learns peft keeps the one before it as well, computes nothing with it, and saves it nowhere.
+        unused = {name: value for name, value in model.state_dict().items() if ".original_module." in name}
+        loaded.load_state_dict(unused, strict=False)
         return loaded
+
+    def _add_begun(self, model: nn.Module, adapters: Path) -> None:
+        """Add to a file of adapters the frozen weights that began anew: they are not in `path`. peft saves none of them, and reads them."""
+        own = model.state_dict()
+        begun = {
+            name: own[name] for name in (f"base_model.model.{one}" for one in self._begun) if name in own
+        }
+        if begun:
+            save_file(load_file(adapters) | begun, adapters, {"format": "pt"})
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -171,9 +188,16 @@ class Pretrained(Job):
             raise SpecError(f"job.params.{place}: {first_line(error)}{hint}") from error
 
     def _read_config(self, **changed: Any) -> Any:
-        """The config in `path`, with other fields where there are some. Raises what transformers does."""
+        """The config in `path`, with other fields where there are some. Raises what transformers does, SpecError where the folder has adapters."""
         folder = Path(str(self.params.path)).expanduser()
-        return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, **changed)
+        if (folder / "adapter_config.json").is_file():
+            raise SpecError(
+                f"job.params.path: {self.params.path!r} has adapters (adapter_config.json), wanted a model alone; load them in peft, "
+                "call merge_and_unload, and save_pretrained what it gives into another folder"
+            )
+        return transformers().AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **changed
+        )
 
     def _of_vocabulary(self) -> dict[str, Any]:
         own = self.tokenizer.own
@@ -214,6 +238,7 @@ class Pretrained(Job):
                 f"job.params.path: the weights in {self.params.path!r} are not those of a {type(model).__name__}: {wrong[0]}{more}; wanted "
                 "a folder as save_pretrained writes it, whole, with the architecture in its config.json"
             )
+        self._begun = missing
         self._told = tuple(
             f"job.params.path: {name!r} is not in {self.params.path!r}, which holds a {own.__name__}; it begins with random values"
             for name in missing

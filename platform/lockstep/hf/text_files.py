@@ -26,6 +26,11 @@ class TextFile(NamedTuple):
     path: Path
     name: str
 
+    @property
+    def kind(self) -> str:
+        """How its name ends, in small letters."""
+        return self.path.suffix.lower()
+
 
 class Text(NamedTuple):
     """A text, and its label where one was asked for."""
@@ -72,7 +77,7 @@ def digests(files: Sequence[TextFile]) -> dict[str, str]:
 def read(files: Sequence[TextFile], text: str, label: str | None = None) -> Iterator[Text]:
     """The texts of files in order; `text` and `label` are the fields or columns of rows. Raises DataError with the file's name."""
     for file in files:
-        if file.path.suffix not in ROWS:
+        if file.kind not in ROWS:
             if label is not None:
                 raise DataError(
                     f"data: {file.name!r} has no rows with labels; wanted {', '.join(ROWS)} with {text!r} and {label!r}"
@@ -94,7 +99,7 @@ def _whole(file: TextFile) -> str:
 
 def _rows(file: TextFile, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     try:
-        if file.path.suffix in PARQUET:
+        if file.kind in PARQUET:
             import pyarrow.parquet as pq
 
             known = pq.read_schema(file.path).names
@@ -103,13 +108,23 @@ def _rows(file: TextFile, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]
                     raise DataError(f"data: {file.name!r} has no column {column!r}{nearest(column, known)}")
             yield from pq.read_table(file.path, columns=list(columns)).to_pylist()
             return
-        with file.path.open(encoding="utf-8", newline="" if file.path.suffix == ".csv" else None) as lines:
-            if file.path.suffix == ".csv":
-                yield from csv.DictReader(lines)
+        with file.path.open(encoding="utf-8", newline="" if file.kind == ".csv" else None) as lines:
+            if file.kind == ".csv":
+                yield from _of_csv(file, csv.DictReader(lines))
             else:
                 yield from (json.loads(line) for line in lines if line.strip())
     except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors and OSErrors
         raise _unreadable(file, error) from error
+
+
+def _of_csv(file: TextFile, rows: csv.DictReader[str]) -> Iterator[Mapping[str, Any]]:
+    for number, row in enumerate(rows, 1):
+        if None in row:  # more than there are columns
+            columns = len(rows.fieldnames or ())
+            raise DataError(
+                f"data: row {number} of {file.name!r} has {columns + len(row[None])} fields, wanted {columns}; put a text with a comma into quotes"
+            )
+        yield row
 
 
 def _field(row: Any, name: str, file: TextFile, number: int) -> str:

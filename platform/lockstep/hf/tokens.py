@@ -30,6 +30,9 @@ from lockstep.hf.text_files import Text
 AT_ONCE = 1000
 """Texts that a tokenizer is given in one call."""
 
+READ_AS = 2
+"""Grows where the same files are read as other texts: what was kept before is none of these."""
+
 OF_MODELS = ("config.json", "generation_config.json", "adapter_config.json")
 OF_TOKENIZERS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
@@ -57,7 +60,9 @@ class Tokenizer:
             if len(named) == 1 and "tokenizer.json" in named:
                 self.own: Any = library.PreTrainedTokenizerFast(tokenizer_file=str(files[0]))
             else:
-                self.own = library.AutoTokenizer.from_pretrained(path, local_files_only=True)
+                self.own = library.AutoTokenizer.from_pretrained(
+                    path, local_files_only=True, trust_remote_code=False
+                )
         except Exception as error:  # a library that reads a file of another's making
             raise SpecError(
                 f"job.params.tokenizer: {source!r} cannot be read by transformers: {first_line(error)}"
@@ -107,7 +112,7 @@ class Documents(Dataset[Tensor]):
         self.files = text_files.find(source)
         self._text, self._label = text, label
         self._digests = text_files.digests(self.files)
-        wanted = (self._digests, tokenizer.digest, versions(), text, longest)
+        wanted = (READ_AS, self._digests, tokenizer.digest, versions(), text, longest)
         self._tokens, self._ends = _kept(
             repr(wanted), lambda: tokenizer.tokens((row.text for row in self._rows()), longest)
         )

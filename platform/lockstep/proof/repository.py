@@ -35,8 +35,9 @@ class Repository:
             raise SpecError("guard: there is no git on this machine; install it")
         found = _git(folder, "rev-parse", "--show-toplevel")
         if found.returncode:
+            said = next(iter(found.stderr.splitlines()), "").removeprefix("fatal: ")
             raise SpecError(
-                f"guard: {str(folder)!r} is in no git repository; run it in the one that has the job"
+                f"guard: {str(folder)!r} is in no git repository that can be read ({said}); run it in the one that has the job"
             )
         return cls(Path(found.stdout.rstrip("\n")).resolve())
 
@@ -52,12 +53,17 @@ class Repository:
         return found.stdout.strip()
 
     def since(self, good: str) -> list[str]:
-        """The commits after `good` up to the checked-out one, oldest first, along first parents. SpecError where `good` is none before it."""
+        """The commits after `good` up to the checked-out one, oldest first, along first parents. SpecError where `good` is none before it.
+
+        Those that have not `good`, and came beside it by a merge, are left out: they may have the bits of before it.
+        """
         if _git(self.root, "merge-base", "--is-ancestor", good, "HEAD").returncode:
             raise SpecError(
                 f"guard: commit {good[:12]} is not before the working tree; give one of its history"
             )
-        return self._told("rev-list", "--reverse", "--first-parent", f"{good}..HEAD").split()
+        line = self._told("rev-list", "--reverse", "--first-parent", f"{good}..HEAD").split()
+        after = {*self._told("rev-list", "--ancestry-path", f"{good}..HEAD").split()}
+        return [commit for commit in line if commit in after]
 
     def title(self, commit: str) -> str:
         """The first line of what a commit says of itself."""

@@ -22,9 +22,7 @@ def signed(payload: bytes, key: Path) -> dict[str, Any]:
     try:
         envelope.sign(CryptoSigner(private))
     except Exception as error:
-        raise SpecError(
-            f"key: {str(key)!r} cannot sign ({error}); wanted an ed25519, ecdsa or rsa key"
-        ) from error
+        raise _unfit(key, error) from error
     found: dict[str, Any] = envelope.to_dict()
     return found
 
@@ -53,12 +51,20 @@ def opened(document: dict[str, Any], key: Path | None) -> tuple[bytes, str | Non
         raise SpecError(f"statement: the envelope holds {envelope.payload_type!r}, wanted {PAYLOAD_TYPE!r}")
     if key is None:
         return payload, claimed, False
-    known = SSlibKey.from_crypto(public_key(key))
+    public = public_key(key)
+    try:
+        known = SSlibKey.from_crypto(public)
+    except ValueError as error:
+        raise _unfit(key, error) from error
     try:
         envelope.verify([known], 1)
     except VerificationError:
         return payload, known.keyid, False
     return payload, known.keyid, True
+
+
+def _unfit(key: Path, error: Exception) -> SpecError:
+    return SpecError(f"key: {str(key)!r} cannot sign ({error}); wanted an ed25519, ecdsa or rsa key")
 
 
 def public_key(key: Path) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lockstep.checkpoint.holder import Hold
 from lockstep.checks.preflight import advise, check_storage, check_sweep, find_initial_weights
 from lockstep.clusters.reachability import LOCAL, cluster_address
-from lockstep.driver.going_on import resume_command
+from lockstep.driver.going_on import look_at, resume_command
 from lockstep.driver.notebook import as_table, default_progress
 from lockstep.driver.notification import Notifications
 from lockstep.driver.options import RunOptions
@@ -28,6 +28,7 @@ from lockstep.errors import ClusterError, LockstepError, SilentError
 from lockstep.job.main_source import main_use
 from lockstep.job.recorded_source import imported_from
 from lockstep.job.source import check_job_source
+from lockstep.record.documents import without_password
 from lockstep.record.store_uri import check_uri
 from lockstep.spec.locations import RECORD_OFF
 from lockstep.spec.sweep import SweepSpec, load_sweep
@@ -86,12 +87,12 @@ class SweepResult:
         if self.status != "FINISHED":
             shown["resume it with"] = resume_command(self.sweep_id, self.tracking_uri, self.folder)
         if self.tracking_uri != RECORD_OFF:
-            shown["look at it"] = self.url or f"lockstep ui --uri {self.tracking_uri}"
+            shown["look at it"] = look_at(self.url, self.tracking_uri)
         return as_table(shown)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
+        """Plain data, for JSON, which is printed: passwords in the store's URI are hidden."""
+        return {**asdict(self), "tracking_uri": without_password(self.tracking_uri)}
 
 
 def sweep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import first_line
-from lockstep.files import replaced, replacing
+from lockstep.files import replacing
 from lockstep.job.interface import Job
 from lockstep.randomness import seed_all
 from lockstep.record.final_model import EXAMPLE, FOLDER, GRAPH, FinalModel, Values
@@ -54,8 +55,10 @@ def _traced(model: nn.Module, arguments: tuple[Any, ...], folder: Path) -> Final
             "on the example input, the traced graph gives other bits than the trained model; look for what forward does otherwise when "
             "it is traced"
         )
-    with replaced(folder / GRAPH) as aside, aside.open("wb") as archive:
-        torch.export.save(graph, archive)
+    archive = io.BytesIO()  # a full disk under an archive of torch's ends the process
+    torch.export.save(graph, archive)
+    with replacing(folder / GRAPH) as file:
+        file.write(archive.getbuffer())
     with replacing(folder / EXAMPLE) as file:
         numpy.save(file, argument.numpy())
     return FinalModel(

@@ -23,6 +23,7 @@ from lockstep.errors import StorageError
 from lockstep.spec.loading import load_spec
 from tests.forked import lockstep
 from tests.in_process import here
+from tests.unit import called_apart
 
 ROOT = Path(__file__).parents[3]
 SHORT = [
@@ -105,6 +106,22 @@ def test_the_command_that_is_printed_finds_the_run_again(
         patched.chdir(tmp_path)
         default = resume_command(result.run_id, "off", str(tmp_path / "runs" / result.run_id))
     assert default == f"lockstep resume {result.run_id} --uri off"
+
+
+@pytest.mark.parametrize("in_environment", [False, True])
+def test_no_password_of_a_store_is_printed(monkeypatch: pytest.MonkeyPatch, in_environment: bool) -> None:
+    """What a command prints is kept in logs, and what a notebook shows in its file."""
+    uri = "postgresql://me:s3cr3t@host/runs"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if in_environment:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    found = replace(called_apart.result("KILLED", 3), tracking_uri=uri)
+    said = [_result_text(found), found._repr_html_(), json.dumps(found.as_dict())]
+    assert not [text for text in said if "s3cr3t" in text]
+    assert "lockstep ui --uri 'postgresql://me:***@host/runs'" in said[0]
+    assert ("lockstep resume" in said[0]) and (
+        "--uri 'postgresql://me:***@host/runs'\nlook" in said[0]
+    ) != in_environment
 
 
 def test_two_runs_of_one_spec_have_one_digest_and_another_seed_has_another(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from lockstep.clusters import local_cluster
@@ -102,10 +104,23 @@ def test_a_state_file_that_is_damaged_is_one_line(home: Path) -> None:
 
 def test_another_process_with_the_pid_of_the_cluster_is_not_it() -> None:
     """Process ids are used again: the start time tells them apart."""
-    import psutil
-
-    started = psutil.Process().create_time()
+    started = local_cluster.started_at(os.getpid())
     ours = local_cluster.LocalCluster("m", os.getpid(), started, "", "h:1", "http://h:2", 1, 1, None)
     assert ours.running()
     later = local_cluster.LocalCluster("m", os.getpid(), started + 60, "", "h:1", "http://h:2", 1, 1, None)
     assert not later.running()
+
+
+def test_a_cluster_still_runs_when_the_clock_of_its_machine_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts a process's start from its boot, and the time of that with the clock: `up` would have ended a cluster that runs."""
+    started = local_cluster.started_at(os.getpid())
+    of_system = Path("/proc/stat").read_text()
+    (tmp_path / "stat").write_text(re.sub(r"(?m)^btime .*$", "btime 1000000", of_system))
+    (tmp_path / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert psutil.Process().create_time() < 1e9  # as after a step of the clock
+    assert local_cluster.LocalCluster(
+        "m", os.getpid(), started, "", "h:1", "http://h:2", 1, 1, None
+    ).running()

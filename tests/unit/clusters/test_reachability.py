@@ -53,9 +53,7 @@ def test_the_environment_names_a_cluster_as_ray_does_in_a_job(
 
 
 def test_ones_own_cluster_is_joined_while_it_runs(machine: Path) -> None:
-    import psutil
-
-    started = psutil.Process().create_time()
+    started = local_cluster.started_at(os.getpid())
     own = local_cluster.LocalCluster("m", os.getpid(), started, "", "127.0.0.1:6", "http://h:2", 1, 1, None)
     local_cluster.state_folder().mkdir(parents=True)
     local_cluster._remember(own)

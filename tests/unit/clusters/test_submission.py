@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.calls.named_runs import NAME
 from lockstep.clusters import submission
 from lockstep.clusters.packaging import MIB, Package
 from lockstep.clusters.packaging import pack as pack_if_known
 from lockstep.clusters.ray_internals.packages import upload_limit
-from lockstep.clusters.submission import Submitted, connect, entrypoint, find_address
+from lockstep.clusters.submission import Submitted, connect, entrypoint, find_address, job_name
 from lockstep.errors import ClusterError, SilentError, SpecError
 from tests.in_process import here
 
@@ -113,6 +115,16 @@ def test_what_cannot_work_there_is_refused_here(
     with pytest.raises(SpecError, match=told) as caught:
         entrypoint(what, overrides, None, tmp_path / "here")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["übung 3", "Ünde", "données", "_-.", "a" * 200, "digits"])
+def test_a_job_has_a_name_by_which_its_run_can_go_on(folder: str) -> None:
+    """A run that is submitted with retries is named as its job: the command on the cluster had refused the letters of some folders."""
+    name = job_name(f"jobs/{folder}/train.yaml", None)
+    assert re.fullmatch(NAME, name), name
+    assert name.rpartition("-")[0] == {"digits": "digits", "données": "donn-es"}.get(
+        folder, name.rpartition("-")[0]
+    )
 
 
 def test_an_address_is_a_url_or_one_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,4 +243,29 @@ def test_a_job_that_is_not_there_is_told_at_once() -> None:
         submission._follow(Client(), "dmeo-1a", "http://h:8265", lambda text: None)
     assert str(caught.value) == (
         "job: http://h:8265 has no job 'dmeo-1a'; ray job list --address http://h:8265 lists them"
+    )
+
+
+def test_a_job_whose_cluster_was_started_anew_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run is lost there, and can be gone on with: exit code 1."""
+    monkeypatch.setattr(submission, "POLL_S", 0.0)
+
+    class Client:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            yield f"run {'a' * 32}\n"
+
+        def get_job_info(self, job: str) -> Any:
+            self.asked += 1
+            if self.asked > 1:
+                raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
+            return SimpleNamespace(status="RUNNING", driver_exit_code=None, message="", entrypoint="")
+
+    with pytest.raises(ClusterError) as caught:
+        submission._follow(Client(), "demo-1a", "http://h:8265", lambda text: None)
+    assert str(caught.value) == (
+        "job: http://h:8265 knows no job 'demo-1a' any more, as a cluster that was started anew; "
+        f"lockstep submit {'a' * 32} --address http://h:8265 goes on with its run"
     )

@@ -117,6 +117,7 @@ def test_arrays_of_any_name_and_shape_come_back(tmp_path: Path, suffix: str) -> 
         "allow_pickle": torch.tensor(2),
         "scale": torch.tensor(0.5, dtype=torch.float64),
     }
+    given["again"] = given["scale"]  # one tensor in two outputs
     arrays.write(path, given)
     found = arrays.read(path)
     assert {name: (one.dtype, one.shape, one.tolist()) for name, one in found.items()} == {
@@ -161,6 +162,27 @@ def test_the_best_weights_are_others(run: Path, tmp_path: Path) -> None:
         for it in (True, False)
     ]
     assert losses[0] < losses[1]
+
+
+@pytest.mark.parametrize("form", ["pt2", "torchscript", "safetensors"])
+def test_a_full_disk_is_told_and_leaves_nothing(run: Path, form: str) -> None:
+    """Torch ends the process where it writes an archive to a full disk itself; safetensors has an error of its own."""
+    before = contents(run)
+    done = script(
+        "import resource, signal\n"
+        "from lockstep.calls.exporting import export\n"
+        "from lockstep.errors import StorageError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))\n"
+        "try:\n"
+        f"    export({run.name!r}, form={form!r}, uri='off', storage={str(run.parent)!r})\n"
+        "except StorageError as error:\n"
+        "    print(error)\n"
+    )
+    out, _ = done.communicate()
+    assert done.wait() == 0
+    assert out.startswith("export: cannot write '") and "File too large" in out
+    assert contents(run) == before
 
 
 @pytest.mark.parametrize("form", ["pt2", "torchscript", pytest.param("onnx", marks=pytest.mark.exact)])

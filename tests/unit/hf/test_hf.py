@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -436,6 +437,23 @@ def test_adapters_load_in_peft_with_the_same_logits(folder: Path, tmp_path: Path
     )
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's, about transformers
+def test_adapters_take_along_what_began_anew(folder: Path, tmp_path: Path) -> None:
+    """A pooler that `path` has not, beside the head: whoever loads the adapters has the run's, and none of random values."""
+    base = saved(tmp_path / "base", BERT, "AutoModelForMaskedLM")
+    document = classifier(folder)
+    document["job"]["params"] = {**of_folder(folder, base), "lora": {"r": 2, "targets": ["query"]}}
+    run = recorded(document, tmp_path)
+    job: Any = load_job("lockstep.hf:SequenceClassifier", document["job"]["params"])
+    own = job.model()
+    own.load_state_dict(load_file(run / "weights" / "final.safetensors"))
+    from peft import PeftModel
+
+    begun = transformers().AutoModelForSequenceClassification.from_pretrained(base)
+    tokens = torch.arange(30).view(2, 15)
+    assert torch.equal(logits(PeftModel.from_pretrained(begun, exported(run)), tokens), logits(own, tokens))
+
+
 @pytest.mark.exact
 def test_weights_that_are_read_otherwise_are_no_artifact(
     trained: Path, monkeypatch: pytest.MonkeyPatch
@@ -542,6 +560,32 @@ def test_weights_that_are_not_the_models_are_refused(
     assert "\n" not in str(raised.value)
 
 
+def test_code_in_a_folder_is_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers asks on the terminal whether to run it: neither a question nor an answer belongs into a run."""
+    path = saved(tmp_path / "model", LLAMA, "AutoModelForCausalLM")
+    config = json.loads((path / "config.json").read_text())
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "own.Config"}}
+    (path / "config.json").write_text(json.dumps({**config, **own}))
+    (path / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom transformers import LlamaConfig\nclass Config(LlamaConfig): model_type = 'mine'\n"
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    with pytest.raises(SpecError, match=r"^job\.params\.path: .* contains custom code"):
+        load_job("lockstep.hf:CausalLM", language_model(folder, path=str(path))["job"]["params"]).model()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_folder_with_adapters_is_refused(folder: Path, tmp_path: Path, whole: bool) -> None:
+    """Transformers reads them with the model, frozen; with `lora` they had been taken for the model's own weights, and been lost."""
+    if whole:
+        saved(tmp_path, LLAMA, "AutoModelForCausalLM")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    params = language_model(folder, path=str(tmp_path))["job"]["params"]
+    with pytest.raises(SpecError, match=r"^job\.params\.path: .* has adapters.*merge_and_unload"):
+        load_job("lockstep.hf:CausalLM", params).model()
+
+
 @pytest.mark.parametrize(
     ("config", "kind", "new"),
     [
@@ -622,6 +666,23 @@ def test_a_model_that_sees_what_it_must_not_is_refused(
 ) -> None:
     with pytest.raises(SpecError, match=said):
         load_job("lockstep.hf:CausalLM", language_model(folder, config)["job"]["params"]).model()
+
+
+@pytest.mark.parametrize("ending", [".JSONL", ".Csv"])
+def test_the_ending_of_a_file_counts_in_any_letters(tmp_path: Path, ending: str) -> None:
+    """It had been one text as a whole, with its braces and commas."""
+    rows = {".JSONL": '{"text": "one"}\n{"text": "two"}\n', ".Csv": "text\none\ntwo\n"}
+    (tmp_path / f"texts{ending}").write_text(rows[ending])
+    found = text_files.read(text_files.find(str(tmp_path)), "text")
+    assert [row.text for row in found] == ["one", "two"]
+
+
+def test_a_row_with_more_fields_than_its_file_has_columns_is_refused(tmp_path: Path) -> None:
+    """A comma in a text without quotes: what came after it had been cut off."""
+    path = tmp_path / "texts.csv"
+    path.write_text('text\n"one, two"\nthree, four\n')
+    with pytest.raises(DataError, match=r"^data: row 2 of 'texts\.csv' has 2 fields, wanted 1"):
+        list(text_files.read(text_files.find(str(path)), "text"))
 
 
 def test_texts_that_cannot_be_read_are_one_line(folder: Path, tmp_path: Path) -> None:

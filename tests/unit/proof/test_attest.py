@@ -14,13 +14,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
 from safetensors.torch import load_file, save_file
 
 from lockstep import train
 from lockstep.calls.attestation import Attested, Checked, attest, check_statement
 from lockstep.errors import RecordError, SpecError, StorageError
 from lockstep.job.identity import identity_digest
+from lockstep.proof import signatures
 from tests.in_process import here
 from tests.unit.proof.test_verify import change_ledger, document, drop, forge_result, without_digests
 from tests.unit.proof.test_verify import plain as plain
@@ -40,8 +41,8 @@ def run(recorded: Path, tmp_path: Path) -> Path:
 
 
 class Keys:
-    def __init__(self, folder: Path, name: str = "key") -> None:
-        made = ed25519.Ed25519PrivateKey.generate()
+    def __init__(self, folder: Path, name: str = "key", kind: Any = ed25519.Ed25519PrivateKey) -> None:
+        made = kind.generate()
         self.private, self.public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
         pem, public = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         plain = serialization.NoEncryption()
@@ -299,6 +300,18 @@ def test_a_key_that_is_none_is_a_mistake_and_no_answer(recorded: Path, tmp_path:
     attested(recorded, out)
     with pytest.raises(SpecError, match=r"^key: '.*nowhere\.pem' holds no public key in PEM"):
         checked(recorded, out, tmp_path / "nowhere.pem")
+
+
+def test_a_key_of_a_kind_that_signs_nothing_is_one_line(tmp_path: Path, keys: Keys) -> None:
+    """Of a statement whose signature is asked for, it is a mistake as well, and no traceback."""
+    other = Keys(tmp_path, "other", x25519.X25519PrivateKey)
+    signed = signatures.signed(b"{}", keys.private)
+    for call in (
+        lambda: signatures.signed(b"{}", other.private),
+        lambda: signatures.opened(signed, other.public),
+    ):
+        with pytest.raises(SpecError, match=r"^key: .* wanted an ed25519, ecdsa or rsa key$"):
+            call()
 
 
 @pytest.mark.parametrize("lost", [6, 12])

@@ -18,6 +18,7 @@ from lockstep.cli.proofs import guarded_as_text
 from lockstep.errors import SpecError
 from lockstep.proof import side
 from lockstep.proof.guard import Guarded
+from lockstep.proof.repository import Repository
 from tests.forked import Forked
 from tests.in_process import here
 
@@ -144,6 +145,25 @@ def test_the_commit_that_changed_bits_is_found_among_thirty(repository: Path) ->
     assert len(left(repository)[0].splitlines()) == 1
 
 
+def test_commits_that_have_not_the_good_one_are_not_asked(repository: Path) -> None:
+    """They came in by a merge: with the bits of before it, each of them would be taken for one that changes bits."""
+    git(repository, "switch", "--quiet", "--create", "side")
+    (repository / "small" / "parts.py").write_text(OTHER)
+    good = commit(repository, "other bits, on purpose")
+    git(repository, "switch", "--quiet", "-")
+    for i in range(3):
+        (repository / f"{i}.txt").write_text("")
+        commit(repository, f"change {i}")
+    git(repository, "merge", "--quiet", "--no-edit", "side")
+    merged = git(repository, "rev-parse", "HEAD")
+    (repository / "small" / "parts.py").write_text(TOTAL)
+    last = commit(repository, "the bits of before")
+    found = Repository.around(repository)
+    assert found.since(good) == [merged, last]
+    assert found.since(f"{merged}^") == [merged, last]
+    assert found.since(merged) == [last]
+
+
 def test_a_change_that_no_commit_has_is_told_as_such(repository: Path) -> None:
     good = git(repository, "rev-parse", "HEAD")
     (repository / "small" / "parts.py").write_text(OTHER)
@@ -201,5 +221,17 @@ def test_outside_of_a_repository_nothing_can_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SpecError, match=r"is in no git repository"):
+    with pytest.raises(SpecError, match=r"is in no git repository that can be read \(not a git repository "):
         guard("spec.yaml", "HEAD")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_a_repository_that_git_refuses_is_told_in_the_words_of_git(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container mounts one of another user."""
+    monkeypatch.delenv("SUDO_UID", raising=False)
+    os.chown(repository, 12345, 12345)
+    os.chown(repository / ".git", 12345, 12345)
+    with pytest.raises(SpecError, match=r"that can be read \(detected dubious ownership in repository at "):
+        guarded()

@@ -18,7 +18,7 @@ from jobs.digits.job import Digits
 from lockstep.job.interface import Job
 from lockstep.job.loading import load_job
 from lockstep.record.events import Finished
-from lockstep.record.final_model import GRAPH, FinalModel
+from lockstep.record.final_model import DESCRIPTION, GRAPH, FinalModel
 from lockstep.record.recorder import Recorder
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
@@ -218,3 +218,22 @@ def test_checkpoints_are_ready_once_and_leave_nothing_when_deleted(
         assert {name for name, kept in files.items() if kept} == left
         (kept,) = files["checkpoint-3"]
         assert kept.read_bytes() == bytes([3]) * 1000
+
+
+def test_a_full_disk_costs_the_final_model_alone(tmp_path: Path) -> None:
+    """Torch ends the process where it writes an archive to a full disk itself: the end of the run had been lost with it."""
+    done = script(
+        "import resource, signal\n"
+        "from pathlib import Path\n"
+        "from jobs.digits.job import Digits\n"
+        "from lockstep.job.loading import load_job\n"
+        "from lockstep.training.final_model import keep_final_model\n"
+        "job = load_job('jobs.digits.job:Digits', {})\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))\n"
+        f"print(keep_final_model(job, job.model(), Path({str(tmp_path)!r})))\n"
+    )
+    said = done.communicate()
+    assert done.wait() == 0, said
+    assert "File too large" in FinalModel.read(tmp_path / "model").error
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [DESCRIPTION]
