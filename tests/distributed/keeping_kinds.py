@@ -744,27 +744,6 @@ class FollowsItsEvaluations(Kind):
         return Loss(total, len(y))
 
 
-class LargestGradients(Kind):
-    """Delayed scaling: a hook on the gradient of the outputs keeps its largest values in a buffer, and the next step reads them."""
-
-    def model(self) -> nn.Module:
-        model = perceptron()
-        model.register_buffer("largest", torch.ones(2))
-        return model
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        x, y = batch
-        scale = 1 / model.largest.max()
-        logits = model(x)
-
-        def keep(gradient: torch.Tensor) -> None:
-            model.largest.copy_(torch.stack([model.largest[1], gradient.abs().max()]))
-
-        if logits.requires_grad:
-            logits.register_hook(keep)
-        return Loss(F.cross_entropy(logits * scale, y, reduction="sum"), len(y))
-
-
 class AnchorsOfInferenceMode(Kind):
     """What the job has computed in advance, as embeddings of its classes are."""
 

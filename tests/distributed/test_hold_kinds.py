@@ -54,7 +54,7 @@ TOLD = {
     further_kinds.SelfDistillation,
     further_kinds.QueueInABuffer,
     further_kinds.HalfWeights,
-    keeping_kinds.LargestGradients,
+    step_kinds.LargestGradients,
 }
 """Jobs that are warned of something and exact all the same."""
 
@@ -171,7 +171,7 @@ def test_what_is_beside_the_weights_is_there_after_a_resume(
     check(kind, alone[kind], train_attempts([(run, taken_up(run))], None), 2, 3)
 
 
-@pytest.mark.parametrize("kind", [keeping_kinds.BuffersOfManyTypes, keeping_kinds.LargestGradients])
+@pytest.mark.parametrize("kind", [keeping_kinds.BuffersOfManyTypes, step_kinds.LargestGradients])
 def test_buffers_of_any_kind_have_one_value_on_two_workers(
     pool: Pool, alone: Alone, kind: type[Kind]
 ) -> None:

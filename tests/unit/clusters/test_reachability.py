@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.calls.training import train
 from lockstep.clusters import local_cluster
+from lockstep.clusters.connection import _may_be_one
 from lockstep.clusters.reachability import check_answers, cluster_address, host_and_port
 from lockstep.errors import ClusterError, SpecError
 
@@ -129,3 +130,10 @@ def test_a_rank_of_torchrun_is_told_to_train_without_ray(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     with pytest.raises(SpecError, match=r"^torchrun started this process, as rank 1 of 2, .*; add --local "):
         train("jobs/digits/train.yaml", ["record.uri=off"])
+
+
+def test_one_machine_may_have_several_names() -> None:
+    """A cluster that was joined by its address may be named by its host's name."""
+    assert _may_be_one("localhost", "127.0.0.1")
+    assert _may_be_one("head.invalid", "192.0.2.7")  # not known here, so nothing is said of it
+    assert not _may_be_one("192.0.2.7", "192.0.2.8")
