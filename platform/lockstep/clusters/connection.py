@@ -125,16 +125,16 @@ def _refuse_another(named: str | None) -> None:
         return
     joined = ray.get_runtime_context().gcs_address
     (host, port), (own, own_port) = host_and_port(named), host_and_port(joined)
-    if port != own_port or not (
-        host == own or is_loopback(host) or is_loopback(own) or _may_be_one(host, own)
-    ):
+    if port != own_port or not _may_be_one(host, own):
         raise SpecError(
             f"address: got {named!r}, and this process is connected to {joined}; leave address out to train there, or call ray.shutdown() first"
         )
 
 
 def _may_be_one(host: str, other: str) -> bool:
-    """Whether two names may be those of one machine: they have an address in common, or one of them is not known here."""
+    """Whether two names may be those of one machine: they have an address in common, or one of them is a loopback or not known here."""
+    if is_loopback(host) or is_loopback(other):
+        return True
     try:
         first, second = ({found[4][0] for found in socket.getaddrinfo(one, None)} for one in (host, other))
     except OSError:

@@ -73,8 +73,8 @@ class StepBuffers:
         Of a buffer that both write, the forward's value stays: a forward that is recomputed in backward writes a second time. JobError for one
         that the rehearsal did not see written, for no rank has been told of it.
         """
-        for i in self._changed():
-            if i in self._statistics or i in self._by_forward or not self._is_counted(i):
+        for i in filter(self._is_counted, range(len(self.buffers))):
+            if i in self._statistics or i in self._by_forward:
                 continue
             if i not in self._kept:
                 raise JobError(
@@ -121,11 +121,7 @@ class StepBuffers:
 
     def _changed(self) -> list[int]:
         """Which buffers were written to since the step's start or the last restoration."""
-        return [
-            i
-            for i, (buffer, (held, name)) in enumerate(zip(self.buffers, self._owners, strict=True))
-            if buffer._version != self._versions[i] or i in self.written or held.get(name) is not buffer
-        ]
+        return [i for i in range(len(self.buffers)) if i in self.written or self._is_counted(i)]
 
     def check_unseen(self, where: str) -> None:
         """JobError where a write past torch's count (`.data`, NumPy) has changed a small buffer; `where` is the place in the run.
