@@ -12,7 +12,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 # Before the first matrix product of this process, and for the processes that tests start.
-os.environ.setdefault("MKL_CBWR", "AVX2")
+os.environ.setdefault("MKL_CBWR", "AUTO")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Tests have more threads than a small machine has cores: one that waits for others shall not spin meanwhile.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from lockstep.record.ledger import DETERMINISTIC, read_parquet
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT
 from tests.cluster.test_connecting import Listener
-from tests.processes import named
+from tests.processes import named, started_for_exact_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +49,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
     """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone.
 
     All its processes on Ray are forked from a server that the process ahead has forked. Both end with the command, and its processes are as urgent as the command.
+    The memory of a worker is set as its process starts, or not at all.
     """
     words = [
         "jobs/digits/train.yaml",
@@ -58,7 +60,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
         "length.epochs=100000",
         "record.uri=off",
     ]
-    left_out = {"PYTHONHASHSEED", "MKL_CBWR", "RAY_ADDRESS", "RAY_worker_niceness"}
+    left_out = {*WORKER_ENVIRONMENT, "RAY_ADDRESS", "RAY_worker_niceness"}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", "train", *words, f"checkpoint.storage={tmp_path}"],
@@ -79,6 +81,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
     for name in ("ray::Mailbox", "ray::RecorderActor", "ray::RayTrainWorker"):
         assert any(words.startswith(name) for words in forked), forked
     assert {child.nice() for child in server.children()} == {psutil.Process().nice()}
+    assert started_for_exact_runs(server)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
@@ -95,7 +98,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
 def test_wrong_params_are_told_before_a_run_exists(tmp_path: Path) -> None:
     """Ray is not started: no run, no folder, and no process is left."""
     words = ["jobs/digits/train.yaml", "--address", "local", "job.params.widht=8", "record.uri=off"]
-    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONHASHSEED", "MKL_CBWR"}}
+    kept = {name: value for name, value in os.environ.items() if name not in WORKER_ENVIRONMENT}
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", "train", *words, f"checkpoint.storage={tmp_path}/runs"],
         cwd=ROOT,
@@ -125,7 +128,7 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 
 def call(folder: Path, *words: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONHASHSEED", "MKL_CBWR"}}
+    kept = {name: value for name, value in os.environ.items() if name not in WORKER_ENVIRONMENT}
     return subprocess.Popen(
         [sys.executable, "-m", "lockstep", *words, "--uri", f"sqlite:///{folder}/mlflow.db", "--json"],
         cwd=ROOT,

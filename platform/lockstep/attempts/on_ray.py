@@ -15,7 +15,7 @@ from lockstep.driver.options import RunOptions
 from lockstep.driver.result import Result
 from lockstep.driver.signals import StopSignal
 from lockstep.spec.fields import Spec
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import sent_environment
 
 
 def train_on_ray(
@@ -38,7 +38,7 @@ def train_on_ray(
         from lockstep.attempts.recording import Recording
         from lockstep.attempts.supervisor import Supervisor
 
-        environment = {} if own_cluster else WORKER_ENVIRONMENT
+        environment = {} if own_cluster else sent_environment()
 
         def tell(run_id: str) -> None:
             say(f"run {run_id}")

@@ -19,7 +19,7 @@ from lockstep.checks.processes import Process, first_failure, run_together
 from lockstep.errors import ClusterError, LockstepError, SpecError
 from lockstep.spec.fields import Length, Spec
 from lockstep.spec.locations import RECORD_OFF
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import sent_environment
 
 WARM_UP = 3
 """Steps before those that count: the first pays for what is made once, and after it DDP lays its buckets out anew."""
@@ -197,7 +197,7 @@ def _measured(spec: Spec, workers: int, steps: int, start: Start) -> Speed:
             partial(
                 start,
                 json.dumps({**request, "rank": rank}),
-                {**os.environ, **WORKER_ENVIRONMENT, "LOCAL_RANK": str(rank)},
+                {**os.environ, **sent_environment(), "LOCAL_RANK": str(rank)},
             )
             for rank in range(workers)
         ]

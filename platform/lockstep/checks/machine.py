@@ -21,7 +21,7 @@ from lockstep.record.environment import machine
 from lockstep.record.redaction import redacted_variables
 from lockstep.record.system import nvml
 from lockstep.record.versions import DISTRIBUTION, versions
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import DECISIVE
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -39,7 +39,7 @@ _NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 
 _INSTRUCTION_SETS = re.compile(r"sse4_2|avx|avx2|fma|avx512\w+|avx_vnni|amx_\w+|asimd|sve2?|i8mm|bf16")
 _VARIABLES = re.compile(
-    r"(PYTHONHASHSEED|PYTHONPATH|PYTHONOPTIMIZE|CUBLAS_WORKSPACE_CONFIG|CUDA_VISIBLE_DEVICES|NVIDIA_TF32_OVERRIDE|LD_PRELOAD"
+    r"(PYTHONHASHSEED|PYTHONPATH|PYTHONOPTIMIZE|CUBLAS_WORKSPACE_CONFIG|GLIBC_TUNABLES|CUDA_VISIBLE_DEVICES|NVIDIA_TF32_OVERRIDE|LD_PRELOAD"
     r"|(?i:https?_proxy|no_proxy)|(MKL|OMP|KMP|GOMP|GLOO|NCCL|TORCH|PYTORCH|RAY|MLFLOW|LOCKSTEP)_\w+)"
 )
 
@@ -163,7 +163,7 @@ def wrong_limits(found: Mapping[str, Any]) -> Iterator[str]:
 
 def wrong_variables(found: Mapping[str, str]) -> Iterator[str]:
     """Variables under which a run would have other bits than without them. `found` is `variables()`."""
-    for name, value in WORKER_ENVIRONMENT.items():
+    for name, value in DECISIVE.items():
         if found.get(name, value) != value:
             yield f"{name} is {found[name]}: where it is not set Lockstep sets {value}; another value may give other bits"
 

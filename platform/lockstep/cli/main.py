@@ -88,7 +88,9 @@ def run() -> None:
     )
     if trains_here and "PYTHONHASHSEED" not in os.environ:
         # Python reads it when it starts: a run in this very process has to start over with it.
-        os.environ |= {"PYTHONHASHSEED": "0", "LOCKSTEP_BEGAN_AT": repr(began_at)}
+        from lockstep.training.worker_environment import sent_environment
+
+        os.environ |= {**sent_environment(), "LOCKSTEP_BEGAN_AT": repr(began_at)}
         hold_signals()
         os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
     end_on_second_signal()

@@ -30,7 +30,7 @@ from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address
 from lockstep.clusters.server_ahead import server_ahead
 from lockstep.driver.signals import Interrupted, StopSignal
 from lockstep.errors import ClusterError, LockstepError, SpecError, first_line
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import WORKER_ENVIRONMENT, sent_environment
 
 ASK_S = 1.0
 """How often a cluster that is being joined is asked whether it still answers."""
@@ -98,7 +98,7 @@ def connected(
     if address == LOCAL:
         _start(settings, preload)
     else:
-        variables = WORKER_ENVIRONMENT if for_workers else {}
+        variables = sent_environment() if for_workers else {}
         # Nobody reaches a loopback address from another machine: all nodes of such a cluster are here.
         shared = on_this_machine(preload) if is_loopback(host_of(address)) else {}
         if variables or shared:

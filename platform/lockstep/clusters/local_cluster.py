@@ -32,7 +32,7 @@ from lockstep.clusters.ray_settings import RAY_SETTINGS
 from lockstep.clusters.server_ahead import AHEAD_OF_RAY, server_ahead
 from lockstep.errors import ClusterError, SpecError, StorageError
 from lockstep.process import started
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import sent_environment
 
 START_S = 300.0
 """How long the nodes may take to start; three take some 10 s on two idle cores."""
@@ -170,7 +170,7 @@ def _environment(mark: str, token: Path | None, host: str, folder: Path) -> dict
     return {
         **kept,
         **RAY_SETTINGS,
-        **WORKER_ENVIRONMENT,
+        **sent_environment(),
         **access,
         **local,
         "RAY_TMPDIR": str(

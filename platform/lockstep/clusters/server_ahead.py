@@ -1,7 +1,7 @@
 """A process that imports what the workers of a cluster need beside the start of Ray, and then forks the servers of the cluster's jobs.
 
 A driver or `lockstep cluster up` that starts a cluster starts one too. It forks the servers (`fork_server`) whose environment differs
-from its own only in Ray's variables, and only while the files that it imported have not changed.
+from its own only in Ray's variables and in those that what it imported has set, and only while the files that it imported have not changed.
 """
 
 from __future__ import annotations
@@ -98,11 +98,18 @@ def serve_ahead() -> None:
 def _taken(
     asked: socket.socket, ahead: socket.socket, environment: Mapping[str, str], imported: Mapping[str, Any]
 ) -> tuple[HandedOver, socket.socket] | None:
-    """In a child, the worker that asks, for which what was `imported` in this environment is, and where to answer; None here."""
+    """In a child, the worker that asks, for which what was `imported` in this environment is, and where to answer; None here.
+
+    A variable that an import has set is in the worker's too where whoever started it had imported the same.
+    """
     worker = received(asked)
     with ExitStack() as stack:
         stack.callback(worker.close)  # or its place would stay taken
-        if has_left(asked) or _imported_under(worker.environment) != _imported_under(environment):
+        set_since = {name: value for name, value in os.environ.items() if name not in environment}
+        this, theirs = (
+            _imported_under({**set_since, **given}) for given in (environment, worker.environment)
+        )
+        if has_left(asked) or theirs != this:
             return None
         if _imported_files() != imported:  # a package was edited, or installed anew: once more from the start
             worker.close()

@@ -21,7 +21,7 @@ from lockstep.proof.difference import Parted, first_parting, tell_parting
 from lockstep.proof.microscope import Look
 from lockstep.record.events import EvaluationRow, StepRow
 from lockstep.record.ledger import read_evaluations, read_parquet
-from lockstep.training.worker_environment import WORKER_ENVIRONMENT
+from lockstep.training.worker_environment import sent_environment
 
 Start = Callable[[str, Path, Mapping[str, str]], Process]
 """Starts `side.main` of a request, in a folder and with an environment."""
@@ -91,7 +91,7 @@ class Trainer:
         paths += [path for path in given if not Path(path).resolve().is_relative_to(self.root)]
         return {
             **os.environ,
-            **WORKER_ENVIRONMENT,
+            **sent_environment(),
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONDONTWRITEBYTECODE": "1",
         }

@@ -101,8 +101,14 @@ def check_identity(start: Start, fields: dict[str, Any], formerly: Callable[[], 
             continue
         raise SpecError(
             f"resume: {name} is {fields.get(name)!r} and was {saved.get(name)!r} in the run, which would go on with other bits; "
-            "put it back, or start a new run from this state with --fork"
+            f"{_ADVICE.get(name, 'put it back')}, or start a new run from this state with --fork"
         )
+
+
+_ADVICE = {
+    "numerics_probe": "go on with it on a machine of the same kind (with MKL_CBWR=AVX2 in the environment, if an earlier version of Lockstep began "
+    "it on an Intel processor with AVX-512)"
+}
 
 
 def judges_anew(start: Start, fields: Mapping[str, Any]) -> bool:

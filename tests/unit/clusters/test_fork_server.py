@@ -383,6 +383,19 @@ def test_what_was_imported_under_another_environment_forks_no_server(start: Star
         assert from_ahead(start(**more), ahead)
 
 
+def test_what_a_module_sets_as_it_is_imported_is_no_other_environment(start: Start, tmp_path: Path) -> None:
+    """The driver may have imported it too, and so handed the variable on to its cluster. Another value is another environment."""
+    (tmp_path / "sets.py").write_text("import os; os.environ.setdefault('SET_BY_A_LIBRARY', 'yes')")
+    paths = {**PLAIN, "PYTHONPATH": os.pathsep.join([PLAIN["PYTHONPATH"], str(tmp_path)])}
+    before = children()
+    with server_ahead(paths, ["sets"]):
+        (ahead,) = children() - before
+        more = {**paths, PRELOAD: "colorsys", SERVER_AHEAD: os.environ[SERVER_AHEAD]}
+        assert from_ahead(start(**more), ahead)
+        assert from_ahead(start(**more, SET_BY_A_LIBRARY="yes"), ahead)
+        assert not from_ahead(start(**more, SET_BY_A_LIBRARY="no"), ahead)
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_module_that_was_changed_since_is_imported_anew(
     start: Start, tmp_path: Path, replaced: bool
