@@ -148,18 +148,18 @@ def _start(settings: dict[str, Any], preload: Sequence[str]) -> None:
 
     set_up_workers_quickly()
     try:
-        with _fewer_processes(logs=settings.get("log_to_driver", True)):
+        with _own_node(logs=settings.get("log_to_driver", True)):
             ray.init(address=LOCAL, include_dashboard=False, runtime_env=on_this_machine(preload), **settings)
     except Exception as error:  # a node that does not start is told as a bare Exception
         raise _refused("a new local cluster", error) from error
 
 
-def _fewer_processes(*, logs: bool) -> AbstractContextManager[None]:
+def _own_node(*, logs: bool) -> AbstractContextManager[None]:
     if unavailable("own node"):
         return nullcontext()
-    from lockstep.clusters.ray_internals.own_node import fewer_processes
+    from lockstep.clusters.ray_internals.own_node import own_node
 
-    return fewer_processes(logs=logs)
+    return own_node(logs=logs)
 
 
 def on_this_machine(preload: Sequence[str] = ()) -> dict[str, Any]:

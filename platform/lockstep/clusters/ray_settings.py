@@ -10,6 +10,9 @@ RAY_SETTINGS = {
     "RAY_worker_niceness": "0",  # 15 by default: any other program on the machine would get the processors first
     "RAY_prestart_worker_first_driver": "0",  # no run uses these processes, and they start while a run's own do
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A node asks its object store before that listens, every second time. It asks again after 50 ms, 1 s by default, and gives up after 10 s, as by default.
+    "RAY_raylet_client_connect_timeout_milliseconds": "50",
+    "RAY_raylet_client_num_connect_attempts": "200",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # so relative paths in a job mean the same in a worker
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
