@@ -44,7 +44,7 @@ def strangers(silent: Listener) -> Iterator[Path]:
 
 @pytest.mark.scenario
 def test_sigterm_to_the_driver_ends_the_run_as_killed(
-    tmp_path: Path, strangers: Path, silent: Listener
+    tmp_path: Path, strangers: Path, silent: Listener, request: pytest.FixtureRequest
 ) -> None:
     """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone.
 
@@ -70,6 +70,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
         stderr=subprocess.PIPE,
         text=True,
     )
+    request.addfinalizer(process.kill)  # it would train for days
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("*/environment.json")):
         assert time.monotonic() < deadline, "the run did not start"
