@@ -41,6 +41,9 @@ CLOSING_S = 3600.0
 STARTING_S = 300.0
 """How long it may take to start, and to import what its store needs."""
 
+_OF_ALL = {signal.SIGINT, signal.SIGTERM}
+"""What a terminal or a job sends to all its processes: the parent handles them."""
+
 
 class Report(NamedTuple):
     """What the process reports: how the record stands, whether opening it is over, and whether the process ends now."""
@@ -95,12 +98,18 @@ class WriterProcess:
 
     def warm_up(self) -> None:
         """Start the process, which imports what its store needs and waits for `start`."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _OF_ALL
+        )  # the process begins with what this thread blocks
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for work in (self._send, self._hear, self._watch):
             threading.Thread(target=work, name="lockstep-record", daemon=True).start()
 
@@ -200,11 +209,9 @@ class WriterProcess:
 
 def main() -> None:
     """Write a record as the parent tells, until it closes it or ends. The run is created at the parent's first message."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a terminal or a job sends them to all its processes: the parent handles them
+    for number in _OF_ALL:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_ALL)
     messages, reports = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not mix with the reports
     writer = Writer(*pickle.load(messages))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -538,6 +539,19 @@ def test_the_death_of_the_process_that_writes_is_told(spec: Specs) -> None:
     recorder.tell(step_row(2))
     with pytest.raises(RecordError, match=rf"has ended \(exit code -9\); `lockstep record sync {run_id}`"):
         recorder.close()
+
+
+def test_a_signal_to_all_processes_of_a_job_does_not_end_the_one_that_writes(spec: Specs) -> None:
+    """Nor one that comes while it starts. The control is SIGKILL, in the test above."""
+    recorder = Recorder(spec(), apart=True)
+    recorder.start()
+    (child,) = named("writer_process")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        child.send_signal(number)
+    recorder.tell(step_row(1))
+    recorder.tell(Finished({"step": 1, "metrics": {}}))
+    recorder.close()
+    assert [row.step for row in read_parquet(recorder.run_folder() / "ledger.parquet")] == [1]
 
 
 @pytest.mark.scenario
