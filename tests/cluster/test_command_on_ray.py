@@ -43,7 +43,7 @@ def strangers(silent: Listener) -> Iterator[Path]:
 
 
 @pytest.mark.scenario
-def test_sigterm_to_the_driver_ends_the_run_as_killed(
+def test_sigterm_to_the_driver_and_its_group_ends_the_run_as_killed(
     tmp_path: Path, strangers: Path, silent: Listener, request: pytest.FixtureRequest
 ) -> None:
     """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone.
@@ -69,6 +69,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     request.addfinalizer(process.kill)  # it would train for days
     deadline = time.monotonic() + 300
@@ -83,7 +84,7 @@ def test_sigterm_to_the_driver_ends_the_run_as_killed(
         assert any(words.startswith(name) for words in forked), forked
     assert {child.nice() for child in server.children()} == {psutil.Process().nice()}
     assert started_for_exact_runs(server)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     assert not ahead.is_running()

@@ -202,6 +202,7 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.node:Node.start_api_server": ("self", "include_dashboard", "raise_on_failure"),
         "ray._private.node:Node.start_log_monitor": ("self",),
         "ray._private.services:get_node": ("gcs_address", "node_id"),
+        "ray._private.services:ConsolePopen": None,
         "ray._private.services:_get_gcs_client_options": ("gcs_server_address",),
         "ray._private.state:GlobalState._initialize_global_state": ("self", "gcs_options"),
         "ray._private.state:GlobalState.node_table": ("self",),

@@ -14,6 +14,13 @@ from ray._private.state import GlobalState
 _AT_MOST_S, _EVERY_S = 30.0, 0.02
 """How long a node may take to start, as with Ray, and how often it is asked about."""
 
+_Popen = services.ConsolePopen
+
+
+class _InItsOwnSession(_Popen):  # type: ignore[misc,valid-type]
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, start_new_session=True, **settings)
+
 
 @contextmanager
 def own_node(*, logs: bool) -> Iterator[None]:
@@ -21,17 +28,18 @@ def own_node(*, logs: bool) -> Iterator[None]:
     the workers' output to the driver.
 
     `ray.init(include_dashboard=False)` alone starts a process that would serve nothing, and waits until it has an address. It also asks
-    but once a second whether the node has started.
+    but once a second whether the node has started. A signal to the driver's process group, as `timeout` sends it, does not reach the cluster:
+    the driver ends it after a last checkpoint.
     """
     left_out = {"start_monitor", "start_api_server"} | (set() if logs else {"start_log_monitor"})
     own, get_node = {name: vars(Node)[name] for name in left_out}, services.get_node
     for name in left_out:
         setattr(Node, name, lambda *_, **__: None)
-    services.get_node = _once_it_is_there(get_node)
+    services.get_node, services.ConsolePopen = _once_it_is_there(get_node), _InItsOwnSession
     try:
         yield
     finally:
-        services.get_node = get_node
+        services.get_node, services.ConsolePopen = get_node, _Popen
         for name, method in own.items():
             setattr(Node, name, method)
 
