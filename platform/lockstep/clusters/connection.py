@@ -25,7 +25,7 @@ from lockstep.clusters.background import disconnect, in_background
 from lockstep.clusters.local_cluster import running_cluster, set_up_workers_quickly
 from lockstep.clusters.ray_internals import unavailable
 from lockstep.clusters.ray_internals.fork_server import preloading, py_executable
-from lockstep.clusters.ray_settings import RAY_SETTINGS
+from lockstep.clusters.ray_settings import RAY_SETTINGS, UNSEEN
 from lockstep.clusters.reachability import LOCAL, check_answers, cluster_address, host_and_port
 from lockstep.clusters.server_ahead import server_ahead
 from lockstep.driver.signals import Interrupted, StopSignal
@@ -85,7 +85,7 @@ def connected(
         return
     address = cluster_address(address)
     if address == LOCAL:
-        os.environ.update(LOOPBACK_ONLY)
+        os.environ.update(LOOPBACK_ONLY | UNSEEN)
         guard_rays_token()
     else:
         check_answers(address, (stop or StopSignal()).check)
