@@ -98,9 +98,8 @@ class WriterProcess:
 
     def warm_up(self) -> None:
         """Start the process, which imports what its store needs and waits for `start`."""
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _OF_ALL
-        )  # the process begins with what this thread blocks
+        # The process begins with what this thread blocks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_ALL)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", "from lockstep.record.writer_process import main; main()"],
