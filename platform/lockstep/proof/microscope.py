@@ -7,6 +7,7 @@ is drawn, and nothing is written to what is computed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -213,7 +214,8 @@ def parting(one: Look, other: Look) -> Parting | None:
             module = module or seen.where or None
         if name == "gradients":
             parameter = seen.where
-            operator, _ = _operator(one, other, "backward")
+            # The loss may be the same number where what led to it was not.
+            operator, _ = _operator(one, other, "backward" if _forward(one) == _forward(other) else "forward")
         return Parting(quantity, module, parameter, operator, a, b)
     further = zip_longest(one.later, other.later, fillvalue=Look())
     return next(filter(None, (parting(a, b) for a, b in further)), None)
@@ -237,6 +239,11 @@ def _numbered(seen: Sequence[Seen]) -> dict[tuple[str, int], Seen]:
         count[value.what] = count.get(value.what, 0) + 1
         found[value.what, count[value.what]] = value
     return found
+
+
+def _forward(look: Look) -> Counter[int]:
+    """The values that operators gave before the loss, by their digests."""
+    return Counter(seen.digest for seen in look.operators if seen.phase == "forward")
 
 
 def _operator(one: Look, other: Look, phase: Phase) -> tuple[str | None, str | None]:
