@@ -44,7 +44,7 @@ with connected("local", verbose=sys.argv[1] == "verbose"):
     node = ray._private.worker._global_node
     print(*sorted(kind for kind, _ in node.live_processes()))
     own = [vars(type(node))[name] for name in ("start_monitor", "start_api_server", "start_log_monitor")]
-    own.append(ray._private.services.get_node)
+    own += [ray._private.services.get_node, ray._private.services.ConsolePopen]
     print("Ray's own functions:", all(one.__module__.startswith("ray._private") for one in own))
 print("left:", node.live_processes())
 """
