@@ -43,12 +43,12 @@ def strangers(silent: Listener) -> Iterator[Path]:
 
 
 @pytest.mark.scenario
-def test_sigterm_to_the_driver_and_its_group_ends_the_run_as_killed(
+def test_sigterm_to_all_processes_of_a_command_ends_the_run_as_killed(
     tmp_path: Path, strangers: Path, silent: Listener, request: pytest.FixtureRequest
 ) -> None:
-    """Exit code 143, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone.
+    """Exit code 143, a checkpoint, the run marked KILLED, and one JSON object that says so; a stranger's cluster is left alone.
 
-    All its processes on Ray are forked from a server that the process ahead has forked. Both end with the command, and its processes are as urgent as the command.
+    The signal comes to the cluster's processes too, and first, as where Slurm or systemd ends a job. All its processes on Ray are forked from a server that the process ahead has forked. Both end with the command, and its processes are as urgent as the command.
     The memory of a worker is set as its process starts, or not at all.
     """
     words = [
@@ -84,7 +84,12 @@ def test_sigterm_to_the_driver_and_its_group_ends_the_run_as_killed(
         assert any(words.startswith(name) for words in forked), forked
     assert {child.nice() for child in server.children()} == {psutil.Process().nice()}
     assert started_for_exact_runs(server)
-    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    assert named("raylet/raylet", among=everyone)
+    assert named("gcs_server", among=everyone)
+    for one in [*everyone, process]:
+        with suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     assert not ahead.is_running()
@@ -93,6 +98,8 @@ def test_sigterm_to_the_driver_and_its_group_ends_the_run_as_killed(
     assert json.loads(line)["status"] == "KILLED"
     (record,) = tmp_path.glob("*/run.json")
     assert json.loads(record.read_text())["status"] == "KILLED"
+    assert list(tmp_path.glob("*/step-*/manifest.json"))
+    assert [one for one in psutil.wait_procs(everyone, timeout=30)[1] if one.is_running()] == []
     assert (tmp_path / "told").read_text() == "start RUNNING\nend KILLED\n"
     assert not silent.asked.is_set()
 

@@ -18,7 +18,12 @@ import pytest
 
 from lockstep.attempts.ahead import AHEAD
 from lockstep.clusters.ray_internals import fork_server, rays_set_up
-from lockstep.clusters.ray_internals.fork_server import PRELOAD, SERVER_AHEAD, preloading
+from lockstep.clusters.ray_internals.fork_server import (
+    OUTLIVES_SIGTERM,
+    PRELOAD,
+    SERVER_AHEAD,
+    preloading,
+)
 from lockstep.clusters.server_ahead import server_ahead
 
 ROOT = Path(__file__).parents[3]
@@ -34,6 +39,18 @@ told = {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "wor
         "folder": os.getcwd(), "said": os.environ.get("LOCKSTEP_SAID"), "name": __name__, "path": sys.path[0], "frozen": gc.get_freeze_count() > 0}
 if "ray" in sys.modules:
     told["id"] = sys.modules["ray"].ObjectRef.from_random().hex()
+if sys.argv[-1] == "hears":
+    import signal, subprocess, time
+    from ray._private import utils
+    utils.set_sigterm_handler(lambda number, frame: told.update(heard=True))  # as Ray's worker does it
+    os.kill(os.getpid(), signal.SIGTERM)
+    if "heard" not in told:
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        if not (forked := os.fork()):
+            time.sleep(60)
+        os.kill(forked, signal.SIGTERM)
+        told["ended"] = [program.wait(), -os.WTERMSIG(os.waitpid(forked, 0)[1])]
 print(json.dumps(told), flush=True)
 if sys.argv[-1] == "fails":
     raise ValueError("no luck")
@@ -129,6 +146,30 @@ def test_forked_workers_draw_ids_of_their_own(start: Start) -> None:
     first, second = (start(**preloading(AHEAD)) for _ in range(2))
     assert first["parent"] == second["parent"] != os.getpid()
     assert first["id"] != second["id"]
+
+
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """What is started is deaf to SIGTERM, as a raylet of an own cluster is."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.parametrize("preload", [{}, {PRELOAD: "colorsys"}])
+def test_a_worker_of_an_own_cluster_outlives_sigterm_and_what_it_starts_does_not(
+    start: Start, deaf: None, preload: dict[str, str]
+) -> None:
+    """Programs and pools of a job are ended by this signal: one that they did not hear would be waited for without end."""
+    told = start("hears", **preload, **{OUTLIVES_SIGTERM: "1"})
+    assert (told.get("heard"), told["ended"]) == (None, [-signal.SIGTERM, -signal.SIGTERM])
+    assert (told["parent"] == os.getpid()) == (not preload)
+    assert (told["words"], told["name"]) == (["hears"], "__main__")
+
+
+def test_a_worker_of_another_cluster_hears_sigterm(start: Start) -> None:
+    told = start("hears", **{PRELOAD: "colorsys", "LOCKSTEP_SAID": "a"})
+    assert told["heard"]
 
 
 def test_no_worker_is_forked_that_would_draw_the_ids_of_another(start: Start, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ overrides, and whether instances have the attributes that it reads. If not, as w
 | packages | `lockstep submit` does not say beforehand what is too large |
 | agents | `lockstep cluster up` does not wait for the agents that take jobs |
 | jobs | `--retries` is refused |
-| own node | a local cluster of a command's own has processes that nobody uses: it starts one or two seconds later, and ends one later |
+| own node | a local cluster of a command's own has processes that nobody uses: it starts one or two seconds later, and ends one later; SIGTERM to all processes at once, as from Slurm, ends it before a last checkpoint |
 | draining | `lockstep cluster leave`, and so the agent that hears notices, is refused |
 
 This module itself imports nothing of Ray: workers get copies of what lies beside it.
@@ -203,6 +203,7 @@ NEEDED: dict[Part, dict[str, tuple[str, ...] | None]] = {
         "ray._private.node:Node.start_log_monitor": ("self",),
         "ray._private.services:get_node": ("gcs_address", "node_id"),
         "ray._private.services:ConsolePopen": None,
+        "ray._private.utils:set_sigterm_handler": ("sigterm_handler",),
         "ray._private.services:_get_gcs_client_options": ("gcs_server_address",),
         "ray._private.state:GlobalState._initialize_global_state": ("self", "gcs_options"),
         "ray._private.state:GlobalState.node_table": ("self",),

@@ -40,6 +40,9 @@ PRELOAD = "LOCKSTEP_PRELOAD"
 SERVER_AHEAD = "LOCKSTEP_SERVER_AHEAD"
 """The name of the process that the driver has import ahead: an abstract socket, without its null byte."""
 
+OUTLIVES_SIGTERM = "LOCKSTEP_OUTLIVES_SIGTERM"
+"""With 1 a worker takes no notice of SIGTERM: its cluster is a command's own, which is sent the signal too, and saves before it ends."""
+
 _READ_LATER = ("LOCKSTEP_", "__RAY_WORKER_PROCESS_SETUP_HOOK", "RAY_WARN_")
 """How the variables begin that no module reads as it is imported. Not RAY_JOB_ID: Ray keeps what it read first, for good."""
 
@@ -108,14 +111,14 @@ def _is_plain(context: Mapping[str, Any]) -> bool:
 def start_worker(words: list[str]) -> NoReturn:
     """Become the worker `words`, or have the server fork it."""
     raylet = os.getppid()
-    name, plain = _address(os.environ, raylet), [sys.executable, *words]
+    name = _address(os.environ, raylet)
     until = time.monotonic() + _IMPORT_S
     while time.monotonic() < until:
         forked = _forked_by(name, words)
         if forked:
             os._exit(0)
         if forked is None or not os.environ.get(PRELOAD):
-            os.execv(sys.executable, plain)
+            _start_alone(words)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as place, suppress(OSError):  # there is one
             place.bind(name)
             if _taken_over(place, words, until):
@@ -126,7 +129,15 @@ def start_worker(words: list[str]) -> NoReturn:
                 sys.executable, [sys.executable, "-c", serving, str(place.fileno()), str(raylet), *words]
             )
         time.sleep(0.02)
-    os.execv(sys.executable, plain)
+    _start_alone(words)
+
+
+def _start_alone(words: list[str]) -> NoReturn:
+    """Become the worker in an interpreter of its own."""
+    if OUTLIVES_SIGTERM not in os.environ:
+        os.execv(sys.executable, [sys.executable, *words])
+    starting = "import sys; from lockstep.clusters.ray_internals.fork_server import run_script; sys.path[0] = sys.argv[1]; run_script(sys.argv[2:])"
+    os.execv(sys.executable, [sys.executable, "-c", starting, str(Path(words[0]).parent), *words])
 
 
 def _forked_by(name: str, words: list[str]) -> bool | None:
@@ -215,7 +226,7 @@ def serve() -> None:
     import_modules(os.environ[PRELOAD].split(","))
     if not may_fork():
         server.close()
-        os.execv(sys.executable, [sys.executable, *words])
+        _start_alone(words)
     server.listen(128)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
     pid = fork(server)
@@ -241,7 +252,24 @@ def may_fork() -> bool:
 
 def run_script(words: list[str]) -> None:
     sys.argv = words
+    if OUTLIVES_SIGTERM in os.environ:
+        from ray._private import utils
+
+        utils.set_sigterm_handler = _outlive_sigterm
     runpy.run_path(words[0], run_name="__main__")
+
+
+def _outlive_sigterm(_rays_handler: object) -> None:
+    """In place of Ray's handler, which would end this worker, one that does nothing. What the worker starts hears the signal."""
+    worker = os.getpid()
+
+    def hear(number: int, _frame: object) -> None:
+        if os.getpid() != worker:  # forked from it, as a process of a pool
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, hear)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def serve_forks(server: socket.socket, parent: int, first: int) -> list[str]:

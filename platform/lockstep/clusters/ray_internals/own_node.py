@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from ray._private import services
 from ray._private.node import Node
 from ray._private.state import GlobalState
+
+from lockstep.clusters.ray_internals.fork_server import OUTLIVES_SIGTERM
 
 _AT_MOST_S, _EVERY_S = 30.0, 0.02
 """How long a node may take to start, as with Ray, and how often it is asked about."""
@@ -17,9 +21,32 @@ _AT_MOST_S, _EVERY_S = 30.0, 0.02
 _Popen = services.ConsolePopen
 
 
-class _InItsOwnSession(_Popen):  # type: ignore[misc,valid-type]
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, start_new_session=True, **settings)
+class _OutlivesSigterm(_Popen):  # type: ignore[misc,valid-type]
+    """A process of the cluster: in a session of its own, and deaf to SIGTERM, as Ray makes them all to SIGINT. What it starts is told so."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        preexec_fn: Callable[[], object],
+        **settings: Any,
+    ) -> None:
+        def begin() -> None:
+            preexec_fn()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        environment = {**env, OUTLIVES_SIGTERM: "1"}
+        super().__init__(command, env=environment, preexec_fn=begin, start_new_session=True, **settings)
+
+    def terminate(self) -> None:
+        """How Ray ends it with the cluster: there is nothing to save, and what a raylet has started would look for it for a second."""
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self.pid).children(recursive=True)
+            self.kill()
+            for process in started:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @contextmanager
@@ -28,14 +55,14 @@ def own_node(*, logs: bool) -> Iterator[None]:
     the workers' output to the driver.
 
     `ray.init(include_dashboard=False)` alone starts a process that would serve nothing, and waits until it has an address. It also asks
-    but once a second whether the node has started. A signal to the driver's process group, as `timeout` sends it, does not reach the cluster:
-    the driver ends it after a last checkpoint.
+    but once a second whether the node has started. SIGTERM to the driver's process group, as `timeout` sends it, or to all processes, as Slurm and
+    systemd send it, leaves the cluster as it is: the driver ends it after a last checkpoint.
     """
     left_out = {"start_monitor", "start_api_server"} | (set() if logs else {"start_log_monitor"})
     own, get_node = {name: vars(Node)[name] for name in left_out}, services.get_node
     for name in left_out:
         setattr(Node, name, lambda *_, **__: None)
-    services.get_node, services.ConsolePopen = _once_it_is_there(get_node), _InItsOwnSession
+    services.get_node, services.ConsolePopen = _once_it_is_there(get_node), _OutlivesSigterm
     try:
         yield
     finally:
