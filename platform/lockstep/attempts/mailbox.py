@@ -20,12 +20,15 @@ import ray
 from lockstep.clusters.answers import answer_of, unanswered
 from lockstep.driver.run_view import RunView
 from lockstep.errors import RecordError, SilentError
-from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, TakenOver
+from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, Started, TakenOver
 from lockstep.record.recorder_state import RecorderState
 from lockstep.training.roll_call import Answer, Arrival, RollCalls
 
 EVENTS_PER_FETCH = 10_000
 """The most events that the recorder is given at once."""
+
+BEGUN = (Started, Finished, Failed)
+"""With the first of these events a run is created, and its workers wait for that."""
 
 LOST = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, SilentError)
 """What a call raises where an actor's process is gone, or does not answer any more."""
@@ -110,6 +113,8 @@ class Mailbox:
         """Its workers and newcomers, by the numbers that they have at roll calls."""
         self._numbers: tuple[int, ...] = ()
         self._fetches = 0
+        self._call: Callable[[], object] = lambda: None
+        """Has the recorder look at once."""
         self._went_on: WentOn | None = None
         self._early: list[Callable[[], object]] = []
         """Calls of workers that came before the driver's call which begins the first attempt."""
@@ -280,9 +285,15 @@ class Mailbox:
         left = bool(self._kept) and self._kept[-1][0] > last
         return Fetched(events, last, self._closed and not left)
 
+    def recorded_by(self, recorder: Any) -> None:
+        """From now on this recorder fetches the events, and is called when a run begins: by itself it looks now and then."""
+        self._call = recorder.look.remote
+
     def _keep(self, event: Event) -> None:
         self._last += 1
         self._kept.append((self._last, event))
+        if isinstance(event, BEGUN):
+            self._call()
 
 
 class MailboxRollCalls:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.attempts.mailbox import (
     ANSWER_S,
+    BEGUN,
     EVENTS_PER_FETCH,
     LOOK_S,
     Fetched,
@@ -21,7 +22,8 @@ from lockstep.attempts.mailbox import (
 from lockstep.checkpoint.runs import pin_aliased, read_shared
 from lockstep.clusters.answers import answer_of
 from lockstep.errors import RecordError
-from lockstep.record.events import Event, Failed, Finished, Started, StepRow
+from lockstep.process import collect_seldom
+from lockstep.record.events import Event, Started, StepRow
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_store import RunStore
 from lockstep.record.stores import store_for, warm_up
@@ -29,9 +31,6 @@ from lockstep.spec.fields import Spec
 
 OPENING_LOOK_S = 0.05
 """How often the mailbox is looked into while the run is created: the workers wait for its id."""
-
-_BEGUN = (Started, Finished, Failed)
-"""With the first of these events a run is created."""
 
 
 class RecorderActor:
@@ -42,6 +41,7 @@ class RecorderActor:
     """
 
     def __init__(self, spec: Spec, run_id: str | None, mailbox: Any, source: str, path: list[str]) -> None:
+        collect_seldom()
         sys.path += [folder for folder in path if folder not in sys.path]  # where the driver finds the job
         # Both threads import the same modules, of which some import each other: the second one would find halves of them.
         self._importing = threading.Thread(
@@ -62,7 +62,10 @@ class RecorderActor:
         """When the mailbox was first told the run's id, in Unix seconds."""
         self._done = self._sent = 0
         self._total_steps: int | None = None
-        self._ends = threading.Event()
+        self._ends = False
+        """Whether the mailbox is being closed, or the last step is told."""
+        self._called = threading.Event()
+        """There is something in the mailbox that is waited for."""
         self._importing.start()
 
     def _store(self, started_at: float, spec: Spec) -> RunStore:
@@ -86,17 +89,24 @@ class RecorderActor:
             self._fetch()
         return failures[0] if failures else None
 
+    def look(self) -> None:
+        """Look into the mailbox now: the run begins."""
+        self._called.set()
+
     def end(self) -> None:
-        """The mailbox is being closed: look into it now."""
-        self._ends.set()
+        """The mailbox is being closed: look into it now, and often."""
+        self._ends = True
+        self._called.set()
 
     def _pause(self) -> None:
-        if self._named_at is None:
-            time.sleep(OPENING_LOOK_S if self._recorder.started else LOOK_S)
-        elif self._ends.is_set():
-            time.sleep(LOOK_S)
+        if self._ends:
+            pause_s = LOOK_S
+        elif self._named_at is None:
+            pause_s = OPENING_LOOK_S if self._recorder.started else LOOK_S
         else:
-            self._ends.wait(look_every_s(self._named_at))
+            pause_s = look_every_s(self._named_at)
+        self._called.wait(pause_s)
+        self._called.clear()
 
     def _fetch(self) -> Fetched:
         state = self._recorder.state
@@ -108,11 +118,11 @@ class RecorderActor:
         if not self._sent:
             self._done = fetched.last - len(fetched.events)  # what the recorder before this one has written
         self._sent = fetched.last
-        if fetched.events and (self._exists or any(isinstance(event, _BEGUN) for event in fetched.events)):
+        if fetched.events and (self._exists or any(isinstance(event, BEGUN) for event in fetched.events)):
             self._start()
         self._tell(fetched.events)
         if any(self._is_last(event) for event in fetched.events):
-            self._ends.set()
+            self._ends = True
         return fetched
 
     def _is_last(self, event: Event) -> bool:

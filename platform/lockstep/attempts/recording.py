@@ -54,6 +54,7 @@ class Recording:
         self._recorders += 1
         self.recorder: Any = start_recorder(self._spec, self._environment, self.run_id, self.mailbox)
         self._work = self.recorder.record.remote()
+        self.mailbox.recorded_by.remote(self.recorder)
         self._state = RecorderState()
         self._fetches, self._fetched_at = 0, time.monotonic()
 

@@ -36,6 +36,7 @@ from lockstep.cli.answers import (
 from lockstep.cli.interruption import hold_signals, take_signals
 from lockstep.driver.signals import end_on_second_signal
 from lockstep.errors import NoSuchRunError, RecordError, SpecError
+from lockstep.process import collect_seldom
 from lockstep.spec.locations import RECORD_OFF
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def run() -> None:
         os.environ |= {**sent_environment(), "LOCKSTEP_BEGAN_AT": repr(began_at)}
         hold_signals()
         os.execv(sys.executable, [sys.executable, "-m", "lockstep", *sys.argv[1:]])
+    if not trains_here:
+        collect_seldom()
     end_on_second_signal()
     # Spares the last garbage collections of the interpreter: with torch and Ray they take a second or more.
     atexit.register(gc.freeze)

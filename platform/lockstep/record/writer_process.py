@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from lockstep.errors import RecordError
+from lockstep.process import collect_seldom
 from lockstep.record.events import Event
 from lockstep.record.opening import Fetch, no_fetch
 from lockstep.record.recorder_state import RecorderState
@@ -208,6 +209,7 @@ class WriterProcess:
 
 def main() -> None:
     """Write a record as the parent tells, until it closes it or ends. The run is created at the parent's first message."""
+    collect_seldom()
     for number in _OF_ALL:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_ALL)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from lockstep.attempts.mailbox import LOOK_S, STEADY_LOOK_S, Mailbox, look_every_s
 from lockstep.errors import ClusterError, DeviceError, RecordError
-from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, Warned
+from lockstep.record.events import Broke, Event, Failed, Finished, Joined, StageEnded, Started, Warned
 from lockstep.record.recorder_state import RecorderState
 from lockstep.training.roll_call import Arrival, Formation, Progress, Refused
 from tests.unit.record.rows import step_row
@@ -51,6 +52,19 @@ def test_it_is_closed_for_whoever_has_all_of_it() -> None:
     assert fetched.closed
     assert mailbox.fetch(0, 0, STATE).closed
     assert mailbox_with(step_row(1)).fetch(0, 0, STATE).closed is False
+
+
+def test_its_recorder_is_called_when_a_run_begins_and_not_at_each_event() -> None:
+    """The workers wait for the run's id."""
+    called: list[int] = []
+    mailbox = mailbox_with()
+    mailbox.recorded_by(SimpleNamespace(look=SimpleNamespace(remote=lambda: called.append(1))))
+    mailbox.tell(1, [Warned("w")])
+    assert called == []
+    mailbox.tell(1, [Started({})])
+    assert called == [1]
+    mailbox.tell(1, [step_row(1)])
+    assert called == [1]
 
 
 def test_how_an_attempt_ended_is_seen_and_not_recorded() -> None:

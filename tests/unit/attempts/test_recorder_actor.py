@@ -54,6 +54,21 @@ def test_the_mailbox_is_looked_into_often_from_the_last_step_on(
     often = []
     for _ in told:
         actor._fetch()
-        often.append(actor._ends.is_set())
+        often.append(actor._ends)
     actor._recorder.close()
     assert often == [False, False, True]
+
+
+def test_a_recorder_that_is_called_looks_at_once_and_else_after_its_pause(tmp_path: Path) -> None:
+    spec = load_spec(
+        ROOT / "jobs" / "digits" / "train.yaml", ["record.uri=off", f"checkpoint.storage={tmp_path}/runs"]
+    )
+    actor = RecorderActor(spec, None, None, str(tmp_path), [])
+    actor._ends = True  # a pause of LOOK_S
+    paused = []
+    for call in (actor.look, lambda: None):
+        call()
+        began = time.monotonic()
+        actor._pause()
+        paused.append(time.monotonic() - began >= recorder_actor.LOOK_S)
+    assert paused == [False, True]
