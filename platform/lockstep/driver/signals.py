@@ -1,5 +1,6 @@
 """SIGTERM and SIGINT while a run goes on: the first asks it to stop after the next step, a second one ends it at once.
 
+At the end of a job's time Slurm sends SIGTERM to a program under srun twice, within hundredths of a second: that is one request.
 Python runs a handler only between two of its own instructions. So that a second signal also ends a command whose main
 thread waits in C++, a thread of its own counts them by the byte that the interpreter's C handler writes.
 """
@@ -20,6 +21,26 @@ ErrorT = TypeVar("ErrorT", bound=LockstepError)
 GRACE_S = 8.0
 """How long a command may take to end by itself after a second signal."""
 
+SAME_S = 3.0
+"""A SIGTERM so soon after the first one is the same request, sent again."""
+
+
+class Requests:
+    """Counts what a process is asked by signals."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The first signal."""
+        self._at = 0.0
+
+    def take(self, number: int) -> bool:
+        """Note a signal. Whether it is another request than the first."""
+        if self.number is None:
+            self.number, self._at = number, time.monotonic()
+            return False
+        repeated = number == self.number == signal.SIGTERM and time.monotonic() - self._at < SAME_S
+        return not repeated
+
 
 def end_on_second_signal() -> None:
     """From now on this process ends at the latest GRACE_S after a second SIGINT or SIGTERM. For commands: call it once, in the main thread."""
@@ -31,10 +52,10 @@ def end_on_second_signal() -> None:
 
 
 def _end_after_two(read: int) -> None:
-    seen = 0
-    while seen < 2:
+    requests, another = Requests(), False
+    while not another:
         (number,) = os.read(read, 1)
-        seen += number in (signal.SIGINT, signal.SIGTERM)
+        another = number in (signal.SIGINT, signal.SIGTERM) and requests.take(number)
     time.sleep(GRACE_S)
     os.write(2, b"lockstep: ended at once by a second signal\n")
     os._exit(128 + number)
@@ -56,11 +77,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignal:
-    """A context in which the two signals are noted. `number` is the signal that came, or None."""
+    """A context in which the two signals are noted."""
 
     def __init__(self) -> None:
-        self.number: int | None = None
+        self._requests = Requests()
         self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def number(self) -> int | None:
+        """The signal that came, or None."""
+        return self._requests.number
 
     @property
     def asked(self) -> bool:
@@ -69,8 +95,8 @@ class StopSignal:
 
     def ask(self) -> None:
         """Stop as a first SIGTERM would have it."""
-        if self.number is None:
-            self.number = signal.SIGTERM
+        if not self.asked:
+            self._requests.take(signal.SIGTERM)
 
     def ended(self, error: ErrorT) -> ErrorT:
         """The error of a run that would go on but for the signal that came: it gets the signal's exit code."""
@@ -106,6 +132,5 @@ class StopSignal:
             signal.signal(kind, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.number is not None:
+        if self._requests.take(number):
             raise Interrupted(number)
-        self.number = number
