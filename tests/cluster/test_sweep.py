@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -392,7 +393,9 @@ def test_a_signal_ends_trials_with_a_checkpoint_and_the_sweep_goes_on(tmp_path: 
     until(
         lambda: [*(tmp_path / "disturbed").glob("runs/*/environment.json")], process, tmp_path / "disturbed"
     )
-    process.send_signal(signal.SIGTERM)
+    for one in [*psutil.Process(process.pid).children(recursive=True), process]:  # as Slurm and systemd do
+        with suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 143, (tmp_path / "disturbed/log").read_text()
     told = json.loads((tmp_path / "disturbed/log").read_text().splitlines()[-1])
     assert told["status"] == "KILLED"
