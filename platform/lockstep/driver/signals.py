@@ -25,12 +25,11 @@ SAME_S = 3.0
 """A SIGTERM so soon after the first one is the same request, sent again."""
 
 
-class Requests:
-    """Counts what a process is asked by signals."""
+class FirstSignal:
+    """The first signal that came, and which later ones ask for more than it did."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal."""
         self._at = 0.0
 
     def take(self, number: int) -> bool:
@@ -52,10 +51,10 @@ def end_on_second_signal() -> None:
 
 
 def _end_after_two(read: int) -> None:
-    requests, another = Requests(), False
+    first, another = FirstSignal(), False
     while not another:
         (number,) = os.read(read, 1)
-        another = number in (signal.SIGINT, signal.SIGTERM) and requests.take(number)
+        another = number in (signal.SIGINT, signal.SIGTERM) and first.take(number)
     time.sleep(GRACE_S)
     os.write(2, b"lockstep: ended at once by a second signal\n")
     os._exit(128 + number)
@@ -80,13 +79,13 @@ class StopSignal:
     """A context in which the two signals are noted."""
 
     def __init__(self) -> None:
-        self._requests = Requests()
+        self._first = FirstSignal()
         self._before: dict[signal.Signals, Any] = {}
 
     @property
     def number(self) -> int | None:
         """The signal that came, or None."""
-        return self._requests.number
+        return self._first.number
 
     @property
     def asked(self) -> bool:
@@ -96,7 +95,7 @@ class StopSignal:
     def ask(self) -> None:
         """Stop as a first SIGTERM would have it."""
         if not self.asked:
-            self._requests.take(signal.SIGTERM)
+            self._first.take(signal.SIGTERM)
 
     def ended(self, error: ErrorT) -> ErrorT:
         """The error of a run that would go on but for the signal that came: it gets the signal's exit code."""
@@ -132,5 +131,5 @@ class StopSignal:
             signal.signal(kind, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self._requests.take(number):
+        if self._first.take(number):
             raise Interrupted(number)
