@@ -30,6 +30,7 @@ class FirstSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        """Its number; None where none has come."""
         self._at = 0.0
 
     def take(self, number: int) -> bool:
