@@ -42,6 +42,7 @@ def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
     np.random.mtrand._rand.seed(bits & 0xFFFFFFFF)
     random.seed(bits)
     if cuda is not None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
         torch.cuda.default_generators[cuda.index or 0].manual_seed(bits)
     _current.set(key)
 

@@ -141,7 +141,7 @@ class Strided(Plain):
         model.table.weight = model.again.weight = nn.Parameter(
             model.table.weight.detach().t().contiguous().t()
         )
-        model.out.weight = nn.Parameter(torch.randn(3, 12)[:, ::2] * 0.3)
+        model.out.weight = nn.Parameter((torch.randn(3, 12) * 0.3)[:, ::2])
         return model.to(memory_format=torch.channels_last)
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate, islice
@@ -196,6 +197,11 @@ def _host_block(size: int) -> Tensor:
 def _lock(block: Tensor) -> None:
     """Lock the pages of a block for CUDA. torch's own pinned memory comes in powers of two, which can be twice as much."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if len(block) and int(runtime.cudaHostRegister(block.data_ptr(), len(block), 1)) == 0:
+    if not len(block):
+        return
+    if int(runtime.cudaHostRegister(block.data_ptr(), len(block), 1)) == 0:
         weakref.finalize(block, runtime.cudaHostUnregister, block.data_ptr())
-    # If there is too much to lock, the copies are still made, but the host waits for them.
+        return
+    # There is too much to lock: the copies are still made, but the host waits for them. CUDA tells the failure once more, to the next kernel.
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

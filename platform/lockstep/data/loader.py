@@ -332,7 +332,26 @@ def _copied_dense(tensor: Tensor, device: torch.device) -> Tensor:
     """A dense tensor of the processor on the device, by a copy that nothing waits for; any other tensor as it is."""
     if tensor.device.type != "cpu" or not is_dense(tensor):
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return own_elements(tensor).pin_memory().to(device, non_blocking=True)
+
+
+def own_elements(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy of one that was expanded: pinned memory has room for each element."""
+    if is_dense(tensor) and any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        return tensor.contiguous()
+    return tensor
+
+
+class _Pinnable(Dataset[Any]):
+    """Micro-batches in tensors that the thread of torch's loader can pin."""
+
+    def __init__(self, batches: MicroBatches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, batch: MicroBatch) -> Any:
+        return map_tensors(self._batches[batch], own_elements)
 
 
 def _used_on(tensor: Tensor, device: torch.device, stream: torch.cuda.Stream) -> Tensor:
@@ -356,17 +375,18 @@ def _data_loader(
     Python before 3.11.8 forks a process that never begins if a C++ thread, such as gloo's, enters the interpreter
     at that moment (python/cpython#112275): seen once in some ten thousand. The run would wait for it for ever.
     """
+    pinned = device.type == "cuda"
     for _ in range(STARTS):
         begun = multiprocessing.get_context("fork").Semaphore(0)
         loader = DataLoader(
-            dataset,
+            _Pinnable(dataset) if pinned else dataset,
             batch_size=None,
             sampler=batches,
             num_workers=processes,
             # A fork shares the dataset's memory and needs no pickling.
             multiprocessing_context="fork" if processes else None,
             worker_init_fn=partial(_begin, begun, forked, inherited.opened()),
-            pin_memory=device.type == "cuda",
+            pin_memory=pinned,
             generator=torch.Generator().manual_seed(0),  # else starting it would draw from the default one
         )
         with nothing_collected_in_children():

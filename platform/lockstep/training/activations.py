@@ -31,10 +31,14 @@ def checkpoint_activations(job: Job, model: nn.Module) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """A forward whose activations are recomputed. torch puts its own generators back for that, and no others: a layer that is dropped by python's would stay."""
-    if not torch.compiler.is_compiling():
-        forward = drawing_alike(forward)
-    return checkpoint(forward, *given, use_reentrant=False, **named)
+    """A forward whose activations are recomputed. torch puts its own generators back for that, and no others: a layer that is dropped by python's would stay.
+
+    It puts back those of the devices that it finds in positional arguments alone, so all arguments are given as such.
+    """
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *given, use_reentrant=False, **named)
+    alike = drawing_alike(forward)
+    return checkpoint(lambda args, words: alike(*args, **words), given, named, use_reentrant=False)
 
 
 @contextmanager

@@ -20,15 +20,18 @@ from lockstep.spec.fields import Spec
 from lockstep.training.failure import job_at
 
 
-def open_data(job: Job, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    """`train_data` and `eval_data` of a job, the generators seeded alike before each.
+def open_data(
+    job: Job, seed: int, device: torch.device | None = None
+) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """`train_data` and `eval_data` of a job, the generators seeded alike before each, also that of a CUDA device.
 
     So a split that both draw, by `random_split` say, is one split. Raises JobError for what the job raises or returns.
     """
+    cuda = device if device is not None and device.type == "cuda" else None
     with job_at("while its data were opened"), imports_of_job(job):
-        seed_all(seed, "train data")
+        seed_all(seed, "train data", cuda=cuda)
         train_data = job.train_data()
-        seed_all(seed, "train data")
+        seed_all(seed, "train data", cuda=cuda)
         eval_data = job.eval_data()
     _check(train_data, "train_data")
     if eval_data is not None:

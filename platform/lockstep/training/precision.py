@@ -64,10 +64,10 @@ class Precision:
         if not self.scaler.is_enabled():
             optimizer.step()
             return True
-        # A fused optimizer is stepped either way and skips by itself, so ask the scaler what it found.
-        overflowed = self.scaler._found_inf_per_device(optimizer).values()
+        if any(bool(found) for found in self.scaler._found_inf_per_device(optimizer).values()):
+            return False  # the scaler would step a fused optimizer all the same: it skips by itself, and begins its state
         self.scaler.step(optimizer)
-        return not any(bool(found) for found in overflowed)
+        return True
 
     def settle(self) -> None:
         """Update the scale after every optimizer of the step was stepped: one that overflowed halves it for all."""

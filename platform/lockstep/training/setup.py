@@ -158,7 +158,7 @@ def prepare(
     start = None if newcomer else find_start(spec, group, origin, warn)
     tell(StageEnded("checkpoint", time.time()))
     set_apart()
-    train_data, eval_data = open_data(job, spec.seed)
+    train_data, eval_data = open_data(job, spec.seed, group.device)
     check_rules(spec, eval_data)
     for text in warnings_of(train_data):
         warn(text)
@@ -371,9 +371,9 @@ def make_model(
 ) -> nn.Module:
     """The job's model on its device, made from the seeded generators, with the initial weights that the spec names.
 
-    All ranks of a `group` call it, since rank 0 reads the weights for all.
+    All ranks of a `group` call it, since rank 0 reads the weights for all. A job may draw its weights on the device.
     """
-    seed_all(spec.seed, "model")
+    seed_all(spec.seed, "model", cuda=device if device.type == "cuda" else None)
     try:
         with imports_of_job(job):
             model = job.model()

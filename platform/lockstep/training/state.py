@@ -24,7 +24,7 @@ from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSched
 from lockstep.training.order import Order, check_order, order_of
 from lockstep.training.precision import Precision
 from lockstep.training.schedule import FunctionOfUpdates, RateSchedule
-from lockstep.training.sharding import ShardedOptimizer
+from lockstep.training.sharding import SCALARS, ShardedOptimizer
 
 
 @dataclass(slots=True)
@@ -237,9 +237,25 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
         for held, of_one in pairs:
             for name, value in of_one.items():
                 held[name] = as_saved(value, held[name])
-    for group, made_with in zip(optimizer.param_groups, own, strict=True):
-        if fork:
+    if fork:
+        for group, made_with in zip(optimizer.param_groups, own, strict=True):
             group.update(made_with)
+        for one in every:
+            counts_where_they_are_read(one)
+
+
+def counts_where_they_are_read(optimizer: torch.optim.Optimizer) -> None:
+    """Move the numbers of updates to where the kernels of their groups read them: fused and captured ones on the device, all others on the processor.
+
+    torch's `load_state_dict` looks at the groups as they were saved: those of another device, in a fork.
+    """
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            held = optimizer.state.get(parameter, {})
+            for name in SCALARS & held.keys():
+                if isinstance(held[name], Tensor):
+                    held[name] = held[name].to(parameter.device if on_device else "cpu")
 
 
 def _with_wrapped(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:

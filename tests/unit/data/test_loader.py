@@ -32,7 +32,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 import lockstep
 from lockstep.data import loader as loader_module
 from lockstep.data.dataset import draws_nothing
-from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors, moved
+from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors, moved, own_elements
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError, SpecError
 from lockstep.threads import library_threads
@@ -463,6 +463,18 @@ def test_tensors_are_handed_over_aligned(processes: int) -> None:
 class Pair(NamedTuple):
     x: Tensor
     y: Any
+
+
+def test_a_tensor_that_was_expanded_has_memory_of_its_own_before_it_is_pinned() -> None:
+    """torch copies into pinned memory of the same strides, and refuses where elements share a place."""
+    expanded, plain, sparse = torch.ones(1, 4).expand(3, 4), torch.ones(3, 4).t(), torch.eye(3).to_sparse()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torch.ones(1, 4).expand(3, 4).copy_(expanded)
+    found = own_elements(expanded)
+    assert found.stride() == (4, 1)
+    assert torch.equal(found, expanded)
+    assert own_elements(plain) is plain
+    assert own_elements(sparse) is sparse
 
 
 def test_map_tensors_keeps_every_container() -> None:

@@ -53,3 +53,24 @@ def test_what_is_recomputed_draws_the_same_numbers(source: str) -> None:
         return [*(one.grad.tolist() for one in model.parameters() if one.grad is not None), draws.state()[1:]]
 
     assert gradients(recomputed=True) == gradients(recomputed=False)
+
+
+def test_a_device_is_found_also_where_a_module_is_called_with_keywords_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch keeps the generators of the devices whose tensors are in positional arguments: another one's dropout would drop others in backward."""
+    seen: list[Any] = []
+    own = torch.utils.checkpoint._infer_device_type
+
+    def looked_at(*given: Any) -> str:
+        seen.extend(torch.utils._pytree.tree_leaves(given))
+        return own(*given)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "_infer_device_type", looked_at)
+    model = nn.Sequential(Noisy("torch"))
+    checkpoint_activations(Recomputes(Recomputes.Params()), model)
+    x = torch.ones(2, 4)
+    model[0](x=x).sum().backward()
+    assert any(one is x for one in seen)
+    assert isinstance(model[0].inner, nn.Linear)
+    assert model[0].inner.weight.grad is not None

@@ -19,7 +19,13 @@ from lockstep.plan import Plan
 from lockstep.spec.fields import EarlyStop
 from lockstep.training.digest import tree_digest, weights_digest
 from lockstep.training.precision import Precision
-from lockstep.training.state import Best, TrainState, power_of_two, restore_optimizer
+from lockstep.training.state import (
+    Best,
+    TrainState,
+    counts_where_they_are_read,
+    power_of_two,
+    restore_optimizer,
+)
 from tests.flat_momentum import FlatMomentum
 from tests.nested import Nested
 
@@ -240,3 +246,31 @@ def test_what_a_job_holds_in_one_memory_is_in_one_memory_again_or_refused(apart:
         )  # type: ignore[union-attr]
         job.newest.fill_(3)
         assert job.history.tolist() == [0, 0, 0, 3]
+
+
+@pytest.mark.parametrize(("fused", "where"), [(True, "meta"), (None, "cpu")])
+def test_numbers_of_updates_are_where_a_forks_kernels_read_them(fused: bool | None, where: str) -> None:
+    """torch's `load_state_dict` goes by the groups as they were saved, and a fork's may be those of another device."""
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.param_groups[0]["fused"] = fused
+    moments = torch.empty(3, device="meta")
+    optimizer.state[parameter] = {"step": torch.tensor(7.0), "exp_avg": moments}
+    counts_where_they_are_read(optimizer)
+    assert optimizer.state[parameter]["step"].device.type == where
+    assert optimizer.state[parameter]["exp_avg"] is moments
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_an_update_that_overflows_begins_no_state(fused: bool | None) -> None:
+    """A fused optimizer is stepped by torch's scaler all the same: it would have a state where a sharded one has none."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+    precision = Precision("fp16", torch.device("cpu"))
+    for gradient, updates in (INF, False), (1.0, True):
+        parameter.grad = torch.full((3,), gradient) * precision.scale
+        precision.unscale(optimizer)
+        assert precision.update(optimizer) is updates
+        assert bool(optimizer.state) is updates
+        precision.settle()
+    assert (parameter < 1.0).all()

@@ -153,7 +153,7 @@ class StepRehearsal:
         state, seed = self.state, self.spec.seed
         if is_of_model(state.order, state.model):
             return
-        seed_all(seed, "model")
+        seed_all(seed, "model", cuda=self.device if self.device.type == "cuda" else None)
         model = self.job.model()
         again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
         check_order(state.order, "once", again, "when the optimizer is made again")
