@@ -50,8 +50,9 @@ def held(document: SpecDocument) -> dict[str, int]:
     state = run.state
     assert isinstance(state.optimizer, ShardedOptimizer)
     kept = state.optimizer.own_state().values()
+    storages = [p.untyped_storage() for p in state.model.parameters()]  # with the gaps between elements
     return {
-        "parameters_bytes": sum(p.nbytes for p in state.model.parameters()),
+        "parameters_bytes": sum({one.data_ptr(): one.nbytes() for one in storages}.values()),
         "optimizer_bytes": sum(v.nbytes for own in kept for v in own.values() if isinstance(v, Tensor)),
         "gradients_bytes": sum(p.grad.nbytes for p in state.model.parameters() if p.grad is not None),
     }
