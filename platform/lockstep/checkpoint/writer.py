@@ -43,9 +43,9 @@ def write_part(attempt: Attempt, step: int, copied: Snapshot) -> Part:
 
     StaleAttemptError where the attempt is over, TakenError where it has already published this step.
     """
+    copied.wait()  # first: what is refused here frees the memory that a GPU copies into
     attempt.ensure_current()
     _refuse_published(attempt, step)
-    copied.wait()
     files = []
     for section, kind, pieces in _files(copied):
         name = FileName(section, attempt.number, copied.rank, kind)
