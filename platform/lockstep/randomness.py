@@ -32,8 +32,8 @@ def digest64(key: Key) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
-    """Seed the default generators of torch, numpy and python, and that of a CUDA device, from one key.
+def seed_all(*key: int | str, device: torch.device | None = None) -> None:
+    """Seed the default generators of torch, numpy and python, and that of `device` where it is a CUDA device, from one key.
 
     It calls the generators' own `manual_seed`: `torch.manual_seed` seeds every device and costs twenty times as much.
     """
@@ -41,9 +41,9 @@ def seed_all(*key: int | str, cuda: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(bits)
     np.random.mtrand._rand.seed(bits & 0xFFFFFFFF)
     random.seed(bits)
-    if cuda is not None:
+    if device is not None and device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
-        torch.cuda.default_generators[cuda.index or 0].manual_seed(bits)
+        torch.cuda.default_generators[device.index or 0].manual_seed(bits)
     _current.set(key)
 
 

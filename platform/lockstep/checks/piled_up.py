@@ -99,7 +99,7 @@ class _Updates:
         if not has_after_step(state.job):
             return None
         with _poisoned(self._leaves()) as added:
-            call_after_step(state, update + 1, seed=spec.seed, cuda=None)
+            call_after_step(state, update + 1, seed=spec.seed, device=None)
         return _stale(added[0], "after_step") if added else None
 
     def _held(self) -> dict[str, Tensor]:

@@ -145,8 +145,7 @@ class Specimen:
 
     def forward(self, module: LossModule, state: TrainState, batch: Any, key: MicroBatch) -> Loss:
         """The loss of a micro-batch, seeded as in its step."""
-        cuda = self.device if self.device.type == "cuda" else None
-        seed_all(self.spec.seed, "step", key.step, key.micro_batch, *module.phase.key, cuda=cuda)
+        seed_all(self.spec.seed, "step", key.step, key.micro_batch, *module.phase.key, device=self.device)
         with self.with_place(key), state.precision.autocast():
             loss: Loss = module(batch)
         check_loss(loss, state.precision, first=True, label=module.phase.loss_label)

@@ -10,10 +10,10 @@ from lockstep.training.failure import job_at
 from lockstep.training.state import TrainState
 
 
-def follow_update(state: TrainState, *, seed: int, cuda: torch.device | None) -> None:
+def follow_update(state: TrainState, *, seed: int, device: torch.device | None) -> None:
     """Call `after_step` and move the average. `state` has just counted the step, whose updates are done."""
     if has_after_step(state.job):
-        call_after_step(state, state.counters.step, seed=seed, cuda=cuda)
+        call_after_step(state, state.counters.step, seed=seed, device=device)
     if state.average is not None:
         state.average.move()
 
@@ -23,8 +23,8 @@ def has_after_step(job: Job) -> bool:
     return overrides(job, "after_step")
 
 
-def call_after_step(state: TrainState, step: int, *, seed: int, cuda: torch.device | None) -> None:
+def call_after_step(state: TrainState, step: int, *, seed: int, device: torch.device | None) -> None:
     """Call the job's `after_step` without gradients, with the generators seeded from (seed, "after step", step - 1)."""
-    seed_all(seed, "after step", step - 1, cuda=cuda)
+    seed_all(seed, "after step", step - 1, device=device)
     with job_at(f"after step {step}"), torch.no_grad():
         state.job.after_step(state.model, step)

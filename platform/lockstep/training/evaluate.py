@@ -343,7 +343,7 @@ class Evaluation:
         """
         where = f"evaluation micro-batch {i}, rank {self.group.rank}"
         parameters = ParameterWatch(model)
-        seed_all(self.seed, "eval", i, cuda=self.group.device if self.group.device.type == "cuda" else None)
+        seed_all(self.seed, "eval", i, device=self.group.device)
         try:
             with job_at(where):
                 with evaluating(model), self.precision.autocast():

@@ -27,11 +27,10 @@ def open_data(
 
     So a split that both draw, by `random_split` say, is one split. Raises JobError for what the job raises or returns.
     """
-    cuda = device if device is not None and device.type == "cuda" else None
     with job_at("while its data were opened"), imports_of_job(job):
-        seed_all(seed, "train data", cuda=cuda)
+        seed_all(seed, "train data", device=device)
         train_data = job.train_data()
-        seed_all(seed, "train data", cuda=cuda)
+        seed_all(seed, "train data", device=device)
         eval_data = job.eval_data()
     _check(train_data, "train_data")
     if eval_data is not None:

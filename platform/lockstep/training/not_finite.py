@@ -177,8 +177,7 @@ def _computed(
     phase = next(phase for phase in step.each_phase if phase.name == phase_name)
     look = FirstBad(until)
     hooks = list(look.hooks(state.model))
-    cuda = run.group.device if run.group.device.type == "cuda" else None
-    seed_all(run.spec.seed, "step", key.step, key.micro_batch, *phase.phase.key, cuda=cuda)
+    seed_all(run.spec.seed, "step", key.step, key.micro_batch, *phase.phase.key, device=run.group.device)
     try:
         with look, nullcontext() if state.compiled is None else state.compiled.off():
             with nullcontext() if plainly else state.precision.autocast():

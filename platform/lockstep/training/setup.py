@@ -373,7 +373,7 @@ def make_model(
 
     All ranks of a `group` call it, since rank 0 reads the weights for all. A job may draw its weights on the device.
     """
-    seed_all(spec.seed, "model", cuda=device if device.type == "cuda" else None)
+    seed_all(spec.seed, "model", device=device)
     try:
         with imports_of_job(job):
             model = job.model()

@@ -33,6 +33,11 @@ SCALARS = frozenset({"step"})
 """State that is one number per parameter, the same for every stretch of it."""
 
 
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether the kernels of a group read such numbers on the device: fused and captured ones do, all others on the processor."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
 class Stretch(NamedTuple):
     """Elements `start … stop - 1` of parameter number `parameter`, which rank `owner` updates."""
 
@@ -287,9 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not isinstance(value, Tensor):
             return value
         if name in SCALARS:
-            # Fused and captured kernels read it on the device, all others on the processor, as in torch's `load_state_dict`.
-            on_device = group.get("fused") or group.get("capturable")
-            return value.to(part.value.device if on_device else "cpu", copy=True)
+            return value.to(part.value.device if counts_on_device(group) else "cpu", copy=True)
         i, start, stop, _ = part.stretch
         if value.shape != self.parameters[i].shape:
             raise ValueError(

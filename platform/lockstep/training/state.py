@@ -24,7 +24,7 @@ from lockstep.training.job_phases import Optimizers, PhaseOptimizers, PhaseSched
 from lockstep.training.order import Order, check_order, order_of
 from lockstep.training.precision import Precision
 from lockstep.training.schedule import FunctionOfUpdates, RateSchedule
-from lockstep.training.sharding import SCALARS, ShardedOptimizer
+from lockstep.training.sharding import SCALARS, ShardedOptimizer, counts_on_device
 
 
 @dataclass(slots=True)
@@ -245,12 +245,12 @@ def restore_optimizer(optimizer: Optimizers, saved: Mapping[str, Any], *, fork: 
 
 
 def counts_where_they_are_read(optimizer: torch.optim.Optimizer) -> None:
-    """Move the numbers of updates to where the kernels of their groups read them: fused and captured ones on the device, all others on the processor.
+    """Move the numbers of updates to where the kernels of their groups read them.
 
     torch's `load_state_dict` looks at the groups as they were saved: those of another device, in a fork.
     """
     for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
+        on_device = counts_on_device(group)
         for parameter in group["params"]:
             held = optimizer.state.get(parameter, {})
             for name in SCALARS & held.keys():

@@ -136,7 +136,6 @@ class Stepper:
         self.watch = Stopwatch(group.device)
         self.times = StepTimes(group.device)
         self._abandoned = False
-        self._cuda = group.device if group.device.type == "cuda" else None
 
     def _learning(self, step: int) -> list[PhaseStep]:
         """The phases with something to learn in step number `step`, made ready for it. All ranks call it."""
@@ -217,7 +216,7 @@ class Stepper:
             with job_at(f"the schedule after step {position.number}"):
                 phase.rates.schedule.follow()
         if updated:
-            follow_update(state, seed=self.spec.seed, cuda=self._cuda)
+            follow_update(state, seed=self.spec.seed, device=self.group.device)
         if self.updates_by_job:
             self.modules.check(f"after step {position.number}")
             self.buffers.take_over()
@@ -354,7 +353,7 @@ class Stepper:
         precision: Precision | None = None,
     ) -> Loss:
         # Keyed by the micro-batch: whichever worker runs it draws the same numbers.
-        seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, cuda=self._cuda)
+        seed_all(self.spec.seed, "step", position.step, m, *phase.phase.key, device=self.group.device)
         with self._of_job(phase, position, m), (precision or self.state.precision).autocast():
             loss: Loss = module(batch)
             if batch is not None and not has_form(loss, phase.exchange.names):
@@ -452,7 +451,7 @@ class Stepper:
             )
         phase.rates.set(state.counters.updates)
         if phase.updates_by_job:  # seeding takes 30 us a step, and torch's own optimizers draw nothing
-            seed_all(spec.seed, "update", position.step, *phase.phase.key, cuda=self._cuda)
+            seed_all(spec.seed, "update", position.step, *phase.phase.key, device=self.group.device)
         with job_at(f"the update of step {position.number}"):
             skipped = not state.precision.update(optimizer)
         parts = {

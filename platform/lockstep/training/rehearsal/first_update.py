@@ -70,15 +70,14 @@ class FirstUpdate:
             for parameter, gradient in zip(module.parameters_that_learn, gradients, strict=True):
                 parameter.grad = gradient / weight
             state.schedule_of(phase.name).set(0)
-            cuda = self.device if self.device.type == "cuda" else None
-            seed_all(self.seed, "update", 0, *phase.key, cuda=cuda)
+            seed_all(self.seed, "update", 0, *phase.key, device=self.device)
             watch, modules = ParameterWatch(model), ModuleWatch(model)
             try:
                 optimizer.step()
             except (Exception, SystemExit) as error:
                 raise as_lockstep_error(error, "first update, before training") from error
             if has_after_step(self.job):
-                call_after_step(state, 1, seed=self.seed, cuda=cuda)
+                call_after_step(state, 1, seed=self.seed, device=self.device)
             watch.check_asking("after the first update, before training")
             watch.check_places()
             modules.check("after the first update, before training")

@@ -133,7 +133,7 @@ def compute(
     """
     model, where = module.model, f"{'first' if m == 0 else 'second'} micro-batch, before training"
     where += f", phase {module.phase.name!r}" if module.phase.name else ""
-    seed_all(seed, "rehearsal", *([m] if m else []), cuda=device if device.type == "cuda" else None)
+    seed_all(seed, "rehearsal", *([m] if m else []), device=device)
     buffers, parameters = KeptBuffers(model), ParameterWatch(model)
     values = {name: tensor_digest(parameter) for name, parameter in model.named_parameters()}
     try:

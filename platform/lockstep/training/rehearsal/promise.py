@@ -153,7 +153,7 @@ class StepRehearsal:
         state, seed = self.state, self.spec.seed
         if is_of_model(state.order, state.model):
             return
-        seed_all(seed, "model", cuda=self.device if self.device.type == "cuda" else None)
+        seed_all(seed, "model", device=self.device)
         model = self.job.model()
         again = order_of(make_optimizer(self.job, model, self.spec.optimizer), model)
         check_order(state.order, "once", again, "when the optimizer is made again")
@@ -333,7 +333,7 @@ class StepRehearsal:
 
     def _loss(self, module: LossModule, batch: Any, seed: int) -> Loss:
         more, device = ("again", seed) if seed else (), self.device
-        seed_all(self.spec.seed, "rehearsal", *more, cuda=device if device.type == "cuda" else None)
+        seed_all(self.spec.seed, "rehearsal", *more, device=device)
         with job_at("first micro-batch, before training"), self.state.precision.autocast():
             loss: Loss = module(batch)
         return loss
