@@ -20,8 +20,6 @@ class MLP(lockstep.Job):
         width: int = 128
         depth: int = 2
         rows: int = 32768
-        at_once: bool = False
-        """Fetch a micro-batch in one indexing rather than row by row."""
 
     params: Params
 
@@ -35,18 +33,8 @@ class MLP(lockstep.Job):
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(self.params.rows, self.params.features, generator=generator)
         y = torch.randint(CLASSES, (self.params.rows,), generator=generator)
-        return Table(x, y) if self.params.at_once else TensorDataset(x, y)
-
-    def collate(self, samples: object) -> object:
-        return samples if self.params.at_once else super().collate(samples)  # type: ignore[arg-type]
+        return TensorDataset(x, y)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> lockstep.Loss:
         x, y = batch
         return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
-
-
-class Table(TensorDataset):
-    """Gives the rows of a whole micro-batch as two tensors."""
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        return tuple(tensor[indices] for tensor in self.tensors)

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep.communication.group import Group, local_device
-from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.loader import Loader
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch, MicroBatchSampler
 from lockstep.job.interface import Job, Loss
 from lockstep.job.loading import load_job

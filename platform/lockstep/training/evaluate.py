@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.communication.group import Group
-from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.loader import Loader
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import EVALUATION, MicroBatch
 from lockstep.errors import DeterminismError, JobError, LockstepError
 from lockstep.job.interface import Job, Mean, overrides

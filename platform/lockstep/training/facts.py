@@ -12,7 +12,7 @@ from lockstep.data.contents import UnreadableError, written_out
 from lockstep.data.dataset import is_table
 from lockstep.data.fingerprint import fingerprint, former_fingerprint
 from lockstep.data.leakage import find_leakage
-from lockstep.data.loader import MicroBatches
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import LeftOut
 from lockstep.errors import DriftError, JobError
 from lockstep.job.identity import differing_fields, identity_digest, identity_fields, written_params

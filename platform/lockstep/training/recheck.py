@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.communication.group import Group
-from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.loader import Loader
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatchSampler
 from lockstep.errors import CorruptionError
 from lockstep.plan import Plan, Position, clip

@@ -18,7 +18,8 @@ from torch import nn
 from lockstep.checkpoint.run_folder import AttemptOrigin
 from lockstep.communication.group import Group
 from lockstep.data.inherited import set_apart
-from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.loader import Loader
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.own_order import number_of_ids
 from lockstep.data.sampler import LeftOut, MicroBatch
 from lockstep.errors import JobError, SpecError, nearest

@@ -32,7 +32,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 import lockstep
 from lockstep.data import loader as loader_module
 from lockstep.data.dataset import draws_nothing
-from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches, map_tensors, moved, own_elements
+from lockstep.data.loader import ALIGNMENT, Loader, map_tensors, moved, own_elements
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import ClusterError, JobError, LockstepError, SpecError
 from lockstep.threads import library_threads

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.loader import Loader
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.order import epoch_order
 from lockstep.data.sampler import FirstUse, LeftOut, MicroBatch, MicroBatchSampler
 from lockstep.plan import Plan

@@ -20,7 +20,8 @@ from torch.utils.data import Subset
 
 import lockstep
 from lockstep.data import Column, Table, places
-from lockstep.data.loader import ALIGNMENT, Loader, MicroBatches
+from lockstep.data.loader import ALIGNMENT, Loader
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.order import epoch_order
 from lockstep.data.sampler import MicroBatch, MicroBatchSampler
 from lockstep.data.table_files import TableFiles

@@ -21,7 +21,8 @@ from torch import nn
 from lockstep.checkpoint.tree import pack
 from lockstep.data.dataset import is_fingerprinted
 from lockstep.data.fingerprint import check_repeats
-from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.loader import Loader
+from lockstep.data.micro_batches import MicroBatches
 from lockstep.data.sampler import MicroBatch
 from lockstep.errors import DeterminismError, JobError, SpecError
 from lockstep.job.interface import Job, Loss

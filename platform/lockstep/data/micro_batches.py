@@ -1,0 +1,169 @@
+"""A dataset seen as micro-batches: fetched and collated whole, after a seed of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from lockstep.data import inherited
+from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
+from lockstep.data.order import Ids
+from lockstep.data.sampler import MicroBatch
+from lockstep.errors import JobError, LockstepError
+from lockstep.job.frames import place_in_job
+from lockstep.job.interface import Job
+from lockstep.randomness import Draws, seed_all
+from lockstep.threads import one_thread
+
+
+class MicroBatches(Dataset[Any]):
+    """A job's dataset seen as micro-batches: indexed by MicroBatch, giving the collated samples."""
+
+    def __init__(
+        self,
+        samples: Dataset[Any],
+        collate: Callable[[Sequence[Any]], Any],
+        *,
+        seed: int,
+        purpose: str,
+    ) -> None:
+        self.samples = samples
+        self.collate = collate
+        self.seed = seed
+        self.purpose = purpose
+        self.fetch_many: Callable[[Any], Any] | None = samples.__getitems__ if is_batched(samples) else None
+        self.draws_nothing = draws_nothing(samples)
+        self.in_memory = in_memory(samples)
+        self.collates_as_torch = getattr(collate, "__func__", None) is Job.collate
+
+    def __getitem__(self, batch: MicroBatch) -> Any:
+        """The collated micro-batch, None for one without samples; or the error, as a value, so that it leaves a loader process as it is."""
+        if not len(batch.ids):
+            return None
+        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
+        try:
+            with one_thread():
+                rows = self._gathered(batch)
+                return self._collated(batch, self.fetched(batch)) if rows is None else rows
+        except LockstepError as error:
+            return error
+
+    def collated(self, batch: MicroBatch, fetched: Future[Any]) -> Any:
+        """The same out of samples that were fetched without a seed, for they draw nothing; the collation may draw."""
+        if not len(batch.ids):
+            return None
+        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
+        try:
+            with one_thread():
+                return self._collated(batch, fetched.result())
+        except LockstepError as error:
+            return error
+
+    def fetched(self, batch: MicroBatch) -> Any:
+        """The samples, before they are collated. Raises the dataset's errors with their ids."""
+        samples: list[Any] = []
+        if not len(batch.ids):
+            return samples
+        try:
+            if self.fetch_many is not None:
+                samples = self.fetch_many(batch.ids)
+                if isinstance(samples, list | tuple) and len(samples) != len(batch.ids):
+                    raise JobError(
+                        f"data: {type(self.samples).__name__}.__getitems__ returned {len(samples)} samples for {_named(batch.ids)} ({_where(batch)}), "
+                        f"wanted {len(batch.ids)}, one for each id and in their order; leave a sample out with data.without"
+                    )
+                if batch.due and reads_ahead(self.samples):
+                    self.samples.read_ahead(batch.due)
+                return samples
+            fetch = self.samples.__getitem__
+            for sample_id in batch.ids:
+                samples.append(fetch(sample_id))  # their number tells which one failed
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:  # a dataset may end the process
+            one = f"sample {batch.ids[len(samples)]}" if self.fetch_many is None else _named(batch.ids)
+            raise _data_error(error, batch, one) from error
+        return samples
+
+    def _gathered(self, batch: MicroBatch) -> list[Tensor] | None:
+        """The same as torch's collation makes of the rows of a TensorDataset, without a tensor for each row; None where that may be something else.
+
+        Found out for each micro-batch: a job may give its dataset other tensors, or its subset other indices, at any time.
+        """
+        if not self.collates_as_torch:
+            return None
+        samples: Any = self.samples
+        ids = batch.ids
+        try:
+            while type(samples) is Subset and isinstance(samples.indices, list | range | np.ndarray):
+                samples, ids = samples.dataset, [samples.indices[i] for i in ids]
+            if type(samples) is not TensorDataset or not all(map(_is_gathered, samples.tensors)):
+                return None
+            rows = torch.tensor(ids, device="cpu")
+            return [tensor.index_select(0, rows) for tensor in samples.tensors]
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return None  # such as a negative index: to be taken, or to fail, sample by sample
+
+    def check_draws_nothing(self, batch: MicroBatch) -> None:
+        """JobError for a dataset that says `draws_nothing` and draws: its thread has no seed, and would take from the training's numbers."""
+        if not self.draws_nothing:
+            return
+        seed_all(self.seed, self.purpose, batch.step, batch.micro_batch)
+        before, draws = Draws().state(), Draws()
+        with one_thread():
+            self.fetched(batch._replace(due=()))
+        if draws.state() == before:
+            return
+        raise JobError(
+            f"data: {type(self.samples).__name__} says draws_nothing = True, and draws random numbers for {_named(batch.ids)}: a thread "
+            "would fetch them without their seed; take draws_nothing out of it, or draw in collate"
+        )
+
+    def _collated(self, batch: MicroBatch, samples: Any) -> Any:
+        try:
+            collated = self.collate(samples)
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _data_error(error, batch, f"the collation of {_named(batch.ids)}") from error
+        if collated is None:  # which means a micro-batch without samples
+            raise JobError(
+                f"data: job.collate returned None for {_named(batch.ids)} ({_where(batch)}), wanted a batch: each sample counts once; "
+                "give a broken one no weight in the loss, or leave it out with data.without"
+            )
+        return collated
+
+
+def _is_gathered(tensor: Tensor) -> bool:
+    """Whether rows that are gathered from it have the bits and the strides of rows that are taken from it and stacked."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )  # fmt: skip
+
+
+def _data_error(error: BaseException, batch: MicroBatch, what: str) -> JobError:
+    """What the job's code raised, with the samples and the step."""
+    text = " ".join(str(error).split()) or "no message"
+    text += inherited.explanation(error)
+    return JobError(
+        f"data: {what} failed ({_where(batch)}{place_in_job(error)}): {type(error).__name__}: {text}"
+    )
+
+
+def _where(batch: MicroBatch) -> str:
+    if batch.step < 0:
+        return f"evaluation micro-batch {batch.micro_batch}"
+    return f"step {batch.step_number}, micro-batch {batch.micro_batch}"
+
+
+def _named(ids: Sequence[int] | Ids) -> str:
+    return f"samples {', '.join(map(str, ids[:8]))}{', …' if len(ids) > 8 else ''}"
