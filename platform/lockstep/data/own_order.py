@@ -73,10 +73,15 @@ def check_own_order(
 
     began = time.perf_counter()
     orders = [asked(0)]
+    seen = [_seen(orders[0], samples)]
     if epochs > 1 and time.perf_counter() - began < AGAIN_S:
         orders.append(asked(1))
+        seen.append(_seen(orders[1], samples))
     for epoch, order in enumerate(orders):
-        if not _same(order, asked(epoch), samples):
+        # The first of it as well, before it is asked again: one that follows what was asked last gives another epoch's ids by now.
+        if not (
+            _same(seen[epoch], _seen(order, samples)) and _same(seen[epoch], _seen(asked(epoch), samples))
+        ):
             raise JobError(
                 f"data: epoch_order of {type(dataset).__name__} gives other ids when it is asked for epoch {epoch} again, so a resume or another "
                 "worker would visit other samples; let the order follow from seed, epoch and position alone: draw from the default generators "
@@ -84,17 +89,21 @@ def check_own_order(
             )
 
 
-def _same(order: Order, again: Order, samples: int) -> bool:
-    """Whether two orders agree: arrays in all, others at the positions that are probed; and each with itself in steps of two."""
-    if isinstance(order, np.ndarray) and isinstance(again, np.ndarray):
-        return np.array_equal(order, again)
+def _seen(order: Order, samples: int) -> list[Ids]:
+    """What an order gives: an array all of it; any other the ids at the positions that are probed, at the first ones also in steps of two."""
+    if isinstance(order, np.ndarray):
+        return [order]
     most = min(PROBED, samples)
     slices = [
-        slice(0, most, 1), slice(samples - most, samples, 1), slice(0, samples, -(-samples // PROBED) if samples else 1)
+        slice(0, most, 1), slice(samples - most, samples, 1), slice(0, samples, -(-samples // PROBED) if samples else 1), slice(0, most, 2)
     ]  # fmt: skip
-    return all(np.array_equal(order[one], again[one]) for one in slices) and np.array_equal(
-        order[slice(0, most, 2)], order[slice(0, most, 1)][::2]
-    )
+    return [np.array(order[one]) for one in slices]
+
+
+def _same(seen: list[Ids], again: list[Ids]) -> bool:
+    """Whether two orders agree in what they gave, and one that is no array also with itself."""
+    agree = len(seen) == len(again) and all(map(np.array_equal, seen, again))
+    return agree and (len(seen) == 1 or np.array_equal(seen[0][::2], seen[3]))
 
 
 class _Sliced:
@@ -128,7 +137,8 @@ def _array(given: Any, count: int, ids: int, what: str, of: str) -> Ids:
         raise JobError(
             f"{what}: got {len(found)} ids, wanted {count}, one for each position of the {of}; __len__ says how many samples an epoch has"
         )
-    array: Ids = found.astype(np.int64, copy=False)
+    # The dataset may write into its array again, while the ids of this epoch are still used.
+    array: Ids = found.astype(np.int64, copy=found.flags.writeable and not isinstance(given, list | tuple))
     # As unsigned numbers those below 0 are large: one pass.
     if count and int(np.ascontiguousarray(array).view(np.uint64).max()) >= ids:
         strange = next(islice((int(i) for i in array if not 0 <= i < ids), 1))

@@ -131,11 +131,43 @@ def by_slice() -> Callable[[int], Any]:
     return lambda epoch: Lazy(lambda p: np.random.permutation(SIZE)[p])
 
 
-@pytest.mark.parametrize(("make", "epoch"), [(entropy, 0), (kept, 0), (later, 1), (by_slice, 0)])
+def shuffled_on() -> Callable[[int], Any]:
+    """One array, shuffled further each time: whoever is asked first of all gives other ids than a run that goes on."""
+    ids = np.arange(SIZE)
+    return lambda epoch: (np.random.default_rng(epoch).shuffle(ids), ids)[1]
+
+
+def of_the_last_epoch() -> Callable[[int], Any]:
+    """One object, which gives the ids of the epoch that it was last asked for."""
+    asked = [0]
+    shared = Lazy(lambda positions: keyed(asked[0])[positions])
+    return lambda epoch: (asked.__setitem__(0, epoch), shared)[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "epoch"),
+    [(entropy, 0), (kept, 0), (later, 1), (by_slice, 0), (shuffled_on, 0), (of_the_last_epoch, 0)],
+)
 def test_an_order_that_is_another_one_when_it_is_asked_again_is_refused(make: Any, epoch: int) -> None:
     said = rf"^data: epoch_order of Ordered gives other ids when it is asked for epoch {epoch} again, so a resume"
     with pytest.raises(JobError, match=said):
         sampler(Ordered(make())).check_order()
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_an_array_that_the_dataset_fills_anew_is_an_order_of_its_own_each_time(kind: Any) -> None:
+    held = np.empty(SIZE, np.int64)
+
+    def filled(epoch: int) -> Any:
+        held[:] = keyed(epoch)
+        return kind(held)
+
+    found, wanted = sampler(Ordered(filled)), sampler(Ordered(keyed))
+    found.check_order()
+    batches = iter(found)
+    first = next(batches)
+    found.at(found.plan.position(20), 0)  # of the third epoch
+    assert [first, *batches] == list(wanted)
 
 
 def test_an_epoch_that_the_run_does_not_reach_is_not_asked_for() -> None:
