@@ -149,6 +149,19 @@ class Strided(Plain):
         return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
 
 
+class Empty(Plain):
+    """A parameter without elements, in a bucket of its own as it is the only one of its type."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_parameter("empty", nn.Parameter(torch.empty(0, 3, dtype=torch.float64)))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        loss = super().loss(model, batch)
+        return lockstep.Loss(loss.total + model.empty.sum(), loss.weight)  # type: ignore[operator, union-attr]
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()

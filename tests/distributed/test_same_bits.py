@@ -242,6 +242,14 @@ def test_parameters_of_any_kind_keep_the_bits(pool: Pool, each: list[tuple[int, 
             assert pool.run(workers, train_sending, document, latency_bytes) == [alone] * workers
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_bucket_without_elements_keeps_the_bits(pool: Pool, workers: int) -> None:
+    """Six micro-batches: some workers send two partial sums."""
+    use = "tests.distributed.small_jobs:Empty"
+    spec: Document = {"job": {"use": use}, "batch": {"global": 12, "micro": 2}, "data": {"drop_last": False}}
+    assert pool.run(workers, train, spec) == [train(spec)] * workers
+
+
 def launched(folder: Path) -> list[Trained]:
     """What the two ranks left there, which are as many workers of one run."""
     every = [pickle.loads(folder.joinpath(f"{rank}.pickle").read_bytes()) for rank in range(2)]

@@ -266,8 +266,11 @@ class Reduction(ABC):
             buffer.copy_(in_pairs(torch.cat(by_rank).view(self.group.size, -1)[:, : buffer.numel()]))
         else:
             parts = [one[: len(own) * buffer.numel()] for one, own in zip(by_rank, self._nodes, strict=True)]
-            every: list[Sequence[Tensor]] = [torch.split(part, buffer.numel()) for part in parts]
-            every[rank] = tuple(sums)
+            # By a view: a bucket without elements has as many sums as any other.
+            every = [
+                sums if i == rank else part.view(len(own), buffer.numel()).unbind()
+                for i, (part, own) in enumerate(zip(parts, self._nodes, strict=True))
+            ]
             _put(buffer, *self._added(self._nodes, every))
         # A backend thread keeps the tensors of a finished work until it gets a turn to run: free the memory now.
         received.untyped_storage().resize_(0)
@@ -278,8 +281,7 @@ class Reduction(ABC):
         """The sums of some ranks, by rank, added as far as the tree goes. The left operands are overwritten."""
         tree = TreeSum(self._leaves)
         for own, parts in zip(owned, sums, strict=True):
-            # Not strict: torch.split of an empty tensor gives one empty part.
-            for node, part in zip(own, parts, strict=False):
+            for node, part in zip(own, parts, strict=True):
                 tree.add(node, [part])
         return [total for _, (total,) in tree.sums]
 
