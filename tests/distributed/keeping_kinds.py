@@ -841,6 +841,39 @@ class LeavesOutAndLoadsStrictly(TeacherOutOfTheState):
         return Strict()
 
 
+class Halved(nn.Sequential):
+    """Its `state_dict` has half the digits, for small files."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.half() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+class GivesHalfTheDigits(Kind):
+    def model(self) -> nn.Module:
+        return Halved(*perceptron())
+
+
+class Merged(nn.Linear):
+    """Its `state_dict` has what it has learnt beside its weight added to it; at first that is nothing."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.beside = nn.Parameter(torch.zeros(outputs, inputs))
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        state[f"{prefix}weight"] = (self.weight + self.beside).detach()
+        return state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight + self.beside, self.bias)
+
+
+class GivesMergedWeights(Kind):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Merged(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
 EVALUATIONS = "is changed by job.whole_set_metrics or job.figures, which rank 0 alone calls"
 
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
@@ -861,6 +894,8 @@ REFUSED: dict[type[Kind], tuple[str, ...]] = {
     NumbersOfNumPy: ("job/heat is a numpy.float32, which a checkpoint cannot hold",),
     StageOfTheData: ("data: job.staged.stage is changed by an update", "data.loader_processes"),
     LeavesOutAndLoadsStrictly: ("job.model: its load_state_dict() does not take what its state_dict() gives", '"teacher.0.weight"', "strict=False"),
+    GivesHalfTheDigits: ("job.model: its state_dict() gives other bits for '0.weight' (torch.float16)", "at the start"),
+    GivesMergedWeights: ("job.model: its state_dict() gives other bits for '0.weight'", "after the first update, before training"),
     Sets: ("job.optimizer: parameter", "of group 0 is", "when the optimizer is made again", "give parameters in a list"),
     WeighsByTheBest: (f"job.best {EVALUATIONS}", "job.after_step(model, step)"),
     BestSoFar: (f"job.best {EVALUATIONS}",),

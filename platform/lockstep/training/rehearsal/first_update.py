@@ -20,6 +20,7 @@ from lockstep.training.job_phases import optimizers_of
 from lockstep.training.parameters import ModuleWatch, ParameterWatch
 from lockstep.training.phase_step import LossModule
 from lockstep.training.rehearsal.held import HOOKS, memory_of, named
+from lockstep.training.rehearsal.layout import check_listed
 from lockstep.training.rehearsal.memory import Memory, tensor_digest
 from lockstep.training.sharding import ShardedOptimizer
 from lockstep.training.state import TrainState, check_shared, restore_optimizer
@@ -81,6 +82,7 @@ class FirstUpdate:
             watch.check_asking("after the first update, before training")
             watch.check_places()
             modules.check("after the first update, before training")
+            check_listed(model, "after the first update, before training")
             named_tensors = [*model.named_parameters(), *model.named_buffers()]
             found = {f"{name!r}": tensor_digest(tensor) for name, tensor in named_tensors}
             if tell:

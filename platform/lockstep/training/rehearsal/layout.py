@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import JobError
+from lockstep.training.failure import job_at
+from lockstep.training.rehearsal.memory import same_bits
 
 
 def check_layout(model: nn.Module) -> None:
@@ -46,6 +48,21 @@ def check_layout(model: nn.Module) -> None:
             if _overlap(one, tensor):
                 _refuse(*sorted((other, what), reverse=True))
         before.append((what, tensor))
+
+
+def check_listed(model: nn.Module, where: str) -> None:
+    """JobError where the model's `state_dict` gives other bits for a parameter or buffer than it has; `where` is the place in the run."""
+    with job_at("in state_dict of the model"):
+        listed = model.state_dict(keep_vars=True)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        given = listed.get(name, tensor)
+        if given is tensor or not isinstance(given, Tensor) or nn.parameter.is_lazy(tensor):
+            continue
+        if not same_bits(given, tensor):
+            raise JobError(
+                f"job.model: its state_dict() gives other bits for {name!r} ({given.dtype}) than the model computes with ({tensor.dtype}, {where}), so a "
+                "resumed run would go on with other weights; give every tensor as it is, and convert or merge weights after training"
+            )
 
 
 def _refuse(one: str, other: str) -> None:

@@ -21,7 +21,7 @@ from lockstep.training.means import check_form, check_parts
 from lockstep.training.parameters import ParameterWatch, written_parameter
 from lockstep.training.phase_step import LossModule, missing_gradient
 from lockstep.training.precision import Precision
-from lockstep.training.rehearsal.layout import check_layout
+from lockstep.training.rehearsal.layout import check_layout, check_listed
 from lockstep.training.rehearsal.memory import tensor_digest
 
 
@@ -47,6 +47,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
                 "real numbers with one dimension more, and use torch.view_as_complex(parameter) in the forward"
             )
     check_layout(model)
+    check_listed(model, "at the start")
     _check_state(model)
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
