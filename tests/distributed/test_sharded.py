@@ -11,10 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lockstep.checkpoint.snapshot as snapshot
 import lockstep.training.optimizer as optimizer
+import lockstep.training.setup as setup
+from lockstep import Loss
 from lockstep.checkpoint.reader import checkpoints, load
 from lockstep.checkpoint.run_folder import AttemptOrigin, RunFolder
 from lockstep.checkpoint.storages import open_storage
@@ -277,6 +280,45 @@ def test_a_resumed_worker_holds_no_more_than_one_from_the_beginning(pool: Pool, 
         for keeps in (False, True)
     ]
     assert resumed[0] <= 1.05 * begun < resumed[1]
+
+
+class Short(Plain):
+    """Parameters in bfloat16, one of them so large that threads share it."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 9001), nn.Tanh(), nn.Linear(9001, 3)).bfloat16()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(F.cross_entropy(model(x.bfloat16()).float(), y, reduction="sum"), len(y))
+
+
+def short(threads: int) -> Document:
+    return {
+        "job": {"use": "tests.distributed.test_sharded:Short"},
+        "batch": {"global": 4, "micro": 2},
+        "length": {"steps": 3},
+        "threads": threads,
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+    }
+
+
+def train_with_any_threads(document: Document) -> Trained:
+    with mock.patch.object(setup, "check_threads", lambda *_: None):
+        return train(document)
+
+
+def test_short_parameters_are_updated_by_one_thread_alone(pool: Pool) -> None:
+    """On any number of workers, for sharding is placement. The control: without the refusal, three threads give other bits."""
+    assert pool.run(2, train, sharded(short(1))) == [train(short(1))] * 2
+    for workers in (1, 2):
+        with pytest.raises(
+            SpecError,
+            match=r"^optimizer.sharded: got true with threads=3, and parameter '0.weight' is torch.bfloat16",
+        ):
+            pool.run(workers, train, sharded(short(3)))
+    found, *_ = pool.run(2, train_with_any_threads, sharded(short(3)))
+    assert found.weights_digest != train(short(3)).weights_digest
 
 
 class Adding(torch.optim.SGD):

@@ -57,6 +57,7 @@ from lockstep.training.rehearsal.micro_batch import Rehearsal, check_model
 from lockstep.training.rehearsal.promise import StepRehearsal
 from lockstep.training.requests import Requests
 from lockstep.training.schedule import make_schedule
+from lockstep.training.sharding import check_threads
 from lockstep.training.start import Start, find_start, restore_on_every_rank
 from lockstep.training.state import TrainState
 from lockstep.training.step import Stepper
@@ -300,6 +301,8 @@ def make_state(
     `group` are the workers that share the state of a sharded optimizer; without it the state is whole.
     """
     check_combination(job, spec)
+    if spec.optimizer.sharded and spec.determinism == "strict":
+        check_threads(model, device, spec.threads)
     average = None if spec.ema is None else Average(model, spec.ema)
     with imports_of_job(job):
         optimizer = make_optimizer(job, model, spec.optimizer, group)

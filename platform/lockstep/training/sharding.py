@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoint.tree import Elsewhere
 from lockstep.communication.group import Group
 from lockstep.errors import SpecError
 from lockstep.training.norm import ELEMENT_BY_ELEMENT
+from lockstep.training.parameters import SHORT
 
 UNIT = 64
 """Parameters are split at multiples of so many elements: at least the vectors of every processor, and 128 bytes of bf16."""
@@ -112,6 +113,23 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
         raise SpecError(
             f"optimizer.sharded: the job's {kind.__name__} comes with state; wanted one that has taken no step, or optimizer.sharded=false"
         )
+
+
+def check_threads(model: nn.Module, device: torch.device, threads: int) -> None:
+    """SpecError for parameters in a short type that several threads of a processor update.
+
+    Each thread takes a share of a tensor, which ends elsewhere in a part than in the whole. Where one ends, torch adds short numbers one by one,
+    and rounds them otherwise than its vectors do: in `add_` with an `alpha`, as SGD and a weight decay have it.
+    """
+    if device.type != "cpu" or threads == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in SHORT:
+            raise SpecError(
+                f"optimizer.sharded: got true with threads={threads}, and parameter {name!r} is {parameter.dtype}, which torch rounds otherwise where a "
+                "thread's share of it ends, and that is elsewhere in a part; set threads=1, hold it in float32 and set precision: bf16, or set "
+                "optimizer.sharded=false"
+            )
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
