@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +34,13 @@ from lockstep.training.state import TrainState
 
 GRACE_S = 30.0
 """How long a failed attempt, or one whose workers change, waits for the save in flight."""
+
+
+@dataclass(slots=True)
+class LastSave:
+    """When this process last saved the run, by its clock. It outlives a group: else workers that come and go more often than a save is due would put it off for ever."""
+
+    at: float = field(default_factory=lambda: time.monotonic())
 
 
 def _sharing(rows: Saving) -> Sharing:
@@ -61,6 +69,7 @@ class Checkpoints:
         origin: AttemptOrigin | None,
         start: Start | None = None,
         digests: Callable[[], dict[str, Any]] = dict,
+        last: LastSave | None = None,
     ) -> None:
         self.spec, self.plan, self.group, self.state, self.facts = spec, plan, group, state, facts
         self.history, self.tell, self.requests, self.origin = history, tell, requests, origin
@@ -80,7 +89,9 @@ class Checkpoints:
         self._token = uuid.uuid4().hex
         """Identifies rank 0's claim, which is repeated at the next save if it failed half-way or another rank could not join."""
         self._saver: AsyncSaver | None = None
-        self._saved_at = time.monotonic()
+        self._last = last or LastSave()
+        self._before = self._last.at
+        """When the state was saved before the save in flight."""
 
     def wanted(self) -> bool:
         """Whether this rank votes to save after this step. Only rank 0 does: on request, or if the cadence counts seconds and one is due."""
@@ -89,7 +100,7 @@ class Checkpoints:
             return False
         if self.requests.save():
             return True
-        return every is not None and every.due_after(time.monotonic() - self._saved_at)
+        return every is not None and every.due_after(time.monotonic() - self._last.at)
 
     def due(self, position: Position, *, agreed: bool) -> bool:
         """Whether the state is saved after this step, once it is evaluated if that is due."""
@@ -112,7 +123,8 @@ class Checkpoints:
         step = self.state.counters.step
         if self.origin is None or step == self._saved_step:
             return
-        self._saved_step, self._saved_at = step, time.monotonic()
+        self._saved_step = step
+        self._before, self._last.at = self._last.at, time.monotonic()
         saver = self._saver = self._saver or self._open(self.origin)
         if saver is None:
             return
@@ -153,8 +165,7 @@ class Checkpoints:
     def leave(self) -> None:
         """Finish the save in flight before the ranks form another group. Give up after `GRACE_S`: a rank lost meanwhile may have a part in it."""
         if self._saver is not None:
-            self._saver.wait(GRACE_S)
-            self._saver.close(abandon=True)
+            self._give_up(self._saver, GRACE_S)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -163,10 +174,17 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saver is not None:
-            # A save in which a lost rank had a part never ends, so nobody waits for it.
-            if error is not None and not (self.hasty and kind_of(error).kind == "peer"):
-                self._saver.wait(GRACE_S)
-            self._saver.close(abandon=error is not None)
+            if error is None:
+                self._saver.close()
+            else:
+                # A save in which a lost rank had a part never ends, so nobody waits for it.
+                self._give_up(self._saver, 0.0 if self.hasty and kind_of(error).kind == "peer" else GRACE_S)
+
+    def _give_up(self, saver: AsyncSaver, grace_s: float) -> None:
+        """End the save in flight, after so many seconds at most. One that is given up does not count."""
+        if not saver.wait(grace_s):
+            self._last.at = self._before
+        saver.close(abandon=True)
 
     def _evaluated_now(self) -> dict[str, float]:
         if self.state.counters.evaluated != self.state.counters.step:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from lockstep.record.history import History
 from lockstep.spec.fields import Spec
 from lockstep.training.activations import checkpoint_activations
 from lockstep.training.average import Average
-from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.checkpoints import Checkpoints, LastSave
 from lockstep.training.compiled import CompiledLosses
 from lockstep.training.determinism import check_kept
 from lockstep.training.digest import weights_digest
@@ -79,6 +79,7 @@ class Run:
     facts: dict[str, Any]
     start: Start | None
     history: History
+    last_save: LastSave = field(default_factory=LastSave)
 
     def in_group(self, group: Group, tell: Tell, origin: AttemptOrigin | None) -> Run:
         """The run of this worker in another group, from the current state. All ranks of the group call it."""
@@ -137,6 +138,7 @@ class Run:
             origin,
             self.start,
             self.step.digests.for_checkpoint,
+            self.last_save,
         )
 
 
