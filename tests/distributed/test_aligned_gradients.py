@@ -66,3 +66,61 @@ def test_gradients_are_aligned_in_buckets_of_any_size(pool: Pool, bucket_mb: flo
 def test_in_buckets_they_are_not_by_themselves(pool: Pool) -> None:
     """The control."""
     assert all(len(seen) > 1 for _, seen in pool.run(2, train_seeing, 25.0, False))
+
+
+class Column(nn.Module):
+    """A scale for each feature, in a column that is used turned: its gradient of one worker lies as a row does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 100), nn.Linear(100, 3)
+        self.scale = nn.Parameter(torch.zeros(100, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.outer(self.inner(x).tanh() * self.scale.t())
+        return outputs
+
+
+class BySquares(Trusting):
+    """The rate of a matrix by the products of the columns of its gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                squares = (gradient.mT @ gradient).diagonal() if gradient.dim() > 1 else gradient.square()
+                parameter.sub_(group["lr"] * gradient / (squares + 1e-2))
+
+
+class Columns(Plain):
+    def model(self) -> nn.Module:
+        return Column()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return BySquares(model.parameters())
+
+
+def train_columns(strided: bool) -> Trained:
+    align = step.align_gradients if strided else aligned_alone
+    with mock.patch.object(step, "align_gradients", align):
+        return train(
+            {
+                "job": {"use": "tests.distributed.test_aligned_gradients:Columns"},
+                "batch": {"global": 16, "micro": 2},
+                "length": {"epochs": 4},
+            }
+        )
+
+
+def aligned_alone(parameters: Any) -> None:
+    for parameter in parameters:
+        if parameter.grad.data_ptr() % ALIGNMENT["cpu"]:
+            parameter.grad = parameter.grad.clone()
+
+
+def test_gradients_have_the_strides_of_their_parameters(pool: Pool) -> None:
+    """A library goes by the strides, also where a dimension has one element and they make no difference to what is where."""
+    alone = train_columns(True)
+    assert pool.run(2, train_columns, True) == [alone] * 2
+    assert pool.run(2, train_columns, False)[0].weights_digest != train_columns(False).weights_digest

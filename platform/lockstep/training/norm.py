@@ -155,11 +155,24 @@ def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:
 
 
 def align_gradients(parameters: Iterable[Tensor]) -> None:
-    """Move each gradient that lies unaligned in a bucket to memory of its own.
+    """Move each gradient that lies unaligned in a bucket, or has other strides than it has there, to memory of its own.
 
-    For optimizers that sum or multiply matrices: their kernels may choose an order by the alignment of their inputs.
+    For optimizers that sum or multiply matrices: their kernels may choose an order by the alignment and the strides of their inputs.
     """
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None and gradient.data_ptr() % ALIGNMENT.get(gradient.device.type, 64):
-            parameter.grad = gradient.clone()
+        if gradient is None:
+            continue
+        strides = parameter.stride()
+        if gradient.stride() != strides:
+            strides = _in_a_bucket(parameter)
+        if gradient.stride() != strides or gradient.data_ptr() % ALIGNMENT.get(gradient.device.type, 64):
+            parameter.grad = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
+
+
+def _in_a_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """The strides of a gradient in a bucket of DDP: those of its parameter, or row-major ones where that has gaps."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(order).is_contiguous():
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
