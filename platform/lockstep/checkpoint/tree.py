@@ -373,9 +373,23 @@ def _reach(tensor: Tensor) -> int:
 
 def _in_order_of_memory(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
     """The tensor as a contiguous one without a copy, and the order of dimensions for that; a copy if there is no such order."""
-    if tensor.is_contiguous():
+    contiguous, shape, strides = tensor.is_contiguous(), tensor.shape, tensor.stride()
+    if contiguous and 1 not in shape:
         return tensor, None
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
+    order = sorted(range(len(shape)), key=lambda dimension: (-strides[dimension], -shape[dimension]))
     permuted = tensor.permute(order)
+    if contiguous:
+        # A dimension of one element may have any stride, and libraries go by it: a column that is a turned row stays one.
+        turned = order != sorted(order) and _is_row_major(permuted)
+        return (permuted, order) if turned else (tensor, None)
     return (permuted, order) if permuted.is_contiguous() else (tensor.contiguous(), None)
+
+
+def _is_row_major(tensor: Tensor) -> bool:
+    """Whether it has the strides that new memory of its shape has, also where a dimension has one element."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= max(size, 1)
+    return True

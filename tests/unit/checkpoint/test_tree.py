@@ -245,6 +245,26 @@ def test_tensors_in_another_order_of_dimensions_keep_it() -> None:
     assert same(alone, tree["apart"].contiguous())  # its gaps are not kept
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        bits(torch.float32, 1, 100).t(),
+        bits(torch.float32, 100, 1).t(),
+        bits(torch.float32, 100, 1),
+        bits(torch.float32, 4, 1, 3, 3).to(memory_format=torch.channels_last),
+        bits(torch.float32, 3, 4, 1, 1).to(memory_format=torch.channels_last),
+        bits(torch.float32, 1, 1, 4, 1).to(memory_format=torch.channels_last),
+        bits(torch.float32, 1, 8, 1).permute(2, 1, 0),
+        bits(torch.float32, 1),
+    ],
+)
+def test_dimensions_of_one_element_keep_their_strides(tensor: torch.Tensor) -> None:
+    """A library goes by them, so a resumed optimizer would multiply matrices to other bits."""
+    (found,) = through_files([tensor])
+    assert same(found, tensor)
+    assert found.stride() == tensor.stride()
+
+
 def test_packing_copies_nothing_of_a_dense_tensor() -> None:
     weight = bits(torch.float32, 2, 3, 4, 4).to(memory_format=torch.channels_last)
     assert pack([weight]).tensors["0"].data_ptr() == weight.data_ptr()
