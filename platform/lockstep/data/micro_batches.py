@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lockstep.data import inherited
 from lockstep.data.dataset import draws_nothing, in_memory, is_batched, reads_ahead
@@ -94,16 +95,20 @@ class MicroBatches(Dataset[Any]):
     def _gathered(self, batch: MicroBatch) -> list[Tensor] | None:
         """The same as torch's collation makes of the rows of a TensorDataset, without a tensor for each row; None where that may be something else.
 
-        Found out for each micro-batch: a job may give its dataset other tensors, or its subset other indices, at any time.
+        Found out for each micro-batch: a job may give its dataset other tensors, its subset other indices, or torch another collation, at any time.
         """
-        if not self.collates_as_torch:
+        if not self.collates_as_torch or (default_collate_fn_map, _fetches()) != _OF_TORCH:
             return None
         samples: Any = self.samples
         ids = batch.ids
         try:
             while type(samples) is Subset and isinstance(samples.indices, list | range | np.ndarray):
+                if not vars(samples).keys().isdisjoint(_FETCHING):
+                    return None
                 samples, ids = samples.dataset, [samples.indices[i] for i in ids]
-            if type(samples) is not TensorDataset or not all(map(_is_gathered, samples.tensors)):
+            if type(samples) is not TensorDataset or not vars(samples).keys().isdisjoint(_FETCHING):
+                return None
+            if not all(map(_is_gathered, samples.tensors)):
                 return None
             rows = torch.tensor(ids, device="cpu")
             return [tensor.index_select(0, rows) for tensor in samples.tensors]
@@ -138,6 +143,17 @@ class MicroBatches(Dataset[Any]):
                 "give a broken one no weight in the loss, or leave it out with data.without"
             )
         return collated
+
+
+_FETCHING = {"__getitem__", "__getitems__"}
+
+
+def _fetches() -> tuple[Any, ...]:
+    """How torch's datasets fetch: a job may have put functions of its own there."""
+    return TensorDataset.__getitem__, Subset.__getitem__, Subset.__getitems__
+
+
+_OF_TORCH = (dict(default_collate_fn_map), _fetches())
 
 
 def _is_gathered(tensor: Tensor) -> bool:

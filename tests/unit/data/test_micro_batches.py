@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, random_split
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import lockstep
 from lockstep.data.micro_batches import MicroBatches
@@ -160,6 +161,37 @@ def test_tensors_and_indices_that_are_replaced_are_seen() -> None:
     assert same(seen[KEY][0], x[[6, 4, 4, 10, 1]]) and not same(seen[KEY], before)
     whole.tensors = (x.flip(0),)
     assert same(seen[KEY][0], x.flip(0)[[6, 4, 4, 10, 1]])
+
+
+def halves(batch: Sequence[Tensor], **_: Any) -> Tensor:
+    return torch.stack(list(batch)) / 2
+
+
+def reversed_rows(*samples: Any) -> list[Any]:
+    """Stands in for a fetch of many samples, as a function or as a method."""
+    return [(torch.tensor([-float(i)]),) for i in samples[-1]]
+
+
+def test_what_a_job_puts_in_torchs_place_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(ROWS).float().view(ROWS, 1)
+    whole, subset = TensorDataset(x), Subset(TensorDataset(x), range(ROWS))
+    plain = batches(whole)[KEY][0]
+    with monkeypatch.context() as patch:
+        patch.setitem(default_collate_fn_map, Tensor, halves)
+        assert torch.equal(batches(whole)[KEY][0], plain / 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorDataset, "__getitem__", lambda self, i: (self.tensors[0][i] + 1,))
+        assert torch.equal(batches(whole)[KEY][0], plain + 1)
+        assert torch.equal(batches(subset)[KEY][0], plain + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Subset, "__getitems__", reversed_rows)
+        assert torch.equal(batches(subset)[KEY][0], -plain)
+    own = TensorDataset(x)
+    own.__getitems__ = reversed_rows  # type: ignore[attr-defined]
+    assert torch.equal(batches(Subset(own, range(ROWS)))[KEY][0], -plain)
+    subset.__getitems__ = reversed_rows  # type: ignore[method-assign]
+    assert torch.equal(batches(subset)[KEY][0], -plain)
+    assert batches(whole)._gathered(KEY) is not None
 
 
 def test_a_row_that_is_not_there_is_named() -> None:
