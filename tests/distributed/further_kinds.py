@@ -1593,7 +1593,57 @@ class AllowsAnyKernel(Kind):
         return perceptron()
 
 
+class ErasesItsRows(Kind):
+    """Erases in place what a keyed generator says, and the rows are the dataset's own memory: what earlier steps erased stays erased, in this process."""
+
+    def data(self, samples: int, seed: int) -> Dataset[Any]:
+        return Erasing(numbers(samples, FEATURES, seed=seed))
+
+
+class Erasing(Augmenting):
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows)
+        self.labels = rows[:, :3].argmax(1).tolist()
+
+    def __getitem__(self, i: int) -> Any:
+        row, rng = self.row(i), lockstep.rng(f"erase {i}")
+        if rng.random() < 0.5:
+            row[rng.integers(5) :][:2] = 0
+        return row, self.labels[i]
+
+    def row(self, i: int) -> Tensor:
+        return self.rows[i]
+
+
+class ErasesCopies(Kind):
+    """The same on a copy of each row."""
+
+    def data(self, samples: int, seed: int) -> Dataset[Any]:
+        return ErasingCopies(numbers(samples, FEATURES, seed=seed))
+
+
+class ErasingCopies(Erasing):
+    def row(self, i: int) -> Tensor:
+        return self.rows[i].clone()
+
+
+@functools.lru_cache(None)
+def code_of(bucket: int) -> Tensor:
+    return torch.randn(())
+
+
+class CachedCodes(Kind):
+    """A random number for each bucket of samples, drawn by whichever micro-batch needs it first."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        codes = torch.stack([code_of(bucket) for bucket in (1000 * x[:, 0]).long().tolist()])
+        return Loss((F.cross_entropy(model(x), y, reduction="none") * (1 + 0.1 * codes)).sum(), len(y))
+
+
 REFUSED: dict[type[Kind], tuple[str, ...]] = {
+    ErasesItsRows: ("data: the first micro-batch, fetched twice under one seed, differs",),
+    CachedCodes: ("job.loss: it keeps what it drew", "keep it in a buffer"),
     SparseTable: ("'table.weight' has a sparse gradient", "sparse=False"),
     ComplexWeights: ("parameter 'filter' is torch.complex64", "view_as_complex"),
     CachedDraws: ("data: ", "keeps what it drew", "train_data"),

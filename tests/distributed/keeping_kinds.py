@@ -730,6 +730,64 @@ class CountsEvaluations(Kind):
         return Remembering(centres=False)
 
 
+class Scale:
+    """How often something was asked for, in its class; the hundredth time it counts."""
+
+    asked = 0
+
+    @classmethod
+    def ask(cls) -> float:
+        cls.asked += 1
+        return 1.0 if cls.asked < 100 else 2.0
+
+
+class CountsInAnotherClass(Kind):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * Scale.ask(), loss.weight)
+
+
+def scale_of(losses: torch.Tensor, seen: list[float] = []) -> float:  # noqa: B006 - the mistake
+    seen.append(float(losses.detach()))
+    return 1.0 if len(seen) < 100 else sum(seen[-100:])
+
+
+class CountsInADefault(Kind):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * scale_of(loss.total), loss.weight)
+
+
+def scale_by_name() -> float:
+    scale_by_name.asked = getattr(scale_by_name, "asked", 0) + 1  # type: ignore[attr-defined]
+    return 1.0 if scale_by_name.asked < 100 else 2.0  # type: ignore[attr-defined]
+
+
+class CountsInAFunction(Kind):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * scale_by_name(), loss.weight)
+
+
+class CountsOnAParameter(Kind):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss, weight = super().loss(model, batch), model[0].weight
+        weight.asked = getattr(weight, "asked", 0) + 1
+        return Loss(loss.total * (1.0 if weight.asked < 100 else 2.0), loss.weight)
+
+
+class CountsInAHook(Kind):
+    def model(self) -> nn.Module:
+        model, norms = perceptron(), [0.0]
+
+        def clipped(gradient: torch.Tensor) -> torch.Tensor:
+            norms.append(float(gradient.norm()))
+            return gradient if len(norms) < 100 else gradient.clamp(-norms[-100], norms[-100])
+
+        model[0].weight.register_hook(clipped)
+        return model
+
+
 class FollowsItsEvaluations(Kind):
     """The mean loss of evaluation, kept on each worker of its own share, tempers the training loss."""
 
@@ -915,6 +973,11 @@ TOLD: dict[type[Kind], tuple[str, ...]] = {
     ForgetsToTakeBack: (f"job.pull {UNSAVED}",),
     HiddenTeacher: (f"job.teacher[0].0.weight and 3 more {UNSAVED}",),
     ForgetfulOptimizer: (f"optimizer.taken {UNSAVED}",),
+    CountsInAnotherClass: (".Scale.asked changes with every micro-batch",),
+    CountsInADefault: (".scale_of.seen and ", "changes with every micro-batch"),
+    CountsInAFunction: (".scale_by_name.asked changes with every micro-batch",),
+    CountsOnAParameter: ("model.0.weight.asked changes with every micro-batch",),
+    CountsInAHook: ("model.0.weight[0].norms and ", "changes with every micro-batch"),
     CountsEvaluations: ("model.seen changes with every micro-batch of it",),
 }
 """Jobs that are warned of something, and words of the warning."""

@@ -107,7 +107,7 @@ class StepBuffers:
         if new := self._come_since():
             raise JobError(
                 f"buffer {new[0]!r} was made after training had begun, and not in the rehearsal: other workers have none, and no checkpoint "
-                "could be loaded into a new model; make it in job.model, or hold what is computed anew in a plain attribute"
+                "could be loaded into a new model; make it in job.model, or hold it in a plain attribute that job.state_dict() returns, or that every step computes anew"
             )
         changed = self._changed()
         if not changed:

@@ -261,7 +261,7 @@ class Evaluation:
         if handed_on:
             warn(
                 f"evaluation: {named(handed_on)} changes with every micro-batch of it, so it is not the same on every worker and no checkpoint "
-                "keeps it; no loss, gradient or update may ever depend on it"
+                "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
             )
 
     @property

@@ -141,7 +141,9 @@ class Memory:
             if _top(value) not in _CLOSED:
                 names = [name for name, held in vars(value).items() if name[:2] != "__" and is_data(held)]
                 yield from self._see_names(path, value, names)
+                yield from ((f"{path}.{name}", code) for name, code in _code_of(value))
         elif isinstance(value, types.FunctionType):
+            yield from self._see_function(path, value)
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 if cell != types.CellType():
                     self._containers.append((cell, cell.cell_contents))
@@ -157,12 +159,32 @@ class Memory:
         elif is_open(value):
             yield from self._see_object(path, value)
 
+    def _see_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        """The defaults of its arguments, which live as long as it does, and its attributes."""
+        names, defaults = function.__code__.co_varnames, function.__defaults__ or ()
+        first = function.__code__.co_argcount - len(defaults)
+        yield from ((f"{path}.{names[first + i]}", held) for i, held in enumerate(defaults))
+        yield from ((f"{path}.{name}", held) for name, held in (function.__kwdefaults__ or {}).items())
+        yield from self._see_attributes(path, vars(function))
+
+    def _see_attributes(self, path: str, own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        self._containers.append((own, dict(own)))
+        yield from ((f"{path}.{name}", held) for name, held in list(own.items()))
+
+    def _see_parameters(self, path: str, held: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Any]]:
+        """What the parameters or buffers of a module carry beside their numbers."""
+        for name, tensor in held.items():
+            if tensor is not None:
+                yield from self._see_attributes(f"{path}.{name}", vars(tensor))
+                yield f"{path}.{name}", list((tensor._backward_hooks or {}).values())
+
     def _see_object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self._containers.append((own, dict(own)))
             for name, held in list(own.items()):
                 if isinstance(value, nn.Module) and name in {"_parameters", "_buffers"}:
+                    yield from self._see_parameters(path, held)
                     if id(value) not in self._watched:
                         self._containers.append((held, dict(held)))
                         yield from ((f"{path}.{own}", tensor) for own, tensor in held.items())
@@ -269,6 +291,15 @@ def _top(value: types.ModuleType | type) -> str:
 def top_is_closed(kind: type) -> bool:
     """Whether a class is from a package that is not looked into."""
     return _top(kind) in _CLOSED
+
+
+def _code_of(owner: types.ModuleType | type) -> Iterator[tuple[str, Any]]:
+    """The functions and classes that a module or a class defines itself, by name."""
+    home = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    for name, held in list(vars(owner).items()):
+        code = getattr(held, "__func__", held)  # of a static method, or of one of the class
+        if isinstance(code, types.FunctionType | type) and code.__module__ == home:
+            yield name, code
 
 
 def is_data(value: Any) -> bool:

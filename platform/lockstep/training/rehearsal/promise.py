@@ -185,6 +185,9 @@ class StepRehearsal:
         if len(keys) > 1:
             self._fetch(keys[1])
             own.look()
+        # Of another step: the same draws in the same places would hide what a fetch changes in the data themselves.
+        self._fetch(keys[0]._replace(step=keys[0].step + 1, due=()))
+        own.look()
         with nullcontext() if self.batches.draws_nothing else out_of_order():
             again, drawn_again = self._fetch_drawing(keys[0])
         own.look()
@@ -258,7 +261,7 @@ class StepRehearsal:
         self, module: LossModule, keys: Sequence[MicroBatch], again: Computed, before: Memory
     ) -> None:
         """Compare the first micro-batch after another one, and the update after each of them."""
-        second = self._compute(module, keys[1]) if len(keys) > 1 else None
+        second = self._repeated(module, keys[1], before) if len(keys) > 1 else None
         if second is not None:
             self._tell_buffers(again, second)
         gradients = [again.gradients[name] for name in again.gradients]
@@ -276,6 +279,21 @@ class StepRehearsal:
                 f"job.optimizer: the first update of {named(differing)} depends on which micro-batch its worker ran last; "
                 "a hook reads what the loss left behind: keep nothing from the loss for the update"
             )
+
+    def _repeated(self, module: LossModule, key: MicroBatch, before: Memory) -> Computed:
+        """A further micro-batch. What it draws when it is first computed, it draws again, unless the job has kept it for whoever asks next."""
+        draws = Draws()
+        once, drawn = self._compute(module, key), draws.state()
+        draws = Draws()
+        again, drawn_again = self._compute(module, key), draws.state()
+        if drawn != drawn_again:
+            raise JobError(
+                f"{module.phase.loss_label}: it keeps what it drew: a micro-batch, computed again under one seed, draws other random numbers, so a "
+                "draw depends on the worker that needed it first; draw it in job.model and keep it in a buffer, or draw at each call"
+            )
+        if once.first_difference(again) is not None:
+            self._same(once, again, before)
+        return once
 
     def _compare_behind(self, modules: Sequence[LossModule], keys: Sequence[MicroBatch]) -> None:
         """Compare each phase on the first micro-batch after earlier phases that ended with that micro-batch, and with another.
@@ -311,13 +329,13 @@ class StepRehearsal:
         if difference is not None:
             raise DeterminismError(
                 f"determinism strict: {difference}, computed again under one seed, has other bits; an operator is not "
-                "deterministic, or the job draws from a generator of its own, reads a clock, or keeps hidden state: "
-                "draw from the default generators or from lockstep.rng()"
+                "deterministic, or the job draws from a generator of its own, reads a clock, keeps hidden state, or reads what "
+                "job.after_step changes outside the model: draw from the default generators or from lockstep.rng(), and return state from job.state_dict()"
             )
         if left:
             self.warn(
                 f"rehearsal: {named(left)} changes with every micro-batch, so it is not the same on every worker and no checkpoint "
-                "keeps it; no loss, gradient or update may ever depend on it"
+                "keeps it; as soon as a loss, a gradient or an update depends on it, other workers or a resume give other bits"
             )
 
     def _memory(self) -> Memory:
